@@ -18,6 +18,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 12,
     "ffn": 48,
     "vocab_size": 60,
+    "norm_epsilon": 0.03,  # large enough to have an effect
 }
 MIXTURE: dict[str, Any] = {
     "experts": 4,

@@ -21,12 +21,15 @@ from tests.models import built, tokens_of
 LENGTH = 24
 
 
-def weight(unit: Unit) -> Tensor:
+def weight(unit: Unit, model: ModelConfig) -> Tensor:
     """Return a random weight `[*unit.shape]` large enough that every part of the layer has an
-    effect."""
+    effect, or so small that the epsilon of a latent's norm, which is fixed, has one."""
     if not unit.is_matrix:
         return unit.start + 0.3 * normal_(torch.empty(unit.numel), unit.name, 0)
-    return normal_(torch.empty(unit.shape), unit.name, 0) * 2 / unit.shape[1] ** 0.5
+    drawn = normal_(torch.empty(unit.shape), unit.name, 0) * 2 / unit.shape[1] ** 0.5
+    if model.latent is not None and unit.role in ("q_a", "kv_a"):
+        drawn[: model.latent.query_rank if unit.role == "q_a" else model.latent.kv_rank] *= 1e-3
+    return drawn
 
 
 def compare(model: ModelConfig, folder: Path) -> None:
@@ -37,7 +40,7 @@ def compare(model: ModelConfig, folder: Path) -> None:
     ours, parameters = built(model, torch.float32, length=LENGTH)
     with torch.no_grad():
         for unit in all_units(model):
-            unit.view(parameters[unit.parameter]).copy_(weight(unit).view(unit.axes))
+            unit.view(parameters[unit.parameter]).copy_(weight(unit, model).view(unit.axes))
         biases = {f"layers.{i}.router.expert_bias": b for i, b in biased(model, ours).items()}
         theirs = loaded(model, {**parameters, **biases}, folder)
 

@@ -30,7 +30,7 @@ MODELS = {
     "mha": tiny("llama", kv_heads=None, head_dim=None),
     "gpt with a gate": tiny("gpt", activation="swiglu"),
     "gpt with geglu": tiny("gpt", activation="geglu"),
-    "qwen3": tiny("qwen3", norm_epsilon=1e-6),
+    "qwen3": tiny("qwen3"),
     "deepseek": DEEPSEEK,
     "direct queries": replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, query_rank=None)),
     "groups of experts": replace(
