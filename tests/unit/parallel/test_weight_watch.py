@@ -22,6 +22,19 @@ def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
     watch.check()
 
 
+def test_a_change_before_an_earlier_step_is_still_found(world) -> None:
+    """Steps between two checks note the changed weight again."""
+    model, update = built(world, "muon", "none", recorded=False)
+    watch = WeightWatch(update.optimizer)
+    watch.note()
+    model.domains[0].buffers.parameters[0][0] += 1
+    for _ in range(2):
+        watch.compare()
+        watch.note()
+    with pytest.raises(DisagreementError, match="weights have changed between steps"):
+        watch.check()
+
+
 def test_only_weights_in_the_chunk_of_a_flipped_bit_are_named(world, monkeypatch) -> None:
     monkeypatch.setattr(weight_watch, "CHUNK", 16)
     model, update = built(world, "muon", "none", recorded=False)

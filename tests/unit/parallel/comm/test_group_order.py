@@ -1,7 +1,11 @@
-"""The ranks of every process group on layouts with all axes above one, by fake groups."""
+"""The ranks of every process group on layouts with all axes above one, by fake groups; how long
+groups wait."""
+
+from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -62,16 +66,31 @@ def test_groups_have_the_ranks_of_their_axes_in_order(ranks, layout, sent_nowher
         groups.shutdown()
 
 
-def members(made: Groups) -> dict[str, list[int]]:
-    """Return the ranks of each axis in order, and check this rank's number among them."""
+def test_collectives_of_every_group_wait_as_long_as_asked():
+    made = groups.initialize(timeout_seconds=77.0, device_type="cpu")
+    waiting = {name: axis.group for name, axis in axes_of(made).items()}
+    waiting |= {"host": made.host, "all": dist.group.WORLD}
+    for name, group in waiting.items():
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=77), name
+    groups.shutdown()
+
+
+def axes_of(made: Groups) -> dict[str, Axis]:
+    """Return every axis by its name."""
     axes: dict[str, Axis] = {
         name: getattr(made, name) for name in ("tensor", "pipeline", "data", "context", "expert")
     }
     for domain in ("dense", "experts"):
         for name in ("tensor", "replicas", "stage"):
             axes[f"{domain}.{name}"] = getattr(getattr(made, domain), name)
+    return axes
+
+
+def members(made: Groups) -> dict[str, list[int]]:
+    """Return the ranks of each axis in order, and check this rank's number among them."""
     found = {}
-    for name, axis in axes.items():
+    for name, axis in axes_of(made).items():
         found[name] = dist.get_process_group_ranks(axis.group)
         assert found[name][axis.rank] == made.rank and len(found[name]) == axis.size
     return found

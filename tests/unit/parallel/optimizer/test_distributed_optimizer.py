@@ -4,13 +4,16 @@ A step is a fixed sequence of operations on fixed memory that never reads a valu
 tests of several ranks are in tests/distributed.
 """
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from parallel.optimizer.distributed_optimizer import CapturedUpdate
-from spectral.rules import RULES, MuonRule
+from parallel.optimizer.routing import Assignment
+from spectral.rules import RULES, AdamWRule, MuonRule
 from tests.slow_cases import slow_but
-from tests.step_trace import on_meta, traced
+from tests.step_trace import on_meta, traced, without_eigensolvers
 from tests.stepped_models import TINY, assign_matrices, stepped_model
 from tests.update_cases import KINDS, built, fill
 
@@ -29,17 +32,45 @@ def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(wo
     assert len(operations) > 100
 
 
-@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan, None])
-def test_a_gradient_that_is_not_finite_or_a_step_not_allowed_changes_no_bit(world, poison):
-    model, update = built(world, "muon", "none", recorded=False)
-    fill(model, 0)
-    if poison is not None:
-        model.domains[0].buffers.gradients[0].view(-1)[3] = poison
-    before = [tensor.clone() for tensor in model.parameters.values()]
-    norm, active = update(1.0, torch.tensor(poison is not None))
-    assert norm.total.isfinite() == (poison is None) and not active
-    after = model.parameters.values()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+def lasting(model, optimizer) -> list[torch.Tensor]:
+    """Return copies of everything that the next step reads: weights, masters, state."""
+    groups = [group for domain in optimizer.domains for group in domain.step_groups]
+    tensors = [
+        *model.parameters.values(),
+        *(m for d in optimizer.domains for m in d.buffers.masters),
+    ]
+    tensors += [value for region in optimizer.regions for value in region.state.values()]
+    tensors += [value for stack in optimizer.stacks for _, _, value in stack.saved()]
+    tensors += [weight for group in groups for weight in group.kept.values()]
+    tensors += [buffer for effective in model.in_graph for buffer in effective.buffers()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+IN_GRAPH = [*FAST, ("muon", "in_graph"), ("muon_plus_plus", "none")]
+
+
+@pytest.mark.parametrize(("rule", "pc"), slow_but(IN_GRAPH, KINDS))
+def test_a_gradient_that_is_not_finite_or_a_step_not_allowed_changes_no_bit(world, rule, pc):
+    with without_eigensolvers():  # which find the same vectors again
+        model, update = built(world, rule, pc, recorded=False)
+
+        def changes(poison: float | None, allowed: bool) -> list[bool]:
+            before = lasting(model, update.optimizer)
+            fill(model, 0)
+            if poison is not None:
+                model.domains[0].buffers.gradients[0].view(-1)[3] = poison
+            norm, active = update(1.0, torch.tensor(allowed))
+            assert norm.total.isfinite() == (poison is None)
+            assert active == (allowed and poison is None)
+            after = lasting(model, update.optimizer)
+            return [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+
+        for _ in range(2):
+            some = changes(None, allowed=True)
+            assert sum(some) > len(some) / 2
+            for poison in (torch.inf, -torch.inf, torch.nan):
+                assert not any(changes(poison, allowed=True)), poison
+            assert not any(changes(None, allowed=False))
 
 
 @pytest.mark.parametrize("rule", [name for name, kind in RULES.items() if kind.whole_matrix])
@@ -54,6 +85,40 @@ def test_a_refused_unit_keeps_its_weight_bit_for_bit(world, rule):
     refused = {name for name, count in optimizer.refused() if count}
     same = {name for name, weight in weights.items() if torch.equal(weight, before[name])}
     assert refused == same == {"layers.0.down"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wary(AdamWRule):
+    """AdamW that refuses a range with a gradient that is not finite."""
+
+    def update(self, stacks):
+        """Report `refused`; see `Rule.update`."""
+        sound = [stack.grad.isfinite().all(1) for stack in stacks]
+        super().update([s for s, ok in zip(stacks, sound, strict=True) if ok])
+        return [{"refused": (~ok).float()} for ok in sound]
+
+
+@pytest.mark.parametrize("name", ["embedding", "layers.0.mlp_norm", "layers.1.q.1"])
+def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(world, name):
+    """The range, of a bucket's shard, is the one whose weights have not changed."""
+
+    def assign(unit):
+        return Assignment("all", "wary", Wary(), 0.01, 0.1 if unit.is_matrix else 0.0)
+
+    model, optimizer = stepped_model(TINY, world, assign)
+    fill(model, 0)
+    (unit,) = (unit for unit in model.units if unit.name == name)
+    model.gradient(unit)[..., -1] = torch.nan
+    buffers = model.domains[0].buffers
+    before = [flat.clone() for flat in buffers.parameters]
+    optimizer.step(1.0, torch.tensor(True))
+    kept = []
+    for bucket, old in zip(buffers.bucket_layout.buckets, before, strict=True):
+        same = (buffers.parameters[bucket.index] == old)[: bucket.used].nonzero()[:, 0].tolist()
+        if same:
+            assert same == [*range(same[0], same[-1] + 1)] and same[0] + unit.numel <= same[-1] + 1
+            kept.append(f"wary elements dense.{bucket.index}.{same[0]}")
+    assert [name for name, count in optimizer.refused() if count] == kept and len(kept) == 1
 
 
 def test_every_gradient_is_scaled_to_the_norm(world):
