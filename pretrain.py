@@ -295,18 +295,21 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         from training.report.console import first_line, opening
 
         print(first_line(config), flush=True)
-    from parallel.checkpoint.state_writer import WriterError
-    from parallel.comm import groups
-    from parallel.comm.collectives import CollectiveError
-    from parallel.optimizer.distributed_optimizer import DisagreementError
-    from training.checkpoint.saving import CheckpointError
-    from training.config import check
-    from training.data.build_data import with_vocabulary
-    from training.lifecycle.preemption import FAILED, INTERRUPT, REASONS
-    from training.lifecycle.terminal import CODE
-    from training.nonfinite import NonFiniteError
-    from training.run import train as train_ranks
-    from training.start_groups import start_groups
+    from models.engine import no_collection
+
+    with no_collection():
+        from parallel.checkpoint.state_writer import WriterError
+        from parallel.comm import groups
+        from parallel.comm.collectives import CollectiveError
+        from parallel.optimizer.distributed_optimizer import DisagreementError
+        from training.checkpoint.saving import CheckpointError
+        from training.config import check
+        from training.data.build_data import with_vocabulary
+        from training.lifecycle.preemption import FAILED, INTERRUPT, REASONS
+        from training.lifecycle.terminal import CODE
+        from training.nonfinite import NonFiniteError
+        from training.run import train as train_ranks
+        from training.start_groups import start_groups
 
     config = with_vocabulary(config)
     # Batches of a ramp are checked later, when the step to continue from is known.

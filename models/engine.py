@@ -6,19 +6,22 @@ older release is refused, a newer one is used with a warning.
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import logging
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, cast
 
 import torch
 from packaging.version import Version
@@ -66,14 +69,15 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core, silently and in two thirds of the time; call this before other imports
-    of megatron-core.
+    """Import megatron-core, silently and in half the time; call this before other imports of
+    megatron-core.
 
     It silences warnings about missing optional packages, the message of PyTorch's CUDA builds about
     a missing CUDA toolkit on machines without a GPU (such as a login node), and newer torch's
     warning about collectives that the engine calls by older names. Functions that the engine
     compiles are compiled at their first call: compiling at import would load the compiler for
-    functions that most models never call. Raises EngineError if the engine is not installed.
+    functions that most models never call. The engine's inference imports wandb, which no program of
+    this project needs from it. Raises EngineError if the engine is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
@@ -81,10 +85,28 @@ def import_engine() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     compiler = torch.compile
     setattr(torch, "compile", at_first_call(compiler))  # noqa: B010
+    hides = "wandb" not in sys.modules
+    if hides:
+        sys.modules["wandb"] = cast(ModuleType, None)
     try:
-        engine_version()
+        with no_collection():
+            engine_version()
     finally:
         setattr(torch, "compile", compiler)  # noqa: B010
+        if hides:
+            del sys.modules["wandb"]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the garbage collector for imports: it would walk all modules and find nothing."""
+    automatic = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if automatic:
+            gc.enable()
 
 
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:

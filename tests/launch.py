@@ -30,7 +30,7 @@ from tests.paths import ROOT
 FORKS = multiprocessing.get_context("forkserver")
 # Without tests.import_engine: FSDP2 loads torch's compiler, which is slow in every fork and fast
 # before forking.
-FORKS.set_forkserver_preload(["training.run", "tests.frozen"])
+FORKS.set_forkserver_preload(["tests.frozen"])
 OURS = r"(models|parallel|spectral|tests|training)\."
 """Modules whose warnings are errors, such as newer torch's warnings about calls."""
 GRACE = 30.0

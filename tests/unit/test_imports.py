@@ -181,7 +181,7 @@ def test_every_part_has_a_level_and_no_import_climbs(root: Path) -> None:
     assert found == []
 
 
-LOADED = "import sys; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+LOADED = "import sys; print(*(n in sys.modules for n in ('torch', 'torch._dynamo', 'wandb')))"
 HELP = """
 import contextlib, importlib, io, sys
 heavy = {"torch", "pandas", "matplotlib", "transformers"}
@@ -201,14 +201,14 @@ PROGRAMS += ["scripts.study", "scripts.verify"]
 @pytest.mark.parametrize(
     ("code", "loaded"),
     [
-        ("from spectral import Muon, SpectralSphere\n", ["True", "False"]),
-        (f"NAMES = {PROGRAMS}\n{HELP}", ["False", "False"]),
-        ("from scripts.evaluate import main; main(['none', '--tasks', 'a'])\n", ["False", "False"]),
+        ("from spectral import Muon, SpectralSphere\n", ["True", "False", "False"]),
+        (f"NAMES = {PROGRAMS}\n{HELP}", ["False"] * 3),
+        ("from scripts.evaluate import main; main(['none', '--tasks', 'a'])\n", ["False"] * 3),
         (
             "from models.engine import import_engine; import_engine(); import training.run\n",
-            ["True", "False"],
+            ["True", "False", "False"],
         ),
     ],
 )
-def test_the_compiler_is_not_imported(root: Path, code: str, loaded: list[str]) -> None:
+def test_no_compiler_or_wandb_is_imported(root: Path, code: str, loaded: list[str]) -> None:
     assert output_of(sys.executable, "-c", code + LOADED, folder=root).split() == loaded

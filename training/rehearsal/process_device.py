@@ -12,6 +12,7 @@ from training.rehearsal import fake_driver
 def prepare() -> None:
     """Create the device, and import the ranks' modules, which takes seconds."""
     warnings.filterwarnings("ignore")
+    gc.disable()  # imports create no garbage
     fake_driver.load()
     import torch
 
@@ -24,6 +25,7 @@ def prepare() -> None:
     if liger_installed():
         liger_kernels()
     gc.freeze()  # excludes shared objects from the forks' garbage collection
+    gc.enable()
 
 
 def uncompiled(function: object = None, **options: object) -> object:

@@ -34,7 +34,7 @@ KILLS = 50
 def _loaded() -> None:
     """Choose the modules that forks import, unless another file of this process has started the
     server."""
-    FORKS.set_forkserver_preload(["training.run", "transformers", "tokenizers", "tests.frozen"])
+    FORKS.set_forkserver_preload(["transformers", "tokenizers", "tests.frozen"])
 
 
 @dataclass(frozen=True)
