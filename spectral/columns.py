@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Columns:
         self.starts: list[int] = []
         self.settled = set[tuple[str, int, tuple[int, ...]]]()
         self.sums: dict[tuple[int, ...], Sums] = {}
+        self.matrices: dict[int, Any] = {-1: None}  # no column
 
     @property
     def end(self) -> int:
@@ -53,12 +54,18 @@ class Columns:
     def record(self, number: Tensor | int) -> Use | Sums:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
-    def matrix(self, number: Tensor | int) -> tuple[int, int]:
-        """Return the weight of a column and the entry of a stack that the column is in."""
-        record = self.record(number)
-        if isinstance(record, Sums) or len(record.outputs) < 2:
-            return record.start, 0
-        return record.start, (int(number) - record.start) // record.strides[0]
+    def matrix(self, number: int) -> Any:
+        """Return what identifies the weights, and the entries of stacks, of a column."""
+        if number not in self.matrices:
+            record, entry = self.record(number), 0
+            if isinstance(record, Sums):
+                pair = record.pairs[number - record.start].tolist()
+                self.matrices[number] = (*map(self.matrix, pair),)
+            else:
+                if record.stacked:
+                    entry = (number - record.start) // record.strides[0]
+                self.matrices[number] = record.start, entry
+        return self.matrices[number]
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
         """Yield the record of each run of consecutive numbers, with these numbers."""
@@ -106,6 +113,9 @@ class Columns:
 
     def settle(self, rows: Tensor, kind: str) -> None:
         """Record that an operation uses the columns of each row, `[rows, n]`, as one vector."""
+        if (key := (kind, len(rows), tuple(rows.flatten().tolist()))) in self.settled:
+            return
+        self.settled.add(key)
         rows = rows.sort().values.unique(dim=0) if len(rows) > 1 else rows.unique()[None]
         low, high = map(int, rows.aminmax())
         record = self.record(low)
@@ -113,9 +123,6 @@ class Columns:
         if inside and isinstance(record, Use):
             sets = (rows - record.start).tolist()
             return record.sets[kind].update(tuple(dict.fromkeys(columns)) for columns in sets)
-        if (key := (kind, len(rows), tuple(rows.flatten().tolist()))) in self.settled:
-            return
-        self.settled.add(key)
         if inside and isinstance(record, Sums):
             self.settle(record.added(rows), kind)
         elif len(rows) > 1:

@@ -148,14 +148,15 @@ class Shadows:
 
 def condensed(numbers: Tensor) -> Tensor:
     """Reduce axes along which no number changes to length 1; padding has no numbers."""
-    for axis in range(numbers.ndim if numbers.numel() > 1 else 0):
-        if numbers.shape[axis] > 1:
-            corners = (float(numbers.select(axis, i)[(0,) * (numbers.ndim - 1)]) for i in (0, -1))
-            if 0 <= next(corners) != next(corners) >= 0:
-                continue  # as for most axes
-            last = numbers.amax(axis, keepdim=True)
-            if bool(((numbers == last) | (numbers < 0)).all()):
-                numbers = last
+    sizes = numbers.shape
+    corners = [(size - 1) * prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes)]
+    first, *ends = numbers.flatten()[[0, *corners]].tolist() if numbers.numel() > 1 else [NONE]
+    for axis, end in enumerate(ends):
+        if sizes[axis] == 1 or 0 <= first != end >= 0:
+            continue  # as for most axes
+        last = numbers.amax(axis, keepdim=True)
+        if bool(((numbers == last) | (numbers < 0)).all()):
+            numbers = last
     return numbers
 
 

@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -75,7 +76,8 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
     ):
         own = copy.deepcopy(value)
     elif isinstance(value, (dict, list, set)):
-        own = copies[id(value)] = copy.copy(value)  # registered first, as it may contain itself
+        own = value.copy() if type(value) is OrderedDict else copy.copy(value)
+        copies[id(value)] = own  # first, as it may contain itself
         if not isinstance(value, set):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, each in places:

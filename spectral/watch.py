@@ -144,7 +144,7 @@ class Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             self._keep(tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
-        if not self.paused:
+        if not (self.paused or func.is_view):  # views share the shadow of their storage
             self._follow(func, args, kwargs, result)
         return result
 
@@ -347,17 +347,16 @@ class Watch(TorchDispatchMode):
             inner = axes <= {*first.moving} and first.moving == second.moving
             inner &= any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
             inner |= axes <= {*first.moving} & {*second.moving} and any(
-                self._is_outer(side, side.vectors(other), axes)
+                self._is_outer(side.columns, side.vectors(other), axes)
                 for side, other in permutations(sides)
+                if side.columns is not None
             )
         for columns in known if inner else ():
             self.numbers.consume(columns, axes, INNER if len(known) > 1 else LAYER)
         return inner
 
-    def _is_outer(self, side: Side, constant: list[int], axes: set[int]) -> bool:
+    def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
         """Return whether columns are sums with columns that change only along `axes`."""
-        columns = side.columns
-        assert columns is not None
         record = self.numbers.record(columns.max())
         if not constant or not isinstance(record, Sums) or columns.min() < record.start:
             return False
@@ -427,10 +426,11 @@ class Watch(TorchDispatchMode):
                 axis = 2 * columns.ndim - 3 - axis
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
-            if self._adds_matrices(columns, axis) and out.ndim == columns.ndim:
+            used = self._mixed(columns, axis, kind)
+            if axis not in used and out.ndim == columns.ndim:
                 self.columns.write(out, self._folded(columns, [axis]))
             scales = other is not None and self._adds_matrices(other, summed[1 - i])
-            self.numbers.consume(columns, [] if scales else self._mixed(columns, axis), kind)
+            self.numbers.consume(columns, [] if scales else used, kind)
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -439,23 +439,50 @@ class Watch(TorchDispatchMode):
         if not torch.equal(made[0], made[-1]):  # each entry of the batch has separate outputs
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
             self.numbers.settle(torch.stack(made), GROUP)
+        elif entries := self._entries(sides[weight]) if out.ndim == 3 else []:
+            use = self._use(sides[weight])
+            use.outputs.add(0)
+            made = [made[0] + entry * use.strides[0] for entry in entries]
         else:
             made = made[:1]
         if not depthwise:
             self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
-    def _mixed(self, columns: Tensor, axis: int) -> list[int]:
+    def _entries(self, weight: Tensor) -> list[int]:
+        """Return the entries of a stack that a batched product uses in order, [] for others."""
+        use = self._use(weight)
+        if weight.ndim != 3 or len(use.shape) != 3:
+            return []
+        numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
+        entries = numbers.div(use.strides[0], rounding_mode="floor").long().tolist()
+        order = [*range(use.shape[0])] * (len(weight) // use.shape[0])
+        return order if entries == order else []
+
+    def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
         """Return the axes of columns that a product with a sum over an axis uses together.
 
-        If it adds outputs of different matrices, these are the other axes.
+        If the sum weighs vectors, these are the other axes. It does if it adds outputs of different
+        matrices or, in a product of activations, if the other axis has the successive outputs.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
-        return others if others and self._adds_matrices(columns, axis) else [axis]
+        if others and self._adds_matrices(columns, axis):
+            return others
+        other = 2 * columns.ndim - 3 - axis
+        if kind == INNER and other in others and columns.shape[axis] > 1:
+            steps = [float(columns.diff(dim=a).abs().min()) for a in (other, axis)]
+            if steps[0] < steps[1] and not self._is_outer(columns, [other], {axis}):
+                return [other]
+        return [axis]
 
     def _adds_matrices(self, columns: Tensor, axis: int) -> bool:
         """Return whether columns along an axis are of different weights or entries of a stack."""
         vector = columns.movedim(axis, 0).reshape(columns.shape[axis], -1)[:, 0]
-        return len(vector) > 1 and len({*map(self.numbers.matrix, vector)}) == len(vector)
+        matrices = set[Any]()
+        for matrix in map(self.numbers.matrix, vector.long().tolist()):
+            if matrix in matrices:
+                return False  # as for most vectors
+            matrices.add(matrix)
+        return len(vector) > 1
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
         """Return the column numbers of a product that keeps one axis of a weight."""
@@ -477,7 +504,7 @@ class Watch(TorchDispatchMode):
         if depthwise and columns is not None:
             self._channelwise("convolution", source, out)
         elif columns is not None:
-            self.numbers.consume(columns, self._mixed(columns, 1), LAYER)
+            self.numbers.consume(columns, self._mixed(columns, 1, LAYER), LAYER)
         if weight not in self.weights:
             return
         kept, use = int(transposed), self._use(weight)

@@ -62,6 +62,11 @@ class Use:
         """The weights of its columns: the weight itself."""
         return frozenset([self])
 
+    @property
+    def stacked(self) -> bool:
+        """Whether its first axis numbers matrices, such as experts."""
+        return max(self.outputs, default=0) > 0 and not any(0 in axes for axes in self.inputs)
+
     def axes(self, numbers: Tensor) -> list[int]:
         """Return the axes along which some elements differ."""
         return _changing(_places(numbers - self.start, self.shape, self.strides))

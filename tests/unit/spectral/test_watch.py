@@ -683,6 +683,60 @@ def test_a_step_equals_steps_on_the_matrices_apart(name: str) -> None:
     assert all(row.reason for row in split.rows)
 
 
+SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sum": lambda gate, made: (gate[..., None] * made).sum(-2),
+    "a product from the left": lambda gate, made: (gate.unsqueeze(-2) @ made).squeeze(-2),
+    "a product from the right": lambda gate, made: (made.mT @ gate.unsqueeze(-1)).squeeze(-1),
+    "an einsum": lambda gate, made: torch.einsum("...e,...ed->...d", gate, made),
+}
+MIXTURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, int]]] = {
+    "layers": (lambda m, x: torch.stack([m.a(x), m.b(x), m.c(x)], -2), {"a": 1, "b": 1, "c": 1}),
+    "layers and the input": (
+        lambda m, x: torch.stack([m.a(x), m.b(x), x], -2),
+        {"a": 1, "b": 1},
+    ),
+    "layers, added to one": (
+        lambda m, x: torch.stack([m.a(x), m.b(x), m.c(x)], -2) + m.d(x)[..., None, :],
+        {"a": 1, "b": 1, "c": 1, "d": 1},
+    ),
+    "a layer": (lambda m, x: m.fused(x).unflatten(-1, (3, 12)), {"fused": 3}),
+    "a stack, by an einsum": (lambda m, x: torch.einsum("btd,edh->bteh", x, m.w), {"w": 3}),
+    "a stack, by a batched product": (
+        lambda m, x: (
+            (x.flatten(0, 1).expand(3, -1, -1) @ m.w).unflatten(1, x.shape[:2]).movedim(0, 2)
+        ),
+        {"w": 3},
+    ),
+    "a stack, by a product that repeats it": (
+        lambda m, x: (x[:, None] @ m.w).transpose(1, 2),
+        {"w": 3},
+    ),
+    "two stacks": (
+        lambda m, x: ((x[:, None] @ m.w).relu() @ m.v).transpose(1, 2),
+        {"w": 3, "v": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_the_same_matrices_however_it_is_written(name: str, spelling: str) -> None:
+    made, matrices = MIXTURES[name]
+    layers: dict[str, Any] = {key: linear(12, 12) for key in "abcd"}
+    layers |= {"fused": linear(12, 36), "w": torch.randn(3, 12, 12), "v": torch.randn(3, 12, 12)}
+    model = Module(
+        lambda m, x: m.head(SPELLINGS[spelling](m.gate(x).softmax(-1), made(m, x))),
+        gate=linear(12, 3),
+        head=linear(12, 4),
+        **{key: layers[key] for key in matrices},
+    )
+    rows = {row.name.partition(".")[0]: row for row in split_parameters(model, example=x).rows}
+    assert {key: rows[key].matrices for key in matrices} == matrices
+    assert {rows[key].matrix for key in matrices} == {(12, 12)}
+    # The gate has one output for each matrix, or one vector of outputs for a weight.
+    assert rows["gate"].rule == ("spectral" if name == "a layer" else "adamw")
+
+
 def _compare(start: Tensor, units: Any, pieces: Pieces) -> None:
     fused, gradient = nn.Parameter(start.clone()), torch.randn_like(start)
     parts = [nn.Parameter(piece.clone()) for piece in pieces(start)]
