@@ -4,10 +4,10 @@
 #   docker build --target cuda -t spectrain:cuda --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target transformer-engine -t spectrain:te .
 #
-# PIP_ARGS names the index that torch comes from: one with CPU builds for a small cpu image, one with
-# builds for an older CUDA where the driver is older than that of the default index, which has torch
-# with the newest CUDA on x86-64. Without it the images work, but the cpu image is large. The third one
-# is for CUDA 13, that of the default index: Transformer Engine is compiled against torch and its CUDA.
+# PIP_ARGS names the index of torch: an index with CPU builds for a small cpu image, or with builds
+# for an older CUDA if the driver is too old for the default index, which has torch with the newest
+# CUDA on x86-64. Without it the images work, but the cpu image is large. The third image is for CUDA
+# 13, the CUDA of the default index: Transformer Engine is compiled against torch and its CUDA.
 
 # Python 3.12 takes the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
 ARG PYTHON=3.12.12
@@ -48,9 +48,9 @@ USER 1000
 CMD ["python", "pretrain.py", "--help"]
 
 FROM cuda AS transformer-engine
-# nvcc and the headers are of the packages that torch's own CUDA comes from, so that all are of one
-# version and no other base image is needed. The kernels come compiled; their binding to torch does
-# not: 33 files, JOBS at a time.
+# nvcc and the headers come from the packages of torch's CUDA, so that all have one version and no
+# other base image is needed. The kernels are precompiled; their binding to torch is compiled here: 33
+# files, JOBS at a time.
 USER 0
 ARG JOBS=4
 RUN pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]==13.0.3" ninja==1.13.2 \

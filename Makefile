@@ -18,7 +18,8 @@ PY := $(PYTHON)
 SETUP :=
 endif
 
-# Settings that may be changed: make train CONFIG=configs/tiny_muon.yaml NPROC=1 ARGS="train.steps=50"
+# Settings that may be overridden: make train CONFIG=configs/tiny_muon.yaml NPROC=1
+# ARGS="train.steps=50"
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 CONFIG ?= configs/tiny_sso.yaml
@@ -30,7 +31,7 @@ STUDIES ?= llama qwen3
 
 ENGINE ?= 0.19.2
 
-# Pages in which programs write, and what prints them.
+# Pages with generated parts, and the programs that print them.
 LINKING := README.md CONTRIBUTING.md docs/spectral.md docs/pc_layers.md
 PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md) $(LINKING)
 made-docs/configuration.md := -m training.config.manual
@@ -46,8 +47,8 @@ ranks := tests/distributed
 rehearsal := tests/rehearsal
 smoke := tests/smoke
 
-# Parts of `make test-all`, by the files of their slow tests: files of their own, then what is left of
-# a folder. PART="recipes engine" runs these two alone.
+# Parts of `make test-all`, by the files of their slow tests: separate files, then the rest of a
+# folder. PART="recipes engine" runs these two alone.
 recipes := $(wildcard tests/unit/recipes tests/*/test_*recipes.py)
 studies := $(wildcard tests/unit/*/test_*study*.py tests/distributed/test_*study*.py)
 examples := tests/unit/test_examples.py
@@ -59,12 +60,12 @@ slow-rehearsal: FILES = $(rehearsal) $(other)
 slow-rest: FILES = tests $(addprefix --ignore=,$(ranks) $(rehearsal)) $(other)
 SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest)
 
-# What differs between releases of megatron-core.
+# Tests that depend on the release of megatron-core.
 ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
     tests/unit/models tests/parity
 ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export)
 
-# Tests of a file stay on one worker: they share what is dear to make.
+# Tests of a file stay on one worker, as they share expensive fixtures.
 PYTEST = $(PY) -m pytest -q -rfEs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
@@ -100,7 +101,7 @@ data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@
 
-corpus-large: data/corpus_large/manifest.json  ## the same with the manuals of Linux, 76 MB, in data/corpus_large
+corpus-large: data/corpus_large/manifest.json  ## make the corpus with the manuals of Linux, 76 MB, in data/corpus_large
 
 data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/corpus.yaml | $(SETUP)
 	$(PY) scripts/make_corpus.py data/corpus_large_texts --corpus examples/data/corpus_large.yaml
@@ -128,22 +129,24 @@ $(SLOW_PARTS): slow-%: $(SETUP)
 slow-engine: .engines/$(ENGINE)
 	$(call timed,export PYTHONPATH=$<; $(PYTEST) -m "not slow" $(ENGINE_TESTS); $(PYTEST) -m slow $(ENGINE_SLOW_TESTS))
 
-# Releases are published for some versions of Python only, though the files that are used run under others.
+# Releases are published for some versions of Python only, although the files used here run under
+# others.
 .engines/%: | $(SETUP)
 	$(PY) -m pip install $(PIP_ARGS) --target $@ --no-deps --only-binary=:all: --ignore-requires-python \
 	    --python-version 3.12 megatron-core==$*
 
-# Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.
+# Not part of `make test`: it needs root and takes many minutes. It names what is missing if it cannot
+# run.
 test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespaces, with and without SLURM: as root, 20 minutes
 	$(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
-pages: $(SETUP)  ## bring up to date what programs write in docs/
+pages: $(SETUP)  ## update the generated pages and tables
 	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) > $(page).new; mv $(page).new $(page);)
 
-site: $(SETUP)  ## make the pages a site with search in site/
+site: $(SETUP)  ## make a site with search from the pages, in site/
 	$(PY) -m mkdocs build --strict
 
 lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and generated pages
