@@ -67,8 +67,8 @@ def test_every_card_of_a_run_is_its_figure() -> None:
     """The last validation is not the best; medians, sums and last values differ."""
     lines = [
         {"step": 10, "train/loss": 5.0, "val/loss": 4.0, "perf/tokens_per_sec": 1e3},
-        {"step": 20, "train/loss": 3.0, "val/loss": 2.0, "perf/tokens_per_sec": 5e3},
-        {"step": 40, "train/loss": 3.5, "val/loss": 2.5, "perf/tokens_per_sec": 4e3},
+        {"step": 20, "train/loss": 3.0, "val/loss": 2.0, "perf/tokens_per_sec": 4e3},
+        {"step": 40, "train/loss": 3.5, "val/loss": 2.5, "perf/tokens_per_sec": 5e3},
     ]
     for line, seconds in zip(lines, (1.0, 2.0, 4.0), strict=True):
         line |= {"progress/tokens": 100 * line["step"], "perf/step_time_s": seconds}

@@ -1,6 +1,7 @@
 """Failures of optional files do not end a run, and a disk that fails once costs no steps."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -169,19 +170,38 @@ def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatc
     check_equal(tmp_path)
 
 
-def test_ranks_wait_for_no_disk_while_they_train(run, monkeypatch):
-    """Only other threads and processes sync files."""
-    sync, waited = os.fsync, []
+def test_every_file_is_on_disk_before_its_folder_has_a_name(run, tmp_path, monkeypatch):
+    """Ranks do not wait for the disk while they train: other threads and processes sync files."""
+    sync, rename, ours, calls = os.fsync, os.rename, os.getpid(), tmp_path / "calls"
+
+    def note(text: str) -> None:
+        with calls.open("a") as file:  # also by the process that writes tensors
+            file.write(text + "\n")
 
     def noted(descriptor: int) -> None:
-        if threading.current_thread() is threading.main_thread() and os.getpid() == ours:
-            waited.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        main = threading.current_thread() is threading.main_thread() and os.getpid() == ours
+        note(f"{'wait' if main else 'sync'} {os.readlink(f'/proc/self/fd/{descriptor}')}")
         sync(descriptor)
 
-    ours = os.getpid()
+    def renamed(source: Path, target: Path) -> None:
+        note(f"rename {source}")
+        rename(source, target)
+
     monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", renamed)
     assert run().step == END
-    assert waited == []
+    lines = calls.read_text().splitlines()
+    assert not [line for line in lines if line.startswith("wait ")]
+    saved = tmp_path / "run" / "checkpoints" / f"step_{END:08d}"
+    (place,) = (
+        i for i, line in enumerate(lines) if re.search(rf"^rename .*/.writing-{END}-\w+$", line)
+    )
+    folder = Path(lines[place].removeprefix("rename "))
+    # torch writes the index under another name.
+    synced = {line.removeprefix("sync ").removesuffix(".tmp") for line in lines[:place]}
+    files = [path.relative_to(saved) for path in (saved, *saved.rglob("*"))]
+    assert len(files) > 8 and not [each for each in files if str(folder / each) not in synced]
+    assert f"sync {saved.parent}" in lines[place:]
 
 
 def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeypatch):
