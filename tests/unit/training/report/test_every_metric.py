@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines
 from training.config import Config
+from training.monitor.matrix_figures import global_figures
 from training.run import train
 
 STEPS, LAST, CLIP, BATCH, LENGTH = 30, 20, 0.5, 8, 32
@@ -64,10 +66,31 @@ ELSEWHERE = {
     r"perf/step_time_s": "seconds, by the clock",
     r"moe/max_vio/\d": "unit/training/monitor/test_expert_balance.py",
     r"moe/global_aux_loss": "distributed/test_gradients.py",
-    r"monitor/.*": "unit/training/monitor/",
+    r"monitor/.*": "`aggregates`, from the figures of unit/training/monitor/",
     r"penalty/(?!on).*": "unit/training/test_penalty_schedule.py",
 }
 """Tests of other metrics, or their unit."""
+
+
+def aggregates(monitored: Line) -> dict[str, float]:
+    """Return the metrics that a line of monitors.jsonl gives, without condition numbers of whole
+    matrices."""
+    values: dict[str, list[float]] = {}
+    inside = {"spectral_norm": [], "applied_rms": [], "criterion_ratio": []}
+    for unit in monitored["units"].values():
+        for name, value in unit.items():
+            if name not in ("role", "layer") and isinstance(value, float):
+                values.setdefault(f"monitor/{name}/{unit['role']}", []).append(value)
+                if name in inside and unit["role"] not in ("embedding", "head", "router"):
+                    inside[name].append(value)
+    found = {name: fmean(each) for name, each in values.items()}
+    ratios = inside.pop("criterion_ratio")
+    found["monitor/criterion_ratio/geometric_mean"] = math.exp(fmean(map(math.log, ratios)))
+    found["monitor/criterion_ratio/share"] = sum(x >= 1 for x in ratios) / len(ratios)
+    blocks = monitored["blocks"].values()
+    for name in {name for block in blocks for name in block}:
+        inside[name] = [block[name] for block in blocks if name in block]
+    return found | {f"monitor/{name}/max": max(each) for name, each in inside.items()}
 
 
 def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
@@ -84,6 +107,13 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
     config = tiny_config(folder, "muon", optimizer__clip__max_norm=CLIP, **keys)
     train(config, world)
     lines = json_lines(Path(folder) / "run" / "metrics.jsonl")
+    for monitored in json_lines(Path(folder) / "run" / "monitors.jsonl"):
+        (line,) = (line for line in lines if line["step"] == monitored["step"])
+        logged = {k: v for k, v in line.items() if k.startswith("monitor/")}
+        whole = {k for k in logged if k.startswith("monitor/condition_number/geometric_mean")}
+        assert {k: v for k, v in logged.items() if k not in whole} == pytest.approx(
+            aggregates(monitored)
+        )
     met: set[str] = set()
     for line in lines:
         for name, value in line.items():
@@ -96,3 +126,20 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
             met |= {*checks, *others}
     assert met == {*CHECKED, *ELSEWHERE}
     assert [line["step"] for line in lines] == [1, 3, 5, 6, 9, 10, 12, 15, 18, 20]
+
+
+def test_figures_of_the_model_leave_out_matrices_without_them() -> None:
+    """As where layers are measured in turn; the largest error is that of either sign."""
+    records = [
+        {"role": "q", "layer": 0, "criterion_ratio": 2.0, "radius_error": 0.25},
+        {"role": "q", "layer": 1, "criterion_ratio": 0.5, "radius_error": -0.5},
+        {"role": "o", "layer": 0},
+        {"role": "router", "layer": 0, "criterion_ratio": 9.0, "radius_error": 9.0},
+    ]
+    assert global_figures(records, ["q", "o"]) == pytest.approx(
+        {
+            "monitor/criterion_ratio/geometric_mean": 1.0,
+            "monitor/criterion_ratio/share": 0.5,
+            "monitor/radius_error/max": 0.5,
+        }
+    )
