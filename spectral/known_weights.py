@@ -405,7 +405,7 @@ def _is_table(weight: Weight) -> bool:
     if weight.is_layer:
         linear = isinstance(weight.module, CONVOLUTIONS) or "Linear" in kind_of(weight.module)
         return not linear and EMBEDDINGS.search(weight.own_name) is not None
-    alone = weight.parameter.ndim > 2 and weight.parameter.shape[0] == 1
+    alone = weight.parameter.ndim == 3 and weight.parameter.shape[0] == 1
     return alone or TABLES.search(weight.own) is not None
 
 

@@ -160,6 +160,11 @@ def condensed(numbers: Tensor) -> Tensor:
     return numbers
 
 
+def is_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor has a storage, as sparse ones do not."""
+    return tensor.layout == torch.strided
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in lists, mappings and records."""
     if isinstance(values, Tensor):

@@ -68,7 +68,7 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
     numpy = sys.modules.get("numpy")
     own: Any = value
     if isinstance(value, Tensor):
-        if value.untyped_storage() in parameters:
+        if value.layout == torch.strided and value.untyped_storage() in parameters:
             return value
         own = value.detach().clone()
     elif isinstance(value, (random.Random, torch.Generator)) or (

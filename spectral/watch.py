@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .columns import Columns, Sums
 from .local_part import is_dtensor
-from .shadow import NONE, Shadows, condensed, tensors_in
+from .shadow import NONE, Shadows, condensed, is_strided, tensors_in
 from .undisturbed import copied, undisturbed
 from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
         """Copy parameters before an operation that may write to them."""
-        for storage in (t.untyped_storage() for t in tensors):
+        for storage in (t.untyped_storage() for t in tensors if is_strided(t)):
             if storage in self.parameters and storage not in self.before:
                 self.before[storage] = storage.clone()
 
@@ -161,6 +161,8 @@ class Watch(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         operands, name = tensors_in((args, kwargs)), func.overloadpacket.__name__
+        if not all(map(is_strided, (*operands, *tensors_in(result)))):
+            return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
         random = torch.Tag.nondeterministic_seeded in func.tags
         depends = any(t.untyped_storage() in self.live for t in operands)
         if random or (depends and not SHAPES.match(name)):
@@ -225,8 +227,9 @@ class Watch(TorchDispatchMode):
 
     def end_with(self, tensors: Iterable[Tensor]) -> None:
         """Record tensors that a model returns, or whose sum it returns."""
-        for use in set[Use]().union(*(self.numbers.beneath(self.columns.read(t)) for t in tensors)):
-            use.ended = True
+        for t in filter(is_strided, tensors):
+            for use in self.numbers.beneath(self.columns.read(t)):
+                use.ended = True
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation: the result has its operands' columns."""
@@ -255,12 +258,20 @@ class Watch(TorchDispatchMode):
         elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
             self.numbers.join(distinct[0], [None])
             if any(t.untyped_storage() in self.parameters for t in same):
-                composed = [use for use in self.numbers.beneath(distinct[0]) if use.tables]
-                for use in set[Use]().union(composed, *(use.tables for use in composed)):
-                    use.hidden = use.hidden or "a sum with a weight"
+                self._compose(distinct, "a sum with a weight")
+        computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
+        matrices = sum(s.is_parameter and sum(n > 1 for n in s.shape) > 1 for s in sides)
+        if name not in ADDITIONS and computed and len(computed) + matrices > 1:
+            self._compose(computed, "a product with a weight")
         if name == "mul":
             self.factors[out.untyped_storage()] = sides
         self.columns.write(out, reduce(self.numbers.joined, distinct))
+
+    def _compose(self, computed: Iterable[Tensor], operation: str) -> None:
+        """Record an operation on products of two weights, which makes another weight of them."""
+        for use in (use for columns in computed for use in self.numbers.beneath(columns)):
+            for each in {use, *use.tables} if use.tables else ():
+                each.hidden = each.hidden or operation
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a side."""
@@ -407,7 +418,9 @@ class Watch(TorchDispatchMode):
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
         # For two weights use the second: the first is then a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
-        if weight == 1 and left in self.weights:
+        if left in self.weights and right.untyped_storage() in self.parameters:
+            if weight == 0:  # it may be a table or a factor of a weight
+                return self._hide([left], "a product with a weight that is frozen or given")
             self._use(right).tables.add(self._use(left))
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         kind = LAYER if layer else INNER
@@ -562,7 +575,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             )
     if not callable(example):  # the pass may write to it
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
-    watched = Watch(weights, model.parameters(), tensors_in(example))
+    watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
     with undisturbed(model):
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList):

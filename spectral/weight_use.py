@@ -5,7 +5,7 @@ neither. This is the coarsest division that does not cut a set.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -103,7 +103,7 @@ class Use:
             return Seen(None, reason, decays=False)
         division = Division()
         if self.outputs:
-            sets = frozenset[tuple[int, ...]]().union(*self.sets.values())
+            sets = frozenset[tuple[int, ...]]().union(*self._cuts())
             axes = frozenset(self.inputs), frozenset(self.outputs)
             grouped = GROUP in self.sets
             division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
@@ -121,8 +121,22 @@ class Use:
             return Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason())
 
+    @property
+    def _count(self) -> int:
+        """The number of outputs."""
+        return prod(self.shape[a] for a in self.outputs) * self.groups
+
+    def _cuts(self) -> Iterator[set[tuple[int, ...]]]:
+        """Yield the sets of columns that divide the outputs.
+
+        Layers that take parts, such as blocks, do not if another layer takes all outputs.
+        """
+        for kind, sets in self.sets.items():
+            whole = {columns for columns in sets if len(columns) == self._count}
+            yield whole if kind == LAYER and whole else sets
+
     def _reason(self) -> str:
-        outputs = prod(self.shape[a] for a in self.outputs) * self.groups
+        outputs = self._count
         taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}
         whole = [kind for kind, sizes in taken.items() if sizes == [outputs]]
         phrases = [

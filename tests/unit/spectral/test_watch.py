@@ -560,6 +560,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "both.parametrizations.weight.original1": rows(10),
         },
     ),
+    "a stream that layers take whole and in blocks": (
+        lambda: Module(
+            lambda m, x: m.out(y := m.first(x)) + m.gate(y.unflatten(-1, (3, 4))).flatten(-2),
+            first=linear(12, 12),
+            gate=linear(4, 4),
+            out=linear(12, 12),
+        ),
+        x,
+        {"first.weight": whole},
+    ),
     "a weight with a spectral norm by a hook": (
         lambda: Module(
             lambda m, x: m.out(F.glu(m.both(x))),
@@ -902,6 +912,7 @@ def hidden(x: Tensor, weight: Tensor) -> Tensor:
 
 
 UNUSED = Module(lambda m, x: m.used(x), used=linear(12, 4), unused=linear(12, 4))
+EDGES = torch.eye(x.shape[1]).to_sparse()
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "not used": (UNUSED, "^unused.weight: the pass did not use it\n.*units.*elementwise.*example"),
     "sets": (
@@ -911,6 +922,37 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a hidden product": (
         Module(lambda m, x: m.out(hidden(x, m.weight)), weight=torch.ones(6, 12), out=linear(6, 4)),
         "weight: spectrain_tests.product.default hides",
+    ),
+    "tokens that a frozen layer takes": (
+        Module(
+            lambda m, x: m.out(attention(*(heads(y, 4) for y in (m.q(x), *[m.kv(m.tokens)] * 2)))),
+            tokens=torch.randn(1, 6, 12),
+            q=linear(12, 12),
+            kv=linear(12, 12).requires_grad_(False),
+            out=linear(12, 12),
+        ),
+        "^tokens: a product with a weight that is frozen or given hides",
+    ),
+    "a weight of products of factors": (
+        Module(
+            lambda m, x: m.out(F.linear(x, (m.a @ m.b) * (m.c @ m.d))),
+            **{"a": torch.randn(12, 2), "b": torch.randn(2, 12)},
+            **{"c": torch.randn(12, 2), "d": torch.randn(2, 12)},
+            out=linear(12, 4),
+        ),
+        "^a: a product with a weight .*\nb: a product .*\nc: a product .*\nd: a product",
+    ),
+    "a Kronecker product of factors": (
+        Module(
+            lambda m, x: m.out(F.linear(x, torch.kron(m.a, m.b @ m.c))),
+            **{"a": torch.randn(3, 3), "b": torch.randn(4, 2), "c": torch.randn(2, 4)},
+            out=linear(12, 4),
+        ),
+        "b: a product with a weight .*\nc: a product with a weight",
+    ),
+    "sparse tensors": (
+        Module(lambda m, x: m.out(EDGES @ m.first(x[0])), first=linear(12, 8), out=linear(8, 4)),
+        "^first.weight: aten.* of sparse tensors hides",
     ),
     "distances": (
         Module(attention_by_distances, qkv=linear(12, 36), out=linear(12, 12)),
