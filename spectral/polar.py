@@ -207,8 +207,8 @@ def msign(
 ) -> Tensor:
     """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
 
-    The result has the shape and dtype of `x`. A zero matrix gives zero; a matrix with NaN or
-    infinity gives NaN.
+    The result has the shape and dtype of `x`, and gradients flow back. A zero matrix gives zero; a
+    matrix with NaN or infinity gives NaN.
 
     Args:
         x: matrices `[..., rows, cols]` of any scale. schedule: key of `SCHEDULES`. Fewer steps use
@@ -363,8 +363,9 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x / _divisor(x)
-    # In place only without autograd, as `out` does not propagate gradients.
-    return y.div_(_norm(y)) if out is None else torch.div(y, _norm(y), out=out)
+    if y.requires_grad:  # autograd needs y, and `out` propagates no gradient
+        return y / _norm(y)
+    return torch.div(y, _norm(y), out=y if out is None else out)
 
 
 def _divisor(x: Tensor) -> Tensor:

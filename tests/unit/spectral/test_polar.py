@@ -124,3 +124,18 @@ def test_errors_name_the_argument(argument: dict[str, object]) -> None:
         msign(torch.ones(2, 2), **argument)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         msign(torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (2, 5, 7), (3, 40, 9), (4, 24)])
+def test_the_gradient_is_that_of_the_polar_factor(shape: tuple[int, ...]) -> None:
+    """In plain and in Gram form, of wide, tall and stacked matrices."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    values = torch.linspace(0.5, 1, min(shape[-2:]), dtype=torch.float64)
+    x = ((u * values) @ vh).requires_grad_()
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    (expected,) = torch.autograd.grad((u @ vh * weight).sum(), x)
+    (gradient,) = torch.autograd.grad((msign(x, steps=14) * weight).sum(), x)
+    # Fourteen steps have converged; the rest is float64 rounding.
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
