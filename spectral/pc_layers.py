@@ -10,6 +10,7 @@ pass, and its only state is gamma: the top singular pair comes from a cold start
 recomputed activations, ranks and resumed runs use the same pair. See `spectral.effective_weight`.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -91,13 +92,12 @@ class DividedWeight(EffectiveWeight):
         boxes = division.boxes(weight.shape)
         super().__init__([preconditioner] * len(boxes))
         self.division, self.boxes = division, boxes
-        gammas = []
-        with torch.no_grad():
-            for matrix in self.matrices(weight):
-                wide = matrix[None].to(torch.promote_types(matrix.dtype, torch.float32))
-                pair = preconditioner.cold_pair(wide)
-                gammas.append(preconditioner.initial_gamma(wide, *pair))
-        self.gamma = nn.Parameter(torch.cat(gammas).to(weight.dtype))
+        self.gamma = nn.Parameter(torch.ones(len(boxes), dtype=weight.dtype, device=weight.device))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set gamma to 1, as at the start."""
+        self.gamma.fill_(1)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """Return the matrices of the gathered weight."""
@@ -138,6 +138,19 @@ class PCLinear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         _register(self, Division(), Preconditioner(level=level))
 
+    def reset_parameters(self) -> None:
+        """Draw W and the bias as nn.Linear does, and set gamma to 1."""
+        if not parametrize.is_parametrized(self):  # in nn.Linear's own `__init__`
+            return super().reset_parameters()
+        chain = self.get_submodule("parametrizations.weight")
+        nn.init.kaiming_uniform_(chain.get_parameter("original"), a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+        for part in chain.children():
+            part.reset_parameters()  # type: ignore[operator]
+        return None
+
 
 def preconditioned(
     model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
@@ -145,7 +158,8 @@ def preconditioned(
     """Make PC layers of a model's linear layers, in place, and return their names.
 
     The matrices of a weight (`split_parameters`) are preconditioned separately. The
-    weight's own name becomes `parametrizations.weight.original`, until `merge_`.
+    weight's own name becomes `parametrizations.weight.original`, until `merge_`. Initialise or load
+    the weights before: `layer.weight` is then PC(W), which `nn.init` would change without effect.
 
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.

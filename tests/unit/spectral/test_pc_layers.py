@@ -41,6 +41,27 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
     torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(bias: bool) -> None:
+    """`reset_parameters` of every module, as for FSDP2; nn.Linear's would draw a copy, PC(W)."""
+    with torch.device("meta"):
+        layer = PCLinear(12, 20, bias)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        parameter.detach().fill_(torch.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            torch.manual_seed(3)
+            module.reset_parameters()  # type: ignore[operator]
+    torch.manual_seed(3)
+    plain = nn.Linear(12, 20, bias)
+    own = dict(layer.named_parameters())
+    assert torch.equal(own.pop("parametrizations.weight.original"), plain.weight)
+    assert torch.equal(own.pop("parametrizations.weight.0.gamma"), torch.ones(1))
+    assert [*own] == ["bias"] * bias
+    assert not bias or torch.equal(own["bias"], plain.bias)
+
+
 def test_each_matrix_of_a_fused_and_transposed_weight_by_itself() -> None:
     model = gpt2()
     name = "transformer.h.0.attn.c_attn"
