@@ -52,7 +52,7 @@ def moved(
     kind: str,
     domain: Literal["dense", "expert"],
 ) -> list[Unit]:
-    """Rename the units of a layer's gated block to units of the block `place` of that layer.
+    """Rename the units of a layer's gated block to units of the same layer's block `place`.
 
     `place` is inserted in names after the layer's `prefix`, and `kind` is prepended to roles.
     """

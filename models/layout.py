@@ -75,7 +75,8 @@ class Split:
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """Return the positions of a sequence of `length` tokens on context rank `rank` of `size`.
+    """Return the positions that context rank `rank` of `size` holds, for a sequence of `length`
+    tokens.
 
     There is one range for one rank, else two ranges of `length / (2 * size)` positions in ascending
     order. Raises ValueError if the length does not divide.

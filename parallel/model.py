@@ -86,7 +86,7 @@ class ParallelModel:
         return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
-        """Return a view of the gradient of this rank's piece of `unit`, float32 or wider."""
+        """Return a view of the gradient for this rank's piece of `unit`, float32 or wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 

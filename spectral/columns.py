@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers of the elements of weights, which identify columns, and of sums of columns.
+    """Numbers for the elements of weights, which identify columns, and for sums of columns.
 
     Joint use is recorded in the weights' `Use`.
     """

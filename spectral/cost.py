@@ -94,6 +94,6 @@ def factorization_cost(rows: int) -> float:
 
 
 def gram_cost(rows: int, cols: int) -> float:
-    """Count the FLOPs of half of a symmetric product, as in the model of a tangent solve."""
+    """Count the FLOPs of half a symmetric product, as in the model of a tangent solve."""
     parts = blocks_of(rows, TRIANGLE)
     return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

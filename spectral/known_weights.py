@@ -24,7 +24,7 @@ from .weight_use import Seen
 HEADS = re.compile(
     r"^(embed_out|score|unembed|qa_outputs|output_projection)$|_head$|(^|_)(classifier|logits)$"
 )
-"""Names of layers, or of modules that end with one, that compute the results of a model."""
+"""Names of a model's output layers, or of modules that end with an output layer."""
 ROUTERS = re.compile(r"^(router|gate|gating|wg)$|(Router|Gate|Gating)$")
 """Names and classes of modules that choose experts, if experts are next to them."""
 NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")

@@ -86,7 +86,7 @@ but more launches."""
 
 
 class Model(NamedTuple):
-    """Rational function of each problem of a batch, float64, of `mu = lambda - centre`.
+    """Rational functions of `mu = lambda - centre` for a batch of problems, float64.
 
     `centre` is `-u^T M v`, at which `y` is orthogonal to `u`, so that nothing cancels near it.
     """
@@ -382,7 +382,7 @@ memory.
 
 
 class Block(NamedTuple):
-    """Some rows of the factor L of a stack of systems `K = L L^T`."""
+    """A block of rows of the factors L for a stack of systems `K = L L^T`."""
 
     rows: slice
     inverse: Tensor  # [batch, size, size], of the diagonal block

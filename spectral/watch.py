@@ -346,7 +346,8 @@ class Watch(TorchDispatchMode):
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow the sum of an elementwise product along axes if it is one of inner products.
 
-        These are of a parameter, of tokens as in attention, or of a state that is an outer product.
+        Such inner products involve a parameter, tokens as in attention, or a state that is an outer
+        product.
         """
         first, second = sides
         known = [side.columns for side in sides if side.columns is not None]

@@ -122,8 +122,8 @@ def step_flops(config: Config) -> float:
 
 
 def attended_length(config: Config) -> float:
-    """Return the attended length of the training sets, weighted by use, or of `data.mock` without
-    the sets; the whole sequence if attention crosses the borders of documents."""
+    """Return the attended length of the training sets, weighted by use; without the sets, that of
+    `data.mock`; the sequence length if attention crosses borders of documents."""
     if not config.data.document_mask:
         return config.train.sequence_length
     weights = {name: each.weight for name, each in config.data.train.items()}

@@ -1,4 +1,4 @@
-"""Samples of text: the model's continuation of the beginning of each validation set."""
+"""Samples of text: the model continues the beginning of each validation set."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -107,7 +107,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
-    """Return the start of the document of each token of a sample, `[sequence_length]`. The first
+    """Return, for each token of a sample, the start of its document, `[sequence_length]`. The first
     `prompt` tokens use the borders of the set; generated tokens continue the last document.
 
     None if attention crosses the borders of documents.

@@ -30,7 +30,7 @@ Counts = list[list[int]]
 
 
 def sort_tokens_(chunk: torch.nn.Module) -> None:
-    """Replace the dispatcher of every mixture-of-experts layer of a chunk."""
+    """Replace the dispatcher in every mixture-of-experts layer of a chunk."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.token_dispatcher = SortedDispatcher(

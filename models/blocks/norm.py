@@ -100,7 +100,8 @@ def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple
 def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of both terms of `total` `[..., d]` and that of the gain `[d]`."""
+    """Return the gradients with respect to each term of `total` `[..., d]` and to the gain
+    `[d]`."""
     of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
     return of_total + of_sum, of_gain
 

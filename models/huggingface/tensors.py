@@ -15,7 +15,7 @@ from models.huggingface.config_json import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
-"""Suffix of the name of the bias of experts' scores, a float32 buffer."""
+"""Name suffix of the bias on experts' scores, a float32 buffer."""
 
 
 @dataclass(frozen=True)

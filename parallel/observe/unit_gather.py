@@ -26,7 +26,7 @@ from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Choose the rank, of the `ranks` of a stage, that inspects the matrices of each parameter.
+    """Choose which of the `ranks` of a stage inspects the matrices of each parameter.
 
     `units` are the units of each tensor-parallel rank. The costliest parameters are placed first,
     on the rank with the smallest load so far.

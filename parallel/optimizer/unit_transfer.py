@@ -27,7 +27,7 @@ piece as a separate matrix and so changes the mathematics."""
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Positions of the pieces of one unit, and its owner; the same on every rank of a stage.
+    """Positions of a unit's pieces, and its owner; the same on every rank of a stage.
 
     Parts are in the shards of the buckets, and in the concatenation of the unit's flattened pieces.
 

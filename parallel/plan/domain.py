@@ -1,4 +1,4 @@
-"""Memory and sent bytes of the ranks of one domain of a pipeline stage, given the owners."""
+"""Memory and sent bytes per rank for one domain of a pipeline stage, given the owners."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache

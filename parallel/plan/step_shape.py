@@ -221,7 +221,7 @@ class StepShape:
         return _chunks(self.model.layers, self.inputs, stage)
 
     def kinds(self, stage: int) -> dict[int, int]:
-        """Return one layer of each kind of a stage, with the number of layers of this kind."""
+        """Return one layer per kind in a stage, with the number of layers of this kind."""
         return _kinds(self.model, self.chunks(stage))
 
     def in_flight(self, stage: int) -> float:

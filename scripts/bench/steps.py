@@ -4,11 +4,11 @@
     python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
-The matrices are those of `--sets` (COUNTxROWSxCOLS, several with commas), or of a recipe: those of
-the fullest rank of each number of ranks in `--shares`. With a recipe our rules use its settings,
-its msign, bfloat16 weights and float32 masters. Without a recipe they use the library's defaults,
-and "equal" is five steps of msign in bfloat16, the default of the peers. Everything else has
-float32 weights.
+The matrices are those of `--sets` (COUNTxROWSxCOLS, several with commas), or of a recipe: the
+matrices on the fullest rank, for each number of ranks in `--shares`. With a recipe our rules use
+its settings, its msign, bfloat16 weights and float32 masters. Without a recipe they use the
+library's defaults, and "equal" is five steps of msign in bfloat16, the default of the peers.
+Everything else has float32 weights.
 
 `--peers` names a folder with checkouts of other projects under these names, any of which may be
 missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers

@@ -68,7 +68,7 @@ Status = Literal[
 
 
 class Item(Section):
-    """A table or figure; or a proposition, for a paper without both.
+    """A table or figure, or a proposition of a paper that has neither.
 
     shows     what it shows, in a few words
     status    of our result; `cannot tell` at the size that was run, `no claim` where the paper has

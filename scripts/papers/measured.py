@@ -67,7 +67,7 @@ class Measure:
 
 
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a file of results; `commands` are the tiny commands of the row.
+    """Return the content of a results file; `commands` are the tiny commands of the row.
 
     Raises InputError if a run is not the finished run of one of them, or has no such figures.
     """
@@ -107,7 +107,7 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a file of results of a study, which one of `commands` runs.
+    """Return the content of a results file for a study, which one of `commands` runs.
 
     Raises InputError if it is not the finished study of that command.
     """

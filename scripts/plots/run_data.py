@@ -112,7 +112,7 @@ class RunData:
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """The monitored figures of each matrix in one line, of one role or of all."""
+        """The figures of each matrix in one line of monitors.jsonl, for one role or all."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit

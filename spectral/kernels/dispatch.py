@@ -162,7 +162,7 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
-    """Choose the kernel of an operation on a stack of `batch` matrices of `rows` x `cols`."""
+    """Choose the kernel for an operation on a stack of `batch` matrices, `rows` x `cols`."""
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))

@@ -39,7 +39,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """Owners of the units of one group of ranks.
+    """Owners of a rank group's units.
 
     strategy   the strategy used; for `auto` its choice, ping_pong or longest_processing_time
     owners     rank within the group by unit name, names ascending

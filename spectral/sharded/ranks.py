@@ -138,7 +138,7 @@ def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return the part of a parameter that each of `ranks` holds; all of a plain parameter.
+    """Return each rank's part of a parameter; for a plain parameter, all of it.
 
     Raises ValueError for placements that leave no rank with a contiguous part.
     """
@@ -157,7 +157,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 
 
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return the part of a parameter's flat state of `numel` elements that each of `ranks` holds.
+    """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
     Ranks share a DTensor's state equally; every rank holds all of a plain parameter's state.
     """

@@ -124,7 +124,7 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
     """Return a sentence for each accepted change since a checkpoint that affects metrics.
 
-    These are changes of allowed kinds, of validation, of tasks, and of spike detection.
+    Such changes have an allowed kind, or concern validation, tasks or spike detection.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change

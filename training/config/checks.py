@@ -168,7 +168,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that matrices are whole at their owners, as `reason` requires."""
+    """Check that owners step whole matrices, as `reason` requires."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 

@@ -183,7 +183,7 @@ class OptimizerConfig(Section):
         return replace(rule, radius_scaler=scaler)
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the factors of the radius of roles with their own factor."""
+        """Return the radius factor of each role that sets one."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 

@@ -109,8 +109,8 @@ CROSSED: Final = Borders()
 def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the position of the first token of each token's document, `[count]`.
 
-    `starts` are the positions of first tokens, ascending. A document that began earlier starts at
-    the first of the tokens.
+    `starts` are the positions of first tokens, ascending. An earlier document counts as starting at
+    the first of these tokens.
     """
     firsts = np.zeros(count, dtype=np.int64)
     firsts[starts] = starts

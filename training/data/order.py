@@ -113,7 +113,7 @@ class Blend:
     rank: NDArray[np.int32]  # `[period]`, number of earlier samples of the same set
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return (set, number of earlier samples of that set) of a sample."""
+        """Return a sample's set, and the number of earlier samples from this set."""
         period, place = divmod(sample, len(self.choice))
         chosen = int(self.choice[place])
         return chosen, period * int(self.quotas[chosen]) + int(self.rank[place])

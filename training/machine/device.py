@@ -68,7 +68,7 @@ class Gpus:
 
 
 def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
-    """Return the type of the device of rank `local_rank` of this machine.
+    """Return the device type for rank `local_rank` of this machine.
 
     `auto` is a GPU if CUDA starts, and a CPU without a GPU or with a PyTorch built without CUDA.
     Raises DeviceError for a requested GPU that is not available, for a GPU that does not start (a

@@ -96,7 +96,7 @@ def by_role(run: RunData, figure: str, of: Callable[[list], float] = fmean) -> I
 
 
 def weights(run: RunData, of: Callable[[list], float]) -> Iterator[Curve]:
-    """Yield `of` the deciles of each role's weights; those of PC layers are those of PC(W)."""
+    """Yield `of` the deciles of each role's weights, for PC layers the deciles of PC(W)."""
     effective = dict(by_role(run, "effective_quantiles", of))
     assert {*effective} == {"o", "gate", "up", "down"}
     yield from (dict(by_role(run, "quantiles", of)) | effective).items()

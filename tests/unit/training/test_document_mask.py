@@ -132,7 +132,7 @@ def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, worl
         windows[0, : len(written)] = written
         return next_tokens(trainer.model, world, windows, place, 120, [firsts])[0].item()
 
-    # As if the tokens before the last document did not exist.
+    # The last document is continued as if no tokens preceded it.
     assert token(prompt, firsts, 4) == token(prompt[3:], None, 1)
     other = prompt.clone()
     other[:3] = 119 - other[:3]

@@ -20,7 +20,7 @@ RATED = [f"optimizer.roles.{role}.lr={rate}" for role, rate in (("q", 0.1), ("up
 
 
 def stacks(name: str, *overrides: str) -> list[OwnedStack]:
-    """Return the stacks of an owner of all matrices of a recipe."""
+    """Return the stacks of a rank that owns all matrices of a recipe."""
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assign = config_assignments(config)
     owned = [unit for unit in config_units(config) if assign(unit).has_owner]

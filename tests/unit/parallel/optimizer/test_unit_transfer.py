@@ -23,7 +23,7 @@ def layout(unit: Unit, data_ranks: int) -> BucketLayout:
 
 
 def positions(parts: tuple[Part, ...], tensor_rank: int) -> list[int]:
-    """Return the elements of the flattened pieces in the parts of one of two tensor ranks."""
+    """Return the elements of flattened pieces that are in the parts of one of two tensor ranks."""
     own = (box for part in parts if part.rank % 2 == tensor_rank for box in part.whole)
     return sorted(i for places in own for i in places)
 

@@ -105,7 +105,7 @@ def test_a_residual_connection_keeps_the_least(forward) -> None:
         ):
             h, added = kept[linear]
             torch.testing.assert_close(x + added, after, rtol=1e-4, atol=1e-5)
-            # The theorem's W has variance 1 / k for h of k rows; another scale is a scale of h.
+            # The theorem's W has variance 1 / k for h of k rows; another scale of W only scales h.
             scale = weights[f"{linear}.weight"].double().std()
             first, second = singular_values(x) / len(x) ** 0.5, singular_values(h) * scale
             total = first.square().sum() + second.square().sum()
