@@ -19,6 +19,24 @@ T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Half width of Student's 95% interval in standard errors, for 2 to 10 seeds."""
 
 
+def half_width(seeds: int) -> float:
+    """Return the half width of Student's 95% interval in standard errors, NaN for one seed.
+
+    Above 10 seeds by its expansion (Abramowitz and Stegun, 26.7.5), exact to three decimals.
+    """
+    if seeds < 2:
+        return math.nan
+    if seeds <= 10:
+        return T_95[seeds - 2]
+    z, n = 1.959964, seeds - 1
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / n**i for i, term in enumerate(terms, start=1))
+
+
 NUMBER = int | float | None
 STAGE = {"grid": dict, "factors": dict}
 SHAPE: Final = {
@@ -138,7 +156,7 @@ def paired(differences: pd.Series) -> dict[str, float]:
     """Return the mean of differences, its standard error and its 95% interval."""
     seeds = len(differences)
     mean, error = differences.mean(skipna=False), differences.sem(skipna=False)
-    half = T_95[min(seeds, 10) - 2] * error if seeds > 1 else math.nan
+    half = half_width(seeds) * error
     return {
         "difference": mean, "difference_error": error, "low": mean - half, "high": mean + half,
     }  # fmt: skip
@@ -247,8 +265,7 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     losses, logs = zip(*sorted((loss, math.log(share)) for share, loss in curve), strict=True)
     lines = []
     for row in compared.itertuples():
-        seeds = len(results["seeds"])
-        half = T_95[min(seeds, 10) - 2] * row.error if seeds > 1 else 0.0
+        half = half_width(len(results["seeds"])) * row.error
         at = [row.loss, row.loss + half, row.loss - half]
         shares = np.exp(np.interp(at, losses, logs, left=math.nan, right=math.nan))
         lines.append((row.variant, *shares.tolist()))
