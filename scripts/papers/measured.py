@@ -115,7 +115,7 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     if not results["complete"] or any(
-        results[key] != value for key, value in asdict(read_study(study_file(command))).items()
+        results.get(key) != value for key, value in asdict(read_study(study_file(command))).items()
     ):
         raise InputError(
             f"{file.parent} must contain the finished study: remove it and run {command}"

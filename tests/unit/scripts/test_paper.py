@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from models.families import model_size
@@ -23,6 +24,7 @@ from scripts.papers.item_commands import commands, plotting
 from scripts.papers.measured import Measure, measure, statistics_of, trained_series
 from scripts.studies.description import read_study
 from scripts.studies.records import Record
+from scripts.studies.tables import paired
 from scripts.studies.trainer import summary
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
@@ -125,6 +127,13 @@ def below(variant: Any) -> bool | None:
     return None if higher is None else not higher
 
 
+def lower(variant: Any, other: Any) -> bool | None:
+    """Return whether a variant of a study has a lower loss than another, seed by seed; None if the
+    interval contains 0."""
+    ends = paired(variant.losses - other.losses)
+    return None if ends["low"] <= 0 <= ends["high"] else ends["high"] < 0
+
+
 def within(variant: Any, most: float) -> bool | None:
     """Return whether a variant's loss differs by less than `most`; None if its interval is too
     wide."""
@@ -188,6 +197,11 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("sso", "figure_5"): lambda one, half, two: [above(half)],
     ("sso", "figure_6"): lambda mup, align, kaiming: [above(align), above(kaiming)],
     ("sso", "figure_7"): lambda heads, fused: [above(fused)],
+    ("sso", "figure_8"): lambda adamw, muon, muon_sphere, sso: [
+        *map(below, (muon, muon_sphere, sso)),
+        lower(muon_sphere, muon),
+        lower(sso, muon),
+    ],
     ("sso", "figure_9"): lambda adamw, muon, muon_sphere, sso: [
         below(muon_sphere),
         below(sso),
@@ -275,6 +289,7 @@ class Figures:
         for series, values in run.get("series", {}).items():
             setattr(self, series, SimpleNamespace(**statistics_of(values)))
         if "losses" in run:
+            self.losses = pd.Series(run["losses"])
             self.loss = SimpleNamespace(mean=run["loss"], error=run["error"])
             ends = {"low": run["low"], "high": run["high"]}
             self.difference = SimpleNamespace(mean=run["difference"], **ends)
