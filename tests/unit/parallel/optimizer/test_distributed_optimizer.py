@@ -137,6 +137,61 @@ def test_every_gradient_is_scaled_to_the_norm(world):
     assert all(map(torch.equal, clipped, [gradient for _, gradient in optimizer._gradients()]))
 
 
+def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(world):
+    """The gradient of PC(W), in the model, is pulled back by autograd."""
+    assign = assign_matrices("muon", pc_level=4)
+    model, optimizer = stepped_model(TINY, world, assign, apart=True)
+    fill(model, 0)
+    layers = {
+        unit.name: (stack, i)
+        for stack in optimizer.materialized
+        for i, unit in enumerate(stack.units)
+    }
+    squares, gammas = [], {}
+    for unit in model.units:
+        gradients = [model.gradient(unit).clone()]
+        if unit.name in layers:
+            stack, i = layers[unit.name]
+            inputs = [x[i].clone().requires_grad_() for x in (stack.weight, stack.gamma[:, 0])]
+            effective = stack.pc.preconditioner.effective(
+                inputs[0], stack.u[i], stack.v[i], inputs[1]
+            )
+            upstream = gradients[0].reshape(unit.shape)
+            gradients = torch.autograd.grad(effective, inputs, upstream)
+            gammas[unit.name] = gradients[1]
+        squares += [gradient.square().sum() for gradient in gradients]
+    norm = optimizer.clip(0.25)
+    torch.testing.assert_close(norm.total, sum(squares).sqrt(), rtol=1e-12, atol=0)
+    for name, gradient in gammas.items():
+        stack, i = layers[name]
+        clipped = gradient * norm.coefficient
+        torch.testing.assert_close(stack.gamma_gradient[i, 0], clipped, rtol=1e-10, atol=0)
+    assert len(gammas) == 2 * (2 + 4)  # two keys, and o, gate, up and down
+
+
+def test_a_pc_layer_whose_rule_refuses_its_step_counts_as_refused(world):
+    model, optimizer = stepped_model(TINY, world, assign_matrices("muon", pc_level=4))
+    stack = optimizer.materialized[0]
+    stack.state["momentum"][-1, 0, 0] = torch.nan
+    fill(model, 0)
+    optimizer.step(1.0, torch.tensor(True))
+    refused = {name for name, count in optimizer.refused() if count}
+    assert refused == {stack.units[-1].name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
+def test_momenta_of_all_matrices_have_the_dtype_that_is_asked_for(world, rule, dtype):
+    """Heads are stepped from shards, PC layers by their owners."""
+    assign = assign_matrices(rule, pc_level=4)
+    options = {"momentum_dtype": dtype}
+    _, optimizer = stepped_model(TINY, world, assign, optimizer=options)
+    regions = [r.state for r in optimizer.regions if r.assigned.rule.whole_matrix]
+    states = [*regions, *(stack.state for stack in optimizer.materialized)]
+    assert {state["momentum"].dtype for state in states} == {dtype}
+    assert regions and optimizer.materialized
+
+
 def test_gammas_of_pc_layers_have_their_own_rate_and_decay(world):
     """AdamW's first step equals its rate for any gradient; the rates are 0.03 and 0.2 by layer."""
     factors = [0.37, 2.1]
@@ -163,6 +218,9 @@ def test_gradients_of_16_bits_become_momentum_in_float32(world):
     model, optimizer = stepped_model(TINY, world, assign_matrices("muon"), **options)
     fill(model, 0)
     (domain,) = optimizer.domains
+    gradients = [model.gradient(unit).double() for unit in model.units]
+    exact = sum(gradient.square().sum() for gradient in gradients).sqrt()
+    assert optimizer.clip(None).total.item() == pytest.approx(exact.item(), rel=1e-5)
     for group in domain.step_groups:
         regions = [r for members in group.matrix_regions.values() for r in members]
         gradients = [r.of(domain.buffers.gradient_shards()).float() for r in regions]
