@@ -11,6 +11,7 @@ import pytest
 
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import json_lines
+from tests.token_files import write_token_set
 from training.config import Config
 from training.monitor.matrix_figures import global_figures
 from training.run import train
@@ -100,6 +101,9 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
             keys[f"data__{kind}__{name}__path"] = f"{folder}/tokens"
         keys[f"data__{kind}__walk"] = "null"
     keys |= {"data__train__a__weight": 3, "data__train__b__weight": 1}
+    # Sets of different losses, so that their mean shows the weights.
+    write_token_set(Path(folder) / "few", tokens=2_000, vocab=30, seed=1)
+    keys["data__validation__b__path"] = f"{folder}/few"
     # Several steps of each, as a single figure may agree by chance.
     keys |= {"log__interval": 3, "monitors__interval": 5, "validation__interval": 10}
     keys |= {"train__micro_batch": 4, "train__steps": STEPS, "train__exit_step": LAST}
@@ -125,6 +129,7 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
                 assert value == pytest.approx(expected, rel=1e-4, abs=1e-9), (name, line["step"])
             met |= {*checks, *others}
     assert met == {*CHECKED, *ELSEWHERE}
+    assert abs(lines[-1]["val/a/loss"] - lines[-1]["val/b/loss"]) > 0.01
     assert [line["step"] for line in lines] == [1, 3, 5, 6, 9, 10, 12, 15, 18, 20]
 
 
