@@ -211,8 +211,9 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
     """Steps with a batch take as long as in a run with that batch from the start."""
     ramp = "train.batch_ramp=[{batch: 4, until_steps: 30}, {batch: 8, until_tokens: 15000}]"
     keys = ["model.vocab_size=512", "train.global_batch=32", "train.micro_batch=2"]
+    keys += ["parallel.tensor=2"]
     config = load_config(minimal, [*keys, ramp])
-    planned = plan_run(config, 2)
+    planned = plan_run(config, 4)
     second = ceil((15_000 - 30 * 4 * 32) / (8 * 32))
     counts = {4: 30, 8: second, 32: 70 - second}
     hours = 0.0
@@ -221,10 +222,10 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
     ):
         alone = load_config(minimal, [*keys, f"train.global_batch={batch}"])
         assert (part.batch, part.steps) == (batch, steps)
-        assert seconds == plan_run(alone, 2).time.total
-        hours += steps * seconds * 2 / 3600
+        assert seconds == plan_run(alone, 4).time.total
+        hours += steps * seconds * 4 / 3600
     assert gpu_hours(config, planned) == pytest.approx(hours, rel=1e-12)
-    assert pretrain.main(["--config", str(minimal), *keys, ramp, "--dry-run", "--gpus", "2"]) == 0
+    assert pretrain.main(["--config", str(minimal), *keys, ramp, "--dry-run", "--gpus", "4"]) == 0
     printed = capsys.readouterr().out
     tokens = sum(batch * steps for batch, steps in counts.items()) * 32
     flops = model_size(config.model, 32).flops_per_token * tokens
