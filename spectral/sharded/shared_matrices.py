@@ -149,7 +149,7 @@ class SharedMatrices:
         Args:
             rule: of all parameters. parts: by parameter, this rank's parts of the weight, the
             gradient (may be overwritten) and all entries of the state, without a batch axis; and
-            its step. Weight decay and predicate are the same for all parameters and ranks.
+            its step. The predicate is the same for all parameters and ranks.
 
         Returns:
             Figures of this rank's matrices: the parameter of each row, and the report.
