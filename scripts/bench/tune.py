@@ -44,8 +44,22 @@ PROBLEMS = tuple(
     if batch * rows * cols <= 2**28
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF_TILES = (
+    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
+    Tile(64, 32, 4, 4),
+)  # fmt: skip
+SINGLE_TILES = (
+    Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
+)  # fmt: skip
 Call = Callable[[], Tensor]
 Ways = dict[Tile | None, Call]
+
+
+def candidates(dtype: str) -> tuple[Tile, ...]:
+    """Return the tiles for tuning to time."""
+    if dtype == "float32":
+        return SINGLE_TILES
+    return (*HALF_TILES, dispatch.QUACK) if dispatch.has_quack() else HALF_TILES
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
@@ -107,7 +121,7 @@ def measure(
     x = torch.randn(batch, rows, cols, device=device, generator=generator)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(DTYPES[dtype])
     for operation in OPERATIONS:
-        ways = calls(operation, x, only or dispatch.candidates(dtype))
+        ways = calls(operation, x, only or candidates(dtype))
         expected = ways[None]().clone()
         right = {tile: call for tile, call in ways.items() if agrees(call(), expected, x.dtype)}
         times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}

@@ -72,20 +72,6 @@ class Tile:
 
 QUACK = Tile(0, 0, 0, 0)
 """Marks the symmetric product of the package quack-kernels, which chooses its own tiles."""
-HALF_TILES = (
-    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
-    Tile(64, 32, 4, 4),
-)  # fmt: skip
-SINGLE_TILES = (
-    Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
-)  # fmt: skip
-
-
-def candidates(dtype: str) -> tuple[Tile, ...]:
-    """Return the tiles for tuning to time."""
-    if dtype == "float32":
-        return SINGLE_TILES
-    return (*HALF_TILES, QUACK) if has_quack() else HALF_TILES
 
 
 @dataclass(frozen=True)

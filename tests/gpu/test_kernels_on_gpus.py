@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.bench import tune
 from spectral import msign, singular_triplets, solve_multiplier, tangent_model
 from spectral.kernels import dispatch, library
 from spectral.polar import coefficients, normalized, polars_of
@@ -19,7 +20,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def tiles(dtype: torch.dtype) -> tuple[dispatch.Tile, ...]:
-    return dispatch.candidates(str(dtype).removeprefix("torch."))
+    return tune.candidates(str(dtype).removeprefix("torch."))
 
 
 def assert_close(value: Tensor, expected: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from spectral.kernels import gated, heads, small, symmetric, update
-from spectral.kernels.dispatch import SMALL, VECTORS, Tile, candidates
+from spectral.kernels.dispatch import SMALL, VECTORS, Tile
 from spectral.kernels.launches import Launch, observe
 
 CAPABILITY = 90
@@ -37,7 +37,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "gram tf32x3": partial(symmetric.product, wide, wide, Tile(64, 32, 4, 3, "tf32x3")),
         "gram ieee": partial(symmetric.product, wide, wide, Tile(64, 32, 8, 3, "ieee")),
         "commuting": partial(symmetric.product, square, square, FAST),
-        "grouped": partial(symmetric.grams, [narrow] * symmetric.STACKS, candidates("bfloat16")[0]),
+        "grouped": partial(symmetric.grams, [narrow] * symmetric.STACKS, FAST),
         "update": partial(update.update_, wide, narrow, rate, rate, gate, rate),
         "momentum": partial(update.average_, wide, wide, 0.95, gate, nesterov=True),
         "root": partial(small.root, block, block[0], block[0, :, 0], 2, 512),
