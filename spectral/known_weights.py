@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from types import CodeType
@@ -236,17 +237,30 @@ class KnownWeights:
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
+    def _runner(self, weight: Weight) -> nn.Module | None:
+        """Return the module whose forward pass takes the outputs of a layer, if it is known.
+
+        It is not known for the last layer of such a module, whose outputs may be those of the
+        module.
+        """
+        for _, module in weight.path[1:]:
+            last = self._last(module) is weight.module
+            sequential = isinstance(module, nn.Sequential)
+            if not sequential and type(module).forward is not nn.Module.forward:
+                return None if last else module
+            if sequential and not last:
+                return None
+        return None
+
     def _contained(self, weight: Weight, outputs: int) -> str:
         """Return a sign that a layer which no name divides contains several matrices, or ""."""
-        around = weight.around
-        last = [x.module for x in self.layers.within(around) if x.multiplies][-1:]
-        spared = ATTENTION.search(weight.own_name) or weight.module in last
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
-        if not (cutter or spared) and _takes_apart(around, PARTS | AXES):
-            cutter = kind_of(around)
+        runner = None if ATTENTION.search(weight.own_name) else self._runner(weight)
+        if not cutter and runner is not None and _takes_apart(runner, PARTS | AXES):
+            cutter = kind_of(runner)
         if cutter:
             return f"{cutter} takes channels apart"
-        for name, other in around.named_parameters(recurse=False):
+        for name, other in weight.around.named_parameters(recurse=False):
             axes = [size for size in other.shape if size > 1]
             if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
                 return f"{name} has its {outputs} outputs in {len(axes)} axes, as heads are"
@@ -367,7 +381,9 @@ def _takes_apart(module: nn.Module, parts: set[str]) -> bool:
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType)]
     names = _words(code, *inner).difference(name for name, _ in module.named_children())
-    called = (getattr(type(module), name, None) or known.get(name) for name in names)
+    called = [getattr(type(module), n, vars(module).get(n)) or known.get(n) for n in names]
+    called = [f.func if isinstance(f, partial) else f for f in called]
+    names.update(getattr(f, "__name__", "") for f in called)
     return bool(parts & names.union(_words(*(getattr(f, "__code__", None) for f in called))))
 
 

@@ -559,6 +559,34 @@ class HeadsInALoop(Branch):
         return self.out((q * k).flatten(2))
 
 
+class KeptFunction(Branch):
+    def __init__(self) -> None:
+        super().__init__(inner=4)
+        self.cut = functools.partial(torch.chunk, chunks=2, dim=-1)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.cut(self.wide(x))
+        return self.out(gate * up)
+
+
+class KeptLambda(KeptFunction):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: Any = lambda y: y.split(4, -1)
+
+
+class Contained(Branch):
+    """A layer that a container holds, and whose outputs the module around it divides."""
+
+    def __init__(self, container: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__(inner=4)
+        self.wide = container(self.wide)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = next(self.wide.children())(x).chunk(2, -1)
+        return self.out(gate * up)
+
+
 class Positions(Branch):
     def forward(self, x: Tensor) -> Any:
         q = self.wide(x).reshape(len(x), 2, 4, -1)
@@ -572,6 +600,8 @@ class Positions(Branch):
         lambda: Slices(inner=4),
         Heads,
         HeadsInALoop,
+        KeptFunction,
+        KeptLambda,
         lambda: Positions(lambda n, m: nn.Conv2d(n, m, 1)),
     ],
 )
@@ -580,6 +610,21 @@ def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(
 ) -> None:
     model = nn.Sequential(linear(8, 8), branch(), linear(8, 3))
     with pytest.raises(ValueError, match="1.wide.weight looks like .*takes channels apart"):
+        split_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda layer: nn.Sequential(layer),
+        lambda layer: nn.ModuleList([layer]),
+        lambda layer: nn.ModuleDict({"0": layer}),
+        lambda layer: nn.Sequential(nn.Sequential(nn.SiLU(), layer)),
+    ],
+)
+def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) -> None:
+    model = nn.Sequential(linear(8, 8), Contained(container), linear(8, 3))
+    with pytest.raises(ValueError, match=r"^1.wide.*weight looks like .*Contained takes channels"):
         split_parameters(model)
 
 
