@@ -450,15 +450,16 @@ class Watch(TorchDispatchMode):
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
         made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
-        if not torch.equal(made[0], made[-1]):  # each entry of the batch has separate outputs
+        if not torch.equal(made[0], made[-1]):
             made = [self._outputs(part, [axis], 1 - axis) for part in parts]
-            self.numbers.settle(torch.stack(made), GROUP)
         elif entries := self._entries(sides[weight]) if out.ndim == 3 else []:
             use = self._use(sides[weight])
             use.outputs.add(0)
             made = [made[0] + entry * use.strides[0] for entry in entries]
         else:
             made = made[:1]
+        if len(made) > 1:  # each entry of the batch has separate outputs
+            self.numbers.settle(torch.stack(made), GROUP)
         if not depthwise:
             self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 

@@ -436,6 +436,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "down": lambda w: [e.T for e in w],
         },
     ),
+    "experts whose inputs are weighed": (
+        lambda: Module(
+            lambda m, x: m.head(x + ((x * m.gate(x).sigmoid().T[..., None]) @ m.experts).sum(0)),
+            gate=linear(8, 3),
+            experts=torch.randn(3, 8, 8),
+            head=linear(8, 4),
+        ),
+        tokens,
+        {"experts": lambda w: [e.T for e in w], "head.weight": None},
+    ),
     "grouped experts": (
         lambda: Module(
             grouped_experts,
