@@ -92,7 +92,7 @@ class Side(NamedTuple):
         return [axis for axis, size in enumerate(sizes) if size > 1]
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of vectors that elements of the other side multiply, if there are several.
+        """The axes of vectors, if elements of the other side multiply several whole vectors.
 
         For example, attention weights multiply the values of each head.
         """

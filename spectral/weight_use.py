@@ -47,7 +47,7 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
-    joined: set["Use | None"] = field(default_factory=set)  # added to; None: no weight
+    joined: set["Use | None"] = field(default_factory=set)  # weights in sums with it
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
     ended: bool = False  # its outputs are the model's outputs or in its loss
     hidden: str = ""  # the operation that hides the use of its outputs

@@ -303,7 +303,7 @@ class DecoderModel(GPTModel):
         batch, rows]`."""
         if not (self.z_loss and self.training):
             return self._cross_entropy(labels, logits)
-        # Before the loss, which may overwrite the logits.
+        # Compute this before the loss, which may overwrite the logits.
         logits, chosen = _ChosenLogits.apply(  # type: ignore[no-untyped-call]
             logits, labels.T, self.pg_collection.tp
         )

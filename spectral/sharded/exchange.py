@@ -156,7 +156,8 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` at its owner to all parts of the matrix, or with `add`, add it.
+        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it to
+        the parts.
 
         Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
         as for `gather`.

@@ -1,4 +1,4 @@
-"""Processes of the tests of Ctrl-C: a run like `python pretrain.py`, except for imports."""
+"""Processes for the tests of Ctrl-C, each a run like `python pretrain.py` without its imports."""
 
 import os
 import sys

@@ -76,7 +76,7 @@ def bind(
         sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # errors in defaults, and the sections that can be bound
+        bound = object.__new__(kind)  # collects errors in defaults, and the bound sections
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])

@@ -119,7 +119,7 @@ def build_data(
     `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
     that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
-    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    assert config.model.vocab_size is not None  # `with_vocabulary` has set it
     data, samples = config.data, config.validation.samples
     open_set: OpenSet = partial(
         TokenSet, vocab_size=config.model.vocab_size, verify=data.verify, share=share
@@ -245,7 +245,7 @@ def build_tasks(config: Config) -> list[Task]:
     Raises ConfigError without a tokenizer, DataError for a file that is not a task.
     """
     files, window = config.tasks.files, config.train.sequence_length
-    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    assert config.model.vocab_size is not None  # `with_vocabulary` has set it
     shape = {"window": window, "vocab_size": config.model.vocab_size}
     if config.data.mock or not files:
         return [made_task(name, **shape) for name in files]

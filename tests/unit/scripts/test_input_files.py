@@ -239,7 +239,7 @@ def test_blank_documents_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFix
     assert expected in capsys.readouterr().err
 
 
-# --- what is no text or no rows -----------------------------------------------------------------
+# --- files without text or rows -----------------------------------------------------------------
 
 POINTED = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 FOREIGN: dict[str, tuple[bytes, str]] = {

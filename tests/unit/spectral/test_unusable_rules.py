@@ -30,7 +30,7 @@ class Entry:
 
 @pytest.fixture
 def reason(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the reason in the only warning of two listings."""
+    """List the rules twice, and return the reason in the single warning."""
     monkeypatch.setattr(rules, "entry_points", lambda group: [Entry()])
     monkeypatch.setattr(RULES, "left_out", {})
     with warnings.catch_warnings(record=True) as caught:

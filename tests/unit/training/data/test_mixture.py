@@ -101,7 +101,7 @@ def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
 ) -> None:
     read = start(4, FIRST)
     path = checkpoints.read_checkpoint(tmp_path / "run").path
-    for key in ("read", "phase"):  # as written by a version without them
+    for key in ("read", "phase"):  # as in a checkpoint of a version without counts
         reseal(path, lambda meta, key=key: meta["progress"].pop(key))
     with pytest.raises(ResumeError, match="does not state what was read of each set"):
         start(6, THEN, checkpoint__allow_change="[data]")
