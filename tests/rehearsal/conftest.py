@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 
 import pytest
@@ -23,7 +24,8 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         fake_driver.built()
     except fake_driver.GuardError as error:
         pytest.skip(str(error))
-    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+    first = import_module, ("tests.import_engine",)
+    with ProcessPoolExecutor(1, get_context("spawn"), *first) as executor:
         yield executor
 
 

@@ -8,11 +8,13 @@ from tests.slow_cases import slow_but
 from training.rehearsal.matching import mismatches
 from training.rehearsal.rank import Job
 
+SHALLOW = {"model__layers": 1}
 DEEP = {"model__layers": 4}
 MIXED = {"model__layers": 4, "model__moe__dense_layers": 2}
 ONE_BATCH = {"train__global_batch": 1}
 LAYOUTS = {
-    "tensor 2, data 2": (4, "llama", {"parallel__tensor": 2}),
+    # Of more layers: the slow layouts of tensor parallelism.
+    "tensor 2, data 2": (4, "llama", {**SHALLOW, "parallel__tensor": 2}),
     "pipeline 2, virtual 2": (
         2,
         "llama",
@@ -68,7 +70,7 @@ def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
 
 
 def test_a_rank_that_leaves_a_collective_out_is_found(perform, tmp_path):
-    config = program(tmp_path, 2)
+    config = program(tmp_path, 2, **SHALLOW)
     jobs = [
         Job(config, 2, 0, H100),
         BrokenJob(config, 2, 1, H100, before=mutants.norm_of_this_rank_alone),

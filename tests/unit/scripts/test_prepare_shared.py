@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,15 @@ def end_clean_process() -> Iterator[None]:
 def clean_process() -> ProcessPoolExecutor:
     """Return a process to fork: without threads of other tests, with which a fork may crash."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, set_small_steps)
+    executor = ProcessPoolExecutor(1, context, import_module, ("tests.import_engine",))
+    executor.submit(prepare_forks).result()
+    return executor
+
+
+def prepare_forks() -> None:
+    """Set small steps, and import what each fork that reads the hub would import."""
+    set_small_steps()
+    import_module("datasets")
 
 
 KILLED_IN: dict[str, tuple[Any, str]] = {
