@@ -1,6 +1,6 @@
 """Compare the kernels of backward passes with autograd in Triton's interpreter.
 
-tests/unit/models/test_fused_gradients.py starts `TRITON_INTERPRET=1 pytest` on this file.
+tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
 """
 
 from collections.abc import Sequence

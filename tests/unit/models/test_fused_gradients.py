@@ -1,4 +1,4 @@
-"""Backward passes by our Triton kernels: results in the interpreter, selection, and refusals."""
+"""Backward passes by our Triton kernels: losses in the interpreter, selection, and refusals."""
 
 from typing import Any
 
@@ -13,11 +13,6 @@ from training.machine import backends
 from training.machine.backends import check_backends, fused_backward
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-def test_gradients_are_autograds_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    interpreted("tests/kernels/interpreted_gradients.py")
 
 
 @pytest.mark.slow

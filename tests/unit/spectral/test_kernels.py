@@ -14,7 +14,8 @@ from tests.commands import interpreted, output_of
 
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    interpreted("tests/kernels/interpreted.py", "tests/kernels/interpreted_small.py")
+    names = "interpreted", "interpreted_small", "interpreted_gradients"
+    interpreted(*(f"tests/kernels/{name}.py" for name in names))
 
 
 @pytest.mark.slow
