@@ -8,7 +8,10 @@ import transformers
 from torch import Tensor, nn
 
 from spectral import Muon, PCLinear, merge_, preconditioned, split_parameters
+from spectral.division import Division
+from spectral.effective_weight import Preconditioner, reference
 from spectral.odd_polynomial import Level, stages
+from spectral.pc_layers import DividedWeight
 
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 16}
 TOKENS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -132,6 +135,18 @@ def test_a_copy_is_merged_by_itself() -> None:
     assert torch.equal(model(x), before) and torch.equal(twin(x), before)
     merge_(model)
     assert torch.equal(model(x), before)
+
+
+def test_every_matrix_of_a_weight_has_its_own_gamma() -> None:
+    """Matrices of two shapes alternate."""
+    weight, layer = torch.randn(10, 6, dtype=torch.float64), Preconditioner(level=2)
+    divided = DividedWeight(weight, Division(rows=(3, 2)), layer)
+    gammas = [1.0, -2.0, 3.0, 0.5]
+    divided.gamma.data.copy_(torch.tensor(gammas))
+    effective = divided(weight).split([3, 2, 3, 2])
+    for found, part, gamma in zip(effective, weight.split([3, 2, 3, 2]), gammas, strict=True):
+        # The singular pair of a cold start is accurate to about 1e-9.
+        torch.testing.assert_close(found, reference(layer, part, gamma), rtol=0, atol=1e-7)
 
 
 def test_a_state_of_another_level_is_refused() -> None:

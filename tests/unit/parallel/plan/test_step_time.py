@@ -10,7 +10,13 @@ from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import ATTENTION, DEVICES, EXPLICIT_ATTENTION, peak_flops
 from parallel.plan.planner import completed, plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
-from parallel.plan.step_time import OptimizerLoad, attention_seconds, step_time
+from parallel.plan.step_time import (
+    OptimizerLoad,
+    StageTime,
+    attention_seconds,
+    optimizer_parts,
+    step_time,
+)
 from parallel.storage.stage_units import declare_stage_units
 from spectral.rules import RULES
 from tests.stepped_models import assign_to
@@ -132,6 +138,19 @@ def test_virtual_stages_divide_the_bubble(pipeline):
         computing = time.forward + time.backward + time.recompute
         expected = (pipeline - 1) / (step.microbatches * virtual)
         assert time.bubble / computing == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_hide_behind_backward_weights_behind_forward_and_every_exchange_waits(groups):
+    size, passes = 1e10, StageTime(forward=1e-3, backward=3e-3, recompute=0.0, sending={})
+    load = OptimizerLoad(0.0, 0.0, {"dense": size}, {"dense": size}, size)
+    gradients, weights, exchange, _ = optimizer_parts(
+        shape(data=4, step_groups=groups), passes, load
+    )
+    sending = size / H100.node_rate
+    assert gradients == pytest.approx(sending + H100.latency_seconds - passes.backward)
+    assert weights == pytest.approx(sending + H100.latency_seconds - passes.forward)
+    assert exchange == pytest.approx(sending + 2 * groups * H100.latency_seconds)
 
 
 @pytest.mark.parametrize(
