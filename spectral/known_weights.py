@@ -62,7 +62,7 @@ QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
 VALUE_SIZES = "v_head_dim head_v_dim value_head_dim val_dim v_channels_per_head"
 """Attributes of attention modules that give the number of rows per head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
-KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads"
+KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads"
 KNOWN = {
     **dict.fromkeys(("kv_b_proj", "wkv_b"), "qk_nope_head_dim v_head_dim"),
     **dict.fromkeys(("kv_a_proj_with_mqa", "wkv_a"), "kv_lora_rank qk_rope_head_dim"),
@@ -353,9 +353,10 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
     for outer in lists:
-        kinds = Counter(map(type, outer))
+        modules = [m for m in outer if m is not None]  # as x_transformers' lists have it
+        kinds = Counter(map(type, modules))
         single = isinstance(outer, nn.ModuleList) and len(outer) == 1
-        blocks |= {m for m in outer if single or kinds[type(m)] > 1}
+        blocks |= {m for m in modules if single or kinds[type(m)] > 1}
     return {m for m in blocks if any(m.children()) and not isinstance(m, nn.Sequential)}
 
 

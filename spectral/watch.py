@@ -179,6 +179,7 @@ class Watch(TorchDispatchMode):
         for use in map(self._use, weights):
             use.used = True
             use.looked_up |= name in LOOKUPS and len(use.shape) == 2
+            use.idle |= not any(t.numel() for t in tensors_in(result))
         inputs = {id(t.untyped_storage()) for t in operands}
         fresh = [
             t
@@ -244,7 +245,7 @@ class Watch(TorchDispatchMode):
                 self.weights.copy(out, weight)
             return
         # Positions and gains scale columns; an activation with columns everywhere forms products.
-        known = [side.columns is not None for side in sides[: len(same)]]
+        known = [side.columns is not None for side in sides[: len(same) or None]]
         scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
         if name not in ADDITIONS and (scales or len(distinct) > 1):
             for side, other in permutations(sides, 2):

@@ -47,6 +47,7 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
+    idle: bool = False  # a product with it had no rows, as of an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights in sums with it
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
     ended: bool = False  # its outputs are the model's outputs or in its loss
@@ -96,6 +97,8 @@ class Use:
             raise ValueError(f"{self.hidden} hides the use of its outputs")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
+        if self.idle and not self.inputs:
+            raise ValueError("the pass used it for no token")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
         if _overlap(frozenset(self.sets.get(INNER, ()))):

@@ -529,6 +529,12 @@ def test_what_nothing_says_is_refused(name: str) -> None:
     assert [word for word in advice if word in str(error.value)] == advice
 
 
+def test_a_list_may_have_places_without_a_module() -> None:
+    layers: Any = [nn.ModuleList([None, linear(8, 6), linear(6, 8)]) for _ in range(2)]
+    split = split_parameters(holder(layers=nn.ModuleList(layers), out=linear(8, 3)))
+    assert [row.rule for row in split.rows] == ["spectral"] * 4 + ["adamw"]
+
+
 class Branch(nn.Module):
     """A layer whose outputs, as many as the model is wide, are halves or heads."""
 

@@ -228,6 +228,14 @@ def test_attention_of_other_keys_is_divided_by_heads() -> None:
     assert rows["k_proj_weight"] == (2, (4, 6)) and rows["v_proj_weight"] == (2, (4, 4))
 
 
+def test_fewer_keys_under_the_name_of_x_transformers_are_divided_by_heads() -> None:
+    model = nn.Module()
+    model.heads, model.kv_heads = 4, 2
+    model.to_q, model.to_k, model.to_out = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(32, 8)
+    rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(model).rows}
+    assert rows["to_q.weight"] == (4, (8, 8)) and rows["to_k.weight"] == (2, (8, 8))
+
+
 def test_keys_and_values_of_a_latent_are_apart_under_torchtitans_name() -> None:
     attention = Fused(torch.randn(28, 12), "wkv_b")
     attention.qk_nope_head_dim, attention.v_head_dim = 8, 6

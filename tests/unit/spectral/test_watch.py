@@ -49,6 +49,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+def single_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention by einsum, which sums over one token without a matrix product."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", scores, v).transpose(1, 2).flatten(2)
+
+
 def rows(*pattern: int) -> Pieces:
     return lambda w: w.split([*pattern] * (len(w) // sum(pattern)))
 
@@ -570,6 +576,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "both.parametrizations.weight.original1": rows(10),
         },
     ),
+    "attention to a single token": (
+        lambda: Module(
+            lambda m, x: m.out(
+                single_token(*(heads(y, 4) for y in (m.q(x), *m.kv(x[:, :1]).chunk(2, -1))))
+            ),
+            q=linear(12, 12),
+            kv=linear(12, 24),
+            out=linear(12, 12),
+        ),
+        x,
+        {"q.weight": rows(4), "kv.weight": rows(4)},
+    ),
     "a stream that layers take whole and in blocks": (
         lambda: Module(
             lambda m, x: m.out(y := m.first(x)) + m.gate(y.unflatten(-1, (3, 4))).flatten(-2),
@@ -959,6 +977,16 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             out=linear(12, 4),
         ),
         "b: a product with a weight .*\nc: a product with a weight",
+    ),
+    "an expert without tokens": (
+        Module(
+            lambda m, x: m.out(x).index_add(
+                0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9])
+            ),
+            expert=linear(12, 8),
+            out=linear(12, 8),
+        ),
+        "^expert.weight: the pass used it for no token",
     ),
     "sparse tensors": (
         Module(lambda m, x: m.out(EDGES @ m.first(x[0])), first=linear(12, 8), out=linear(8, 4)),
