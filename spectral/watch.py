@@ -486,7 +486,7 @@ class Watch(TorchDispatchMode):
         other = 2 * columns.ndim - 3 - axis
         if kind == INNER and other in others and columns.shape[axis] > 1:
             steps = [float(columns.diff(dim=a).abs().min()) for a in (other, axis)]
-            if steps[0] < steps[1] and not self._is_outer(columns, [other], {axis}):
+            if 0 < steps[0] < steps[1] and not self._is_outer(columns, [other], {axis}):
                 return [other]
         return [axis]
 

@@ -49,6 +49,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+def one_key(q: Tensor, k: Tensor) -> Tensor:
+    """Return attention in which all heads have one key, which is also the value."""
+    scores = torch.einsum("bhid,bjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bjd->bhid", scores, k).transpose(1, 2).flatten(2)
+
+
 def single_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention by einsum, which sums over one token without a matrix product."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
@@ -587,6 +593,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         x,
         {"q.weight": rows(4), "kv.weight": rows(4)},
+    ),
+    "queries of several heads and one key": (
+        lambda: Module(
+            lambda m, x: m.out(one_key(heads(m.q(x), 4), m.k(x))),
+            q=linear(12, 12),
+            k=linear(12, 4),
+            out=linear(12, 12),
+        ),
+        x,
+        {"q.weight": rows(4), "k.weight": whole},
     ),
     "a stream that layers take whole and in blocks": (
         lambda: Module(
