@@ -171,11 +171,13 @@ def above_one(*ratios: str) -> Callable[..., list[bool | None]]:
 
 
 def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -> list[bool | None]:
-    """Whether the penalty lowers off-diagonal energy and, in the first steps, SNR under AdamW."""
+    """Return whether the penalty lowers off-diagonal energy and, under AdamW, SNR in the first
+    steps, and whether alignment is highest under Muon in these steps."""
     return [
         adamw_penalty.off_diagonal.last < adamw.off_diagonal.last,
         muon_penalty.off_diagonal.last < muon.off_diagonal.last,
         adamw_penalty.snr.early < adamw.snr.early,
+        muon.alignment.early > adamw.alignment.early,
     ]
 
 
