@@ -105,15 +105,19 @@ class CapturedStep:
 
     def __call__(self) -> None:
         """Take one step; raises RuntimeError if something that a graph repeats has changed."""
-        fixed = self._fixed()
-        self._first = self._first or fixed
-        for name, value in fixed.items():
-            if value != self._first.get(name):
+        if self._first is not None:
+            self._check(self._first, self._fixed())
+        self._captured()
+        if self._first is None:  # after the step, which moves the state of cast parameters
+            self._first = self._fixed()
+
+    def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
+        for name in first | now:
+            if now.get(name) != first.get(name):
                 raise RuntimeError(
                     f"{name} must not move or change after the first captured step: clear "
                     "gradients by zero_grad(set_to_none=False), or start again by release()"
                 )
-        self._captured()
 
     def _fixed(self) -> dict[str, object]:
         """Return what a graph repeats: the addresses of tensors, and the values of fields."""

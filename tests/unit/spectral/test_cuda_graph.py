@@ -84,6 +84,33 @@ def test_what_a_graph_would_not_see_is_an_error(name):
     step()
 
 
+def test_a_group_that_is_removed_is_an_error():
+    optimizer = library_optimizer(Muon)
+    step = CapturedStep(optimizer)
+    step()
+    optimizer.param_groups.pop()
+    with pytest.raises(RuntimeError, match="parameters of group 1 must not move or change"):
+        step()
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("kind", [Muon, SpectralSphere])
+def test_the_first_step_may_move_the_state(kind, released):
+    """Before it, and after a release, parameters may be cast and state entries may be missing."""
+    optimizer = library_optimizer(kind)
+    step = CapturedStep(optimizer)
+    if released:
+        step()
+        step.release()
+    for parameter in parameters(optimizer):
+        gradient, parameter.grad = parameter.grad.bfloat16(), None
+        parameter.data = parameter.detach().bfloat16()
+        parameter.grad = gradient
+        optimizer.state[parameter].clear()
+    step()
+    step()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
