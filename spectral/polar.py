@@ -363,7 +363,7 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x / _divisor(x)
-    if y.requires_grad:  # autograd needs y, and `out` propagates no gradient
+    if out is None and y.requires_grad:  # autograd needs y
         return y / _norm(y)
     return torch.div(y, _norm(y), out=y if out is None else out)
 

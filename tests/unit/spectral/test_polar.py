@@ -139,3 +139,5 @@ def test_the_gradient_is_that_of_the_polar_factor(shape: tuple[int, ...]) -> Non
     (gradient,) = torch.autograd.grad((msign(x, steps=14) * weight).sum(), x)
     # Fourteen steps have converged; the rest is float64 rounding.
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="out="):  # not a result that is never written
+        normalized(x, out=torch.empty_like(x))
