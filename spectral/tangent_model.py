@@ -38,7 +38,7 @@ RIDGE = 1e-13
 GRID = (2, 512)
 """Rounds of the search for the root, and intervals of the grid per round."""
 CPU_GRID = (6, 8)
-"""Three rounds give the same last interval with 54 values of the model instead of 1,026."""
+"""Six rounds give the same last interval with 54 values of the model instead of 1,026."""
 
 DIRECT_ROWS = 32
 """Largest number of rows at which the model works on `N N^T` itself, without a basis."""

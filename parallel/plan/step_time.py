@@ -77,7 +77,7 @@ ENDS: Final = 12
 LOGITS: Final = 61
 """Bytes per logit."""
 FUSED_LOGITS: Final = 22
-"""Passes over the logits for Liger's loss: maximum, float32 exponential, and gradient."""
+"""Bytes per logit with Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
 """Bytes per parameter of the embedding and experts: the gradient, added to the float32 sum after
 each micro-batch; other parameters' products accumulate it."""
