@@ -73,26 +73,30 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
-        name, "lr": ..., "units": ..., <fields of the rule>}`. rule: the rule of groups without one.
+            name, "lr": ..., "units": ..., <fields of the rule>}`.
+        rule: the rule of groups without one.
         lr: learning rate of groups without one, a number or a 0-d tensor; None: the default of the
-        rule, which groups of other rules always use. weight_decay: decoupled decay, times lr, of
-        groups without one. nonfinite: on a NaN or infinite gradient, "raise" FloatingPointError
-        before anything changes, which waits for the device, or "skip" the whole step on the device
-        and count it in `skipped_steps`, a 0-d tensor. master_weights: step a float32 copy of every
-        16-bit parameter, kept in the state, and round it to the parameter. Without it such a
-        parameter loses every update smaller than its rounding: half of Muon's updates at a rate of
-        2e-3. replicas: ranks that hold equal copies of all plain parameters and gradients, as under
-        DDP.
+            rule, which groups of other rules always use.
+        weight_decay: decoupled decay, times lr, of groups without one.
+        nonfinite: on a NaN or infinite gradient, "raise" FloatingPointError before anything
+            changes, which waits for the device, or "skip" the whole step on the device and count it
+            in `skipped_steps`, a 0-d tensor.
+        master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
+            it to the parameter. Without it such a parameter loses every update smaller than its
+            rounding: half of Muon's updates at a rate of 2e-3.
+        replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
             Each matrix is then orthogonalised by one of these ranks. None: the ranks of a split DDP
             model; otherwise every rank steps all of its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
-        updates back; None keeps their dtype. bfloat16 halves the bytes of Muon. Without shared
-        matrices nothing is sent. options: fields of the default rule.
+            updates back; None keeps their dtype. bfloat16 halves the bytes of Muon. Without shared
+            matrices nothing is sent.
+        options: fields of the default rule.
 
     Raises:
         ValueError: an unknown rule, an invalid field, or a parameter that its rule does not
-        support. TypeError: an option that the rule does not have (the message suggests the
-        nearest), or a value of the wrong type.
+            support.
+        TypeError: an option that the rule does not have (the message suggests the nearest), or a
+            value of the wrong type.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"

@@ -211,10 +211,11 @@ def msign(
     matrix with NaN or infinity gives NaN.
 
     Args:
-        x: matrices `[..., rows, cols]` of any scale. schedule: key of `SCHEDULES`. Fewer steps use
-        a prefix of the schedule; more steps repeat its last step (convergent schedules) or start
-        over (quintic, simple). steps: number of quintic steps, at least 1. dtype: dtype of the
-        matrix products; None keeps that of `x`. Normalisation always uses at
+        x: matrices `[..., rows, cols]` of any scale.
+        schedule: key of `SCHEDULES`. Fewer steps use a prefix of the schedule; more steps repeat
+            its last step (convergent schedules) or start over (quintic, simple).
+        steps: number of quintic steps, at least 1.
+        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.
 
     Raises:

@@ -64,11 +64,12 @@ def top_singular(
     vectors, so that `u v^T` is zero too.
 
     Args:
-        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32. u, v:
-        vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors orthogonal
-        to the answer, make a cold start. Only the vector of the shorter side is read. steps: number
-        of block Krylov steps, each two passes over `w`. Ten are enough from the last optimizer
-        step's vectors, `COLD_STEPS` from a cold start.
+        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32.
+        u, v: vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
+            orthogonal to the answer, make a cold start. Only the vector of the shorter side is
+            read.
+        steps: number of block Krylov steps, each two passes over `w`. Ten are enough from the last
+            optimizer step's vectors, `COLD_STEPS` from a cold start.
 
     Raises:
         ValueError: `steps < 1` or mismatched shapes.

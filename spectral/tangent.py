@@ -8,7 +8,7 @@
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation has a larger error than the model's root: its rounding errors have a
-  component along Theta, which is known (it is `f`) and is subtracted from the direction.
+   component along Theta, which is known (it is `f`) and is subtracted from the direction.
 """
 
 from collections.abc import Sequence

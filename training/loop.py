@@ -48,7 +48,7 @@ class Hooks:
     record     receives the figures of the monitors, and the step
     note       receives kind, step and text of an event
     on_step    receives the number of each step, and its result
-    rewind returns to an earlier checkpoint after an error; its result is whether it did
+    rewind     returns to an earlier checkpoint after an error; its result is whether it did
     lifecycle  saves checkpoints and receives stop requests
     profile    times the operations of some steps
     """

@@ -64,8 +64,8 @@ class SortedDispatcher(MoETokenDispatcher):
         self.ranks: int = self.tp_ep_group.size()
         self.on_host = on_host
         self.shape = torch.Size()
-        self.order: Tensor | None = None  # counts of this rank's pairs, by expert
-        self.arrival: Tensor | None = None  # counts of the received rows, by expert
+        self.order: Tensor | None = None  # this rank's pairs by expert
+        self.arrival: Tensor | None = None  # the received rows by expert
         self.rows: Tensor | None = None  # of each local expert
         self.sent: list[int] = []
         self.received: list[int] = []

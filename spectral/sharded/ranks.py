@@ -104,8 +104,8 @@ def check_one_mesh(parameters: Iterable[Tensor]) -> None:
 class TensorLayout:
     """Part of a tensor that each rank of a group holds.
 
-    boxes by rank of the group copies index of the copy of the tensor of which each rank holds a
-    part
+    boxes   by rank of the group
+    copies  index of the copy of the tensor of which each rank holds a part
     """
 
     boxes: tuple[Box, ...]

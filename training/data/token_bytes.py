@@ -111,8 +111,9 @@ def decoded_bytes(
 ) -> int:
     """Count the bytes of text in the tokens of documents, for any tokenizer.
 
-    Args: tokenizer: the tokenizer of the tokens. documents: leading tokens of each document, and
-    how many of these do not count.
+    Args:
+        tokenizer: the tokenizer of the tokens.
+        documents: leading tokens of each document, and how many of these do not count.
     """
     size = 0
     for tokens, before in documents:
