@@ -6,6 +6,7 @@ in the graph's own pool, which is allocated once and lives as long as the graph.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -130,7 +131,8 @@ class CapturedStep:
                 "parameters": parameters,
                 "gradients": [p.grad for p in parameters],
                 "states": [s.get(name) for s in states for name in (*entry_names(rule), MASTER)],
-                "rates and fields": [group["lr"], group["weight_decay"], rule],
+                **{name: [group[name]] for name in ("rule", "lr", "weight_decay")},
+                **{field.name: [getattr(rule, field.name)] for field in fields(rule)},
             }
             fixed |= {f"{name} of group {i}": [*map(_place, x)] for name, x in values.items()}
         return fixed
