@@ -382,7 +382,8 @@ def _takes_apart(module: nn.Module, parts: set[str]) -> bool:
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType)]
     names = _words(code, *inner).difference(name for name, _ in module.named_children())
-    called = [getattr(type(module), n, vars(module).get(n)) or known.get(n) for n in names]
+    places = [(getattr(type(module), n, None), vars(module).get(n), known.get(n)) for n in names]
+    called = [next(filter(callable, found), None) for found in places]
     called = [f.func if isinstance(f, partial) else f for f in called]
     names.update(getattr(f, "__name__", "") for f in called)
     return bool(parts & names.union(_words(*(getattr(f, "__code__", None) for f in called))))

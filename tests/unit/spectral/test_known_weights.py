@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -646,6 +647,20 @@ def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:
 
     split = split_parameters(holder(block=Chunked(), out=linear(8, 8)))
     assert "first.weight" in str(split)
+
+
+@pytest.mark.parametrize("kept", [torch.ones(8), np.ones(8), [1.0], 1.0], ids=type)
+def test_a_forward_pass_may_use_what_is_no_function(kept: Any) -> None:
+    class Added(Branch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = kept
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.wide(x) + self.kept)
+
+    split = split_parameters(nn.Sequential(linear(8, 8), Added(), linear(8, 3)))
+    assert split.rows[1].rule == "spectral"
 
 
 def test_a_parameter_may_be_elementwise() -> None:
