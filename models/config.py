@@ -293,7 +293,7 @@ class ModelConfig(Section):
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def mixture(self, layer: int) -> MoEConfig | None:
-        """Return the config of layer `layer`'s experts, None if its feed-forward block is dense."""
+        """Return the config of layer `layer`'s experts, or None if its feed-forward is dense."""
         return None if self.moe is None or layer < self.moe.dense_layers else self.moe
 
     @property

@@ -288,7 +288,8 @@ def declared_name(
 ) -> str:
     """Return the declared name of one parameter of a chunk that holds global layers `layers`.
 
-    `in_layer(index in the chunk, name in the layer)` is its declared name in the layer, or None.
+    `in_layer(index of the layer in the chunk, name in the layer)` returns its declared name there,
+    or None.
     Raises ValueError if it has none.
     """
     name = plain_name(name)

@@ -172,8 +172,8 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return the missing requirement of Triton for compiling a Python extension, None if nothing is
-    missing."""
+    """Return the missing requirement of Triton for compiling a Python extension, or None if there
+    is none."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

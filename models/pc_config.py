@@ -99,7 +99,7 @@ class PCConfig(Section):
         return unit.role in self.roles
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """Return the preconditioner of `unit`, None if it is no PC layer.
+        """Return the preconditioner of `unit`, or None if it is no PC layer.
 
         Raises ValueError if the level is null, which `load_config` replaces by the paper's choice.
         """

@@ -116,7 +116,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
     if not options.html:
         for run in runs:
             if not run.metrics:
-                raise InputError(f"{run.folder} has logged nothing yet")
+                raise InputError(f"{run.folder} contains no logged step yet")
         folder = options.output or options.runs[0] / "figures"
         if options.output is None and folder.is_symlink():
             raise InputError(f"{folder} must not be a link: name the folder with --output")

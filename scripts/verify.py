@@ -105,7 +105,7 @@ def data_problems(folder: Path) -> Iterator[str]:
 
 
 def set_problems(manifest: "Manifest", name: str) -> Iterator[str]:
-    """Yield differences between a set's tokens and its entry; raises DataError for damage."""
+    """Yield differences between a set and its entry in the manifest; raise DataError for damage."""
     from training.data.hashes import file_sha256
     from training.data.token_set import TokenSet
 

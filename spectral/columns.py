@@ -55,7 +55,7 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def matrix(self, number: int) -> Any:
-        """Return what identifies the weights, and the entries of stacks, of a column."""
+        """Return an identifier of the weights, and of the entries of stacks, of a column."""
         if number not in self.matrices:
             record, entry = self.record(number), 0
             if isinstance(record, Sums):

@@ -121,7 +121,7 @@ class CapturedStep:
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Return what a graph repeats: the addresses of tensors, and the values of fields."""
+        """Return the constants of a graph: the addresses of tensors, and the values of fields."""
         fixed: dict[str, object] = {}
         for i, group in enumerate(self.optimizer.param_groups):
             rename_(group["rule"], group)  # values written by a scheduler

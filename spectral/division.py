@@ -105,7 +105,7 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix of a parameter of `shape`; raises as `boxes` does."""
+        """Return the shape of each matrix of a parameter of `shape`; raises like `boxes`."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 
@@ -171,7 +171,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a part of a tensor with a part of step 1, None if empty."""
+    """Return the intersection of a part of a tensor with a part of step 1, or None if empty."""
     common = tuple(
         places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
         for places, whole in zip(box, contiguous, strict=True)

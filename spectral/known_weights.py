@@ -296,8 +296,8 @@ def projection_of(name: str) -> str | None:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return the rows per head of a projection, None without any evidence, 0 if the evidence is
-    unclear."""
+    """Return the rows per head of a projection, None without any evidence, or 0 if the evidence
+    is unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -315,7 +315,7 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
 
 
 def _first(module: nn.Module, names: str) -> int:
-    """Return the first of some attributes that a module has, 0 without one."""
+    """Return the first of some attributes that a module has, or 0 if there is none."""
     values = (getattr(module, name, None) for name in names.split())
     return next((value for value in values if type(value) is int and value > 0), 0)
 
@@ -368,7 +368,7 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that splits a tensor, "" if there is none."""
+    """Return the class of a module with convolutions that splits a tensor, or "" without one."""
     for module in model.modules():
         convolves = any(isinstance(m, CONVOLUTIONS) for m in module.modules())
         if convolves and _takes_apart(module, PARTS):

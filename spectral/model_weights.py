@@ -91,7 +91,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> "Layer | None":
-        """Return a module as a layer, None if it is not a layer."""
+        """Return a module as a layer, or None if it is not a layer."""
         if isinstance(module, CONVOLUTIONS):
             return cls(name, module, module.in_channels, module.out_channels)
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):

@@ -125,7 +125,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
         if exchange_dtype is not None and not exchange_dtype.is_floating_point:
-            raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
+            raise ValueError(f"exchange_dtype must be a floating-point dtype, got {exchange_dtype}")
         if replicas is not None:
             from torch.distributed import ProcessGroup
 

@@ -233,7 +233,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 def _given(weight: Weight, units: Mapping[str, Mapping[str, Any]], apart: set[int]) -> Seen | None:
     """Return the kind of a parameter from its shape, its embedding and the arguments of
-    `split_parameters`, None if these do not determine it."""
+    `split_parameters`, or None if these do not determine it."""
     divisions = {Division.of(value) for value in units.values()}
     if len(divisions) > 1:
         raise ValueError(

@@ -114,7 +114,7 @@ class Shadows:
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return the number of each element of a tensor, None without a shadow.
+        """Return the number of each element of a tensor, or None without a shadow.
 
         Its length is 1 on axes along which numbers do not change.
         """

@@ -465,7 +465,7 @@ class Watch(TorchDispatchMode):
             self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
 
     def _entries(self, weight: Tensor) -> list[int]:
-        """Return the entries of a stack that a batched product uses in order, [] for others."""
+        """Return the entries of a stack that a batched product uses in order, or [] for others."""
         use = self._use(weight)
         if weight.ndim != 3 or len(use.shape) != 3:
             return []

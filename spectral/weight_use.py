@@ -22,7 +22,7 @@ INNER = "a matrix product of activations"
 PRODUCT = "a product"
 CHOICE = "a choice"
 GROUP = "a group"
-"""Kinds of operations that use outputs as one vector; a product is elementwise."""
+"""Kinds of operations that use outputs as one vector. "a product" is an elementwise product."""
 
 
 class Seen(NamedTuple):
@@ -233,7 +233,7 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the stride and the rows of matrices with these labels, equal in each part.
+    """Return the stride and the rows of the matrices that `labels` describe; parts are alike.
 
     Raises ValueError if there are none.
     """

@@ -19,7 +19,7 @@ KINDS: Final = ("write", "fsync", "rename", "stat", "open", "mkdir", "unlink")
 
 
 def compiler() -> str | None:
-    """Return the path of a C compiler, None without one."""
+    """Return the path of a C compiler, or None if there is none."""
     return shutil.which("cc")
 
 

@@ -103,7 +103,7 @@ def keys_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """Return by (row, family) the refusing sentence, empty if it runs."""
+    """Return the sentence that refuses each (row, family), or "" for a combination that runs."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             (row, family): refusal(folder, family, row) for row, family in product(ROWS, FAMILIES)

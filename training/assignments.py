@@ -73,7 +73,7 @@ def _assignment(
 
 
 def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """Return the penalty of `unit`, None if its role is not penalised."""
+    """Return the penalty of `unit`, or None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
     assert section.coefficient is not None  # `load_config` has replaced the null
@@ -99,7 +99,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return the owner's map to PC(W) for `unit`, None if owners do not compute it."""
+    """Return the owner's map to PC(W) for `unit`, or None if owners do not compute it."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

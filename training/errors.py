@@ -89,7 +89,7 @@ LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, 0 without a launcher or if `check_launched` refuses."""
+    """Return the global rank, or 0 without a launcher or if `check_launched` refuses."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 

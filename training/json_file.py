@@ -53,13 +53,13 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file on a disk. Raises OSError as `check_regular` does."""
+    """Return the content of a regular file on a disk. Raises OSError like `check_regular`."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raises OSError as `read_regular`, or ValueError as `parse_json`."""
+    """Parse a JSON file. Raises OSError (`read_regular`) or ValueError (`parse_json`)."""
     return parse_json(read_regular(Path(path)))
 
 

@@ -110,7 +110,8 @@ class Loop:
     def step_and_report(self) -> dict[str, float] | None:
         """Take the next step and make the due reports.
 
-        Returns the metrics of the validation, {} without one, None if a stop interrupted it.
+        Returns the metrics of the validation, {} without a validation, or None if a stop
+        interrupted it.
         """
         trainer, train, hooks = self.trainer, self.config.train, self.hooks
         progress, mixture = trainer.progress, trainer.present
@@ -210,7 +211,7 @@ class Loop:
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of every validation set, None if a stop interrupted them."""
+        """Return the metrics of every validation set, or None if a stop interrupted them."""
         return evaluate(
             self.trainer.model,
             self.trainer.groups,
@@ -221,7 +222,7 @@ class Loop:
         )
 
     def score(self) -> dict[str, float] | None:
-        """Return the metrics of the tasks, None if a stop interrupted them."""
+        """Return the metrics of the tasks, or None if a stop interrupted them."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
         assert model.vocab_size is not None  # `with_vocabulary` has filled it in
         return score(

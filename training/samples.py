@@ -82,7 +82,7 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return the writer of samples of text, None without samples in the config.
+    """Return the writer of samples of text, or None without samples in the config.
 
     Raises ConfigError without a tokenizer to write them with.
     """

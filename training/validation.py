@@ -29,8 +29,8 @@ def evaluate(
     """Return the metrics of every validation set, the same on every rank.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` the perplexity, `val/<set>/bpb` in bits
-    per byte of text. `val/loss` and `val/bpb` are means by `mean_over_sets`, `mixture` are the
-    weights of the training sets. Returns None if `stop`, which all ranks call together at
+    per byte of text. `val/loss` and `val/bpb` are means by `mean_over_sets`, with the weights
+    `mixture` of the training sets. Returns None if `stop`, which all ranks call together at
     intervals, returned True.
     """
     metrics: dict[str, float] = {}
@@ -71,7 +71,7 @@ def mean_loss(
     micro_batch: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over the windows of `data`, in nats per token, None if stopped."""
+    """Return the mean loss over the windows of `data`, in nats per token, or None if stopped."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.

@@ -146,7 +146,7 @@ class TensorParallel(torch.optim.Optimizer):
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
-    """Return the rows of each matrix in a weight, 0 for a single matrix."""
+    """Return the rows of each matrix in a weight, or 0 for a single matrix."""
     config = next(module.config for module in chunk.modules() if hasattr(module, "config"))
     if name.endswith("linear_qkv.weight"):
         return int(config.kv_channels)

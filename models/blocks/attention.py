@@ -203,7 +203,7 @@ def whole(documents: Documents | None) -> DocumentRange | None:
 def context_group(
     config: TransformerConfig, groups: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """Return the process group of context parallelism, None without it.
+    """Return the process group of context parallelism, or None if there is none.
 
     Raises ValueError if the group is missing or does not have the size in the config.
     """

@@ -152,7 +152,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the missing requirement of torch.compile for `device`, None if nothing is missing."""
+    """Return the missing requirement of torch.compile for `device`, or None if there is none."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

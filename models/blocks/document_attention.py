@@ -110,8 +110,8 @@ def check_varying(head: int, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless the kernel supports heads of this size and dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
-            f"documents need that of variable length, which takes 16 bits and heads of at most "
-            f"{LARGEST_HEAD}"
+            f"documents need {VARYING}, whose heads must be of 16 bits and size at most "
+            f"{LARGEST_HEAD}, got {dtype} and {head}"
         )
 
 

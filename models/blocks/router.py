@@ -40,7 +40,7 @@ class Router(TopKRouter):
         forget_earlier_models()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the coefficient of one load-balancing loss, 0 if it is disabled.
+        """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
 
         The engine's global loss is a sum over data-parallel ranks, while gradients are a mean over
         them, so that its weight would fall with their number; this corrects it.

@@ -48,7 +48,7 @@ def architecture(model: ModelConfig) -> Architecture:
 def model_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of config.json that determine the model's computation.
 
-    Raises InexpressibleError as `architecture` does.
+    Raises InexpressibleError like `architecture`.
     """
     chosen = architecture(model)
     return {

@@ -58,8 +58,8 @@ class TheirTensor:
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     """Return every tensor of the Hugging Face model of `model`, in forward order.
 
-    Tensors of one parameter of this project are consecutive. Raises InexpressibleError as
-    `architecture` does.
+    Tensors of one parameter of this project are consecutive. Raises InexpressibleError like
+    `architecture`.
     """
     return list(_model(model))
 

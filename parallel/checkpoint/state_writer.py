@@ -310,7 +310,7 @@ class PendingSave:
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values, on rank 0 without other ranks.
+        """Write the index of all files and `plain`'s values; only rank 0 calls this.
 
         Returns the facts of every file in the folder; the caller must sync the files written here.
         Raises OSError.

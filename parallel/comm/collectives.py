@@ -66,7 +66,7 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the host of each rank that does not call this within `PATIENCE` seconds.
 
     These ranks died, or hang outside collectives. If the store does not answer for twice as long,
-    rank 0, on whose node it is, counts as absent. {} if the store is gone.
+    rank 0, whose node runs the store, counts as absent. Returns {} if the store is gone.
     """
     absent: dict[int, str] = {}
 
@@ -111,7 +111,7 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to fill `flat` in place from all ranks' shards; as `reduce_scatter_`."""
+    """Start to fill `flat` in place from all ranks' shards, like `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -234,7 +234,7 @@ class Agreement:
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
-        """Wait for the running reduction and return its result, None without one."""
+        """Wait for the running reduction and return its result, or None if there is none."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way

@@ -117,7 +117,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the layers of each pipeline stage, given those of the first or the last.
+    """Return the layers of each pipeline stage, given the first or the last stage's layers.
 
     Raises ValueError if the other stages cannot share the rest equally.
     """

@@ -122,7 +122,7 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta, 0 for rules without; for a PC layer the momentum of W."""
+    """Return a snapshot of the momenta, or 0 without; for a PC layer the momentum of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

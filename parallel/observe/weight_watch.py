@@ -64,7 +64,7 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
-    """Return the findings of all ranks in one line, empty if there are none. Collective."""
+    """Return the findings of all ranks in one line, or "" if there are none. Collective."""
     of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
     return ", ".join(of_all[:SHOWN]) + more

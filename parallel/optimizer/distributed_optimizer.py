@@ -165,9 +165,9 @@ class DistributedOptimizer:
     def guard_pc(self) -> tuple[Tensor, Tensor]:
         """Return the largest normalised singular values and gammas, both `[units]`, of PC layers.
 
-        The layers are owned by this rank or in its graph. Sound values are in [0, 1.1]. A layer
-        whose tracked singular pair misses the largest value gets a new pair. This costs about fifty
-        passes over the weights and is meant for logging steps.
+        These are the layers that this rank owns or evaluates in its graph. Sound values are in
+        [0, 1.1]. A layer whose tracked singular pair misses the largest value gets a new pair. This
+        costs about fifty passes over the weights and is meant for logging steps.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()

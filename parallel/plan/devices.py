@@ -121,7 +121,7 @@ SLOWER: Final = {"MIG", "NVL", "PCIe"}
 
 
 def device_called(name: str) -> Device | None:
-    """Return the device with the same peak as `name`, None if unknown or a part of a GPU.
+    """Return the device with the same peak as `name`, or None if unknown or a part of a GPU.
 
     `name` is the result of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
@@ -132,7 +132,7 @@ def device_called(name: str) -> Device | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device, None as `device_called` does."""
+    """Return the peak dense bf16 FLOP/s of a device, or None if `device_called` returns None."""
     device = device_called(device_name)
     return None if device is None else device.peak["bf16"]
 

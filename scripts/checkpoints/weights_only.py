@@ -33,7 +33,7 @@ def write_state(
     """Write the files of a checkpoint's state to `folder`; return their facts by name.
 
     Parameters are read in their units' view shape; `buffers` contains the shapes of buffers by
-    name. Raises InputError as `read` does.
+    name. Raises InputError like `read`.
     """
     last = LastParameter(read)
     units = all_units(config.model, **unit_options(config))

@@ -45,7 +45,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file, judged by its first bytes; None if it is not compressed."""
+    """Return the compression of a file from its first bytes, or None if it is not compressed."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)

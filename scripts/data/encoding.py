@@ -40,7 +40,7 @@ class Encoder:
     dtype: str
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, with EOD after each text, and decode those in `sample` again.
+        """Encode texts, with EOD after each text, and decode the texts in `sample` again.
 
         Text that looks like a special token is encoded as plain text, so a document cannot contain
         a forged end of document.
@@ -193,7 +193,7 @@ class RoundTrip:
     example: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Count the decoded documents of a chunk, and those that differ."""
+        """Count the decoded documents of a chunk, and the documents that differ."""
         for text, decoded in chunk.decoded:
             self.decoded += 1
             if text != decoded:

@@ -103,7 +103,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """Return the progress that a run with the same key saved, None without one."""
+        """Return the progress that a run with the same key saved, or None if there is none."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -153,7 +153,7 @@ def clean_up(output: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file, created if missing; return its descriptor, None if another process has it."""
+    """Lock a file, created if missing; return its descriptor, or None if another process has it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

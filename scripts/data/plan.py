@@ -159,7 +159,7 @@ class Preparation:
     def identities(
         self, shard: Shard = WHOLE, cached: Mapping[Input, str] | None = None
     ) -> list[str]:
-        """Return the identity of each input's content; empty for inputs that `shard` does not read.
+        """Return the identity of each input's content, or "" for inputs that `shard` skips.
 
         A file is identified by its sha256, a dataset by its name. `cached` contains known
         identities.
@@ -209,7 +209,7 @@ class Preparation:
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:
-        """Return a warning if inputs have equal contents, [] if all contents differ."""
+        """Return a warning if inputs have equal contents, or [] if all contents differ."""
         inputs = (
             (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets

@@ -66,7 +66,7 @@ class DocumentFile:
         written.max_token = max(written.max_token, int(tokens.max()))
 
     def sync(self) -> None:
-        """Flush what was added to the disk."""
+        """Flush the added tokens and records to the disk."""
         for file in (self._tokens, self._records):
             file.flush()
             os.fsync(file.fileno())

@@ -143,7 +143,7 @@ class Shards:
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
         """Yield documents of input `unit` after the first `skip`; positions are in input `number`.
 
-        Returns how many of the first documents are in the shards; None if all are.
+        Returns how many of the first documents are in the shards, or None if all are.
         """
         parts = [
             documents[unit]

@@ -151,7 +151,7 @@ def _check_form(source: Path) -> None:
 
 
 def _form(file: Path) -> str | None:
-    """Return the form of tokenizer that a file contains, None if the form is unknown.
+    """Return the form of tokenizer that a file contains, or None if the form is unknown.
 
     A SentencePiece file begins with its first piece, a protocol-buffer field inside another field.
     """
@@ -169,7 +169,7 @@ def _form(file: Path) -> str | None:
 
 
 def own_file(folder: Path, name: str) -> bytes | None:
-    """Return the content of a file of a tokenizer's or model's folder, None if there is none.
+    """Return the content of a file of a tokenizer's or model's folder, or None if there is none.
 
     A link may lead to a file of the folder or, for a snapshot in the hub's cache, to a blob of this
     cache. Raises DataError if it leads anywhere else.

@@ -91,7 +91,7 @@ def as_trained(content: bytes) -> bytes:
 
 
 def _manifest(config: Config) -> Manifest | None:
-    """Return the manifest of the run's data, None if it is not on this machine."""
+    """Return the manifest of the run's data, or None if it is not on this machine."""
     try:
         return data_manifest(config)
     except DataError:
@@ -99,7 +99,7 @@ def _manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_source(info: CheckpointInfo) -> Path | None:
-    """Return the file or folder of a checkpoint's tokenizer, None if unknown.
+    """Return the file or folder of a checkpoint's tokenizer, or None if unknown.
 
     It is the folder of an imported checkpoint, else the path in its config or its data's manifest.
     """

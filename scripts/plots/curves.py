@@ -110,8 +110,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 def signal(run: RunData) -> Figure | None:
     """Gradients are compared between the micro-batches of a step, applied updates between the last
-    steps. SNR is the common part over the difference; TopShare is the part of the difference in one
-    direction, with its minimum dotted. Alignment is the cosine with the previous step."""
+    steps. SNR is the common part divided by the difference. TopShare is the share of the
+    difference in one direction; its minimum is dotted. Alignment is the cosine with the previous
+    step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()

@@ -71,7 +71,7 @@ def figure_sections(
 
 
 def drawn(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element whose ids differ from those of other figures."""
+    """Return the figure as an SVG element whose ids occur in no other figure."""
     enlarge_text(figure)
     mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):

@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw one run; None without data."""
+        """Draw one run, or None without data."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None

@@ -141,8 +141,8 @@ SHAPE: Final = {
 
 
 def data_use(run: RunData) -> dict[str, Any] | None:
-    """Return the header and rows of the table of sets; None for an older run without the figures,
-    or without a readable data.json."""
+    """Return the header and rows of the table of sets, or None for an older run without the
+    figures, or without a readable data.json."""
     path = run.folder / "data.json"
     try:
         content = read_json(path)

@@ -76,7 +76,7 @@ def alive(run: RunData) -> bool:
 
 
 def _content(path: Path) -> Line:
-    """Return the object in a JSON file, {} if it cannot be read."""
+    """Return the object in a JSON file, or {} if it cannot be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -155,7 +155,7 @@ def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
     """Return the deciles of singular values `[11]`, mean over a role's units, of the first of
-    `names` with data; None without data."""
+    `names` with data, or None without data."""
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
     return np.mean(present, axis=0) if present else None

@@ -45,7 +45,8 @@ def differences(
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
                 raise InputError(
-                    f"{name}.differs must not name {key}, equal in {name} and {other}: remove it"
+                    f"{name}.differs must not name {key}, which is equal in {name} and {other}: "
+                    f"remove it"
                 )
         declared = {*study.variants[name].differs}
         for each in (name, other):

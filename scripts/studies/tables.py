@@ -74,7 +74,7 @@ def _check_variants(results: Results) -> None:
     """Raise InputError for a name that is not a variant of the study, or for one without losses."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
-        raise InputError(f"rows must be of the variants {', '.join(names)}, got {', '.join(rows)}")
+        raise InputError(f"rows must be the variants {', '.join(names)}, got {', '.join(rows)}")
     if len({len(row["losses"]) for row in rows.values()}) > 1:
         raise InputError("rows must have losses of the same seeds")
     used = [variant["against"] for variant in names.values() if variant["against"] is not None]
@@ -195,7 +195,7 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
             values = [value for value, _ in tried(results, name, key)]
             value = float(chosen.get(first_key(key), "nan"))
             if value == max(values, default=0) or (value == min(values, default=0) and value != 0):
-                sentence = f"{first_key(key)} = {value:g} ends the grid of {name}"
+                sentence = f"{first_key(key)} = {value:g} is at an end of the grid of {name}"
                 ends.setdefault(name, []).append(sentence)
     return ends
 
@@ -317,7 +317,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Return a figure with its standard error; empty for a missing figure."""
+    """Return a figure with its standard error, or "" for a missing figure."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):
@@ -326,5 +326,5 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
 
 
 def text(value: object) -> str:
-    """Return a cell of text; empty for missing text."""
+    """Return a cell of text, or "" for missing text."""
     return value if isinstance(value, str) else ""

@@ -77,7 +77,7 @@ class Run:
 
 def digests(prefix: Path) -> list[str]:
     """Return the sha256 of a set's tokenizer, `UNKNOWN` if no manifest lists the set, and of its
-    files; [] without files."""
+    files, or [] without files."""
     manifest = manifest_of(prefix)
     if manifest is not None:
         return [manifest.tokenizer.sha256, *manifest.sets[prefix.name].sha256.values()]

@@ -73,7 +73,7 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile, None for the library; only the library is differentiable."""
+    """Return the kernel's tile, or None for the library; only the library is differentiable."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
     # Read shapes only where they matter: a traced shape may be unknown.

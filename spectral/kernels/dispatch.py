@@ -133,8 +133,8 @@ def listed(device: str) -> bool:
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose the kernel of an operation on stacks `[batch, rows, cols]` of equal rows, None for the
-    library.
+    """Choose the kernel of an operation on stacks `[batch, rows, cols]` of equal rows, or None for
+    the library.
 
     The stacks count as one, with the mean of their columns.
     """

@@ -154,7 +154,7 @@ def product(
 def by_quack(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
 ) -> Tensor:
-    """Compute what `product` does by quack-kernels, which also computes half of the tiles."""
+    """Compute `product` by quack-kernels, which also computes half of the tiles."""
     from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
 
     out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)

@@ -111,7 +111,7 @@ def update_(
         direction: of the shape of `weight`, any strides, of one of the kernels' dtypes.
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
-        scale: as `factor`, or None.
+        scale: like `factor`, or None.
         cautious: multiply by `factor` only where weight and direction do not have opposite signs.
 
     Raises:

@@ -110,7 +110,7 @@ class Rule(ABC):
         return False
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why the rule cannot use this weight decay, None if it can."""
+        """Return why the rule cannot use this weight decay, or None if it can."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and for inactive steps."""
+    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -379,7 +379,7 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message that suggests the closest name, empty if no name is close."""
+    """Return the end of a message that suggests the closest name, or "" if no name is close."""
     names = {str(x): x for x in known}
     close = difflib.get_close_matches(str(name), [*names], n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

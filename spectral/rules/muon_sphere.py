@@ -89,7 +89,7 @@ class MuonSphereRule(RadiusRule):
         return self.retraction == "hard"
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why the rule cannot use this weight decay, None if it can."""
+        """Return why the rule cannot use this weight decay, or None if it can."""
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (

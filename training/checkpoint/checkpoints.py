@@ -344,7 +344,7 @@ def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
     """Move the checkpoints of steps after `step` to another folder.
 
     A run that returned to `step` must never continue from these checkpoints. Returns the new
-    folder, None if there are no such checkpoints.
+    folder, or None if there are no such checkpoints.
     """
     later = [each for each in steps(run_dir) if each > step]
     if not later:

@@ -81,7 +81,7 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
 def initial_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> InitialWeights | None:
-    """Return the weights of `checkpoint.initialize_from`, None if it is null; collective.
+    """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
 
     `tokenizer` is the sha256 of the data's `file`, None if it is not known. Rank 0 chooses the
     checkpoint for all ranks, as its run may save another one meanwhile. Raises

@@ -230,7 +230,7 @@ def _data(
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
-    """Return the sha256 of the tokenizer's file, None without a file."""
+    """Return the sha256 of the tokenizer's file, or None without a file."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
     path = tokenizer_file(config.data.tokenizer)

@@ -263,7 +263,7 @@ def _in_background(call: Callable[[], Result]) -> Future[Result]:
 
 
 def _result(future: Future[Result], timeout: float) -> Result | None:
-    """Return the result of a future, None if it is not ready after `timeout` seconds."""
+    """Return the result of a future, or None if it is not ready after `timeout` seconds."""
     wait([future], timeout)
     return future.result() if future.done() else None
 

@@ -199,7 +199,7 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
 
 
 def member(kind: Any, key: int | str) -> Any:
-    """Return the annotation of a key or an index of `kind`, None if there is none."""
+    """Return the annotation of a key or an index of `kind`, or None if there is none."""
     section = without_null(kind)
     place, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
     if get_origin(section) in origins:

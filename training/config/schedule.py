@@ -189,8 +189,8 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit of warm-up and decay: steps, or tokens, with `train.global_batch` sequences as one step:
-    then a step of `train.batch_ramp` moves the rate by its share of `global_batch`."""
+    """Unit of warm-up and decay: steps or tokens. In tokens, `train.global_batch` sequences count
+    as one step, and a smaller batch of `train.batch_ramp` as its share of a step."""
     warmup_steps: Whole = 0
     """Steps of linear warm-up from 0 to the peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

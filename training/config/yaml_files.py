@@ -230,7 +230,7 @@ def _override(text: str) -> Content:
         ends = yaml.StreamEndToken, yaml.BlockEndToken
         *_, last = (each for each in yaml.scan(value) if not isinstance(each, ends))
         if value[last.end_mark.index :].strip():
-            raise yaml.YAMLError("what follows # is a comment; put a text with # in quotes")
+            raise yaml.YAMLError("what follows # is a comment; quote a string with #")
         _checked(value)
         return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 
@@ -278,7 +278,7 @@ def _load(path: Path, origin: str = "") -> Content:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Content | None:
-    """Return the mapping of a YAML text, None if the text holds another kind of value.
+    """Return the mapping of a YAML text, or None if the text holds another kind of value.
 
     Many configs have the same bases: each text is parsed once.
     """
@@ -304,7 +304,7 @@ def _checked(text: str) -> yaml.Node | None:
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
-            raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {node.value}")
+            raise yaml.YAMLError(f"a number must be decimal or a quoted string, got {node.value}")
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:

@@ -62,8 +62,8 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 class GlobalBatchSampler:
     """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
 
-    Global batch n starts at sample `consumed + n * global_batch`, or after left-out samples if it
-    would contain one of them. Rank r takes its r-th part, in order, and splits it into
+    Global batch n starts at sample `consumed + n * global_batch`. If it would contain left-out
+    samples, it starts after them. Rank r takes its r-th part, in order, and splits it into
     micro-batches, so the samples of a global batch depend on neither `data_size` nor `micro_batch`.
     The config's checks ensure that their product divides `global_batch`.
     """

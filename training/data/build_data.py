@@ -39,7 +39,7 @@ MOCK_SAMPLES = 64
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """Return the manifest next to the first training set, None if there is none."""
+    """Return the manifest next to the first training set, or None if there is none."""
     if not config.data.train:
         return None
     folder = Path(next(iter(config.data.train.values())).path).parent
@@ -47,7 +47,7 @@ def data_manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_path(config: Config) -> Path | None:
-    """Return the tokenizer.json of the config or its data's manifest, None if neither names one."""
+    """Return the tokenizer.json that the config or its data's manifest names, or None."""
     source = config.data.tokenizer or data_manifest(config)
     return None if source is None else tokenizer_file(source)
 
@@ -78,7 +78,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def data_vocabulary(config: Config) -> int | None:
-    """Return the number of ids of the data's tokenizer, None if it is not known."""
+    """Return the number of ids of the data's tokenizer, or None if it is not known."""
     if config.data.mock:
         return None
     if config.data.tokenizer is not None and tokenizer_file(config.data.tokenizer).exists():

@@ -169,7 +169,7 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """Return why two sets contain the same text, None if manifests show no reason."""
+    """Return why two sets contain the same text, or None if manifests show no reason."""
     if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
         return f"both are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]

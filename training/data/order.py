@@ -5,8 +5,8 @@ of the phase, and of k: the weights determine its set, and a permutation per epo
 set. Nothing depends on the number of steps, the batch size or the number of ranks, so a run can
 stop, resume and change its layout at any sample. Every change of the mixture begins a new phase.
 
-A stored permutation of a trillion-token set would take gigabytes on every rank, and those that
-numpy draws may change with its version. `Permutation` computes one element at a time instead:
+A stored permutation of a trillion-token set would take gigabytes on every rank, and numpy's
+permutations may change with its version. `Permutation` computes one element at a time instead:
 element i passes a Feistel network, which is a permutation of the next power of four whatever its
 round function; a value outside [0, size) passes it again until it is inside (cycle walking), at
 most four times on average.
@@ -94,7 +94,7 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Return a text about sets that are read more than once, None if there are none."""
+    """Return a text about sets that are read more than once, or None if there are none."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 

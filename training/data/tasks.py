@@ -92,7 +92,7 @@ class Task:
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """Return the first `count` examples of a file, None for all.
+    """Return the first `count` examples of a file, or None for all.
 
     Raises DataError if it cannot be read, or a line is not an example.
     """
@@ -128,10 +128,10 @@ def example_of(row: Any, where: str) -> Example:
         raise DataError(f"{where}: must have the keys {', '.join(KEYS)}, got {keys!r:.80}")
     context, choices, answer = (row[key] for key in KEYS)
     if not isinstance(context, str) or (context and not context.strip()):
-        raise DataError(f"{where}: context must be a text, got {context!r:.60}")
+        raise DataError(f"{where}: context must be a string, not only blanks, got {context!r:.60}")
     texts = isinstance(choices, list) and all(isinstance(x, str) and x for x in choices)
     if not texts or len(choices) < 2:
-        raise DataError(f"{where}: choices must be at least two texts, got {choices!r:.60}")
+        raise DataError(f"{where}: choices must be at least two strings, got {choices!r:.60}")
     if type(answer) is not int or not 0 <= answer < len(choices):
         rule = f"must be the index of one of {len(choices)} choices"
         raise DataError(f"{where}: answer {rule}, got {answer!r:.60}")
@@ -151,7 +151,7 @@ def read_task(
     end_token: int | None,
     count: int | None = None,
 ) -> Task:
-    """Return the first `count` examples of a file, None for all, as tokens.
+    """Return the first `count` examples of a file, or None for all, as tokens.
 
     Args:
         window: tokens of a sequence, the model's longest input. vocab_size: number of tokens among

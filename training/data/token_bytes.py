@@ -56,7 +56,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 def vocabulary_size(source: str | Path) -> int:
     """Return the largest id of a tokenizer.json, or of the folder with one, plus one.
 
-    Raises DataError as `read_tokenizer_json` does.
+    Raises DataError like `read_tokenizer_json`.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}
@@ -152,7 +152,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def _wrong_id(content: dict[str, Any]) -> str | None:
-    """Return a sentence about the first invalid or duplicate id, None without one."""
+    """Return a sentence about the first invalid or duplicate id, or None if there is none."""
     vocab = content["model"].get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:

@@ -205,7 +205,7 @@ class TokenSet:
         if entry is not None and entry.tokens != self.tokens:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin has {self.tokens} tokens, but the manifest "
-                f"beside it says {entry.tokens}"
+                f"next to it states {entry.tokens}"
             )
         return entry
 
@@ -215,7 +215,7 @@ class TokenSet:
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Return the hashes of blocks after the comparisons of `verify`; None without hashes."""
+        """Return the hashes of blocks after the comparisons of `verify`, or None without hashes."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -291,7 +291,7 @@ class TokenSet:
         return self._file_facts() != self._facts
 
     def _file_facts(self) -> tuple[int, int, int] | None:
-        """Return inode, size and modification time; None without a file."""
+        """Return inode, size and modification time, or None without a file."""
         try:
             facts = os.stat(self.prefix + ".bin")
         except OSError:

@@ -95,7 +95,7 @@ class ValidationData:
         return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""
+        """Return a mean loss, in nats per token, as bits per byte, or None if bytes are unknown."""
         if not self.target_bytes:
             return None
         return loss * self.counted_tokens / (math.log(2) * self.target_bytes)

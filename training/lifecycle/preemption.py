@@ -64,7 +64,7 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self._before[number] = signal.signal(number, self._note)
         return self
 

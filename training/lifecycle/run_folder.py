@@ -69,7 +69,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def began(pid: int) -> str | None:
-    """Return the start of a process of this host as boot id and ticks; None without the process,
+    """Return the start of a process of this host as boot id and ticks, or None without the process,
     and on systems other than Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -115,8 +115,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """Return the inode of the lock file, None without one. The file is not opened, as closing
-        it would release the lock."""
+        """Return the inode of the lock file, or None if there is none. The file is not opened, as
+        closing it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:
@@ -174,7 +174,7 @@ def starts_again(run_dir: str | Path) -> bool:
 
 def _command() -> str:
     """Return the id of the SLURM job, else torchrun's id of the command or, without one, of its
-    process; empty without any."""
+    process, or "" if there is none."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a config's name, None for null."""
+    """Return the dtype with a config's name, or None for null."""
     return None if name is None else DTYPES[name]
 
 

@@ -121,7 +121,7 @@ def versions() -> Facts:
 
 
 def library_versions() -> Facts:
-    """Return versions of Python and packages, None for a package that is not installed.
+    """Return versions of Python and packages, or None for a package that is not installed.
 
     The version of torch includes its build, such as `2.13.0+cu130`, which some wheels' metadata
     omits.
@@ -136,7 +136,7 @@ def library_versions() -> Facts:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, None without git."""
+    """Return the commit of this checkout, or None without git."""
     if not (ROOT / ".git").exists():
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -167,7 +167,7 @@ def device_facts(device: torch.device) -> Facts:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver, None if unknown."""
+    """Return the version of NVIDIA's driver, or None if unknown."""
     with contextlib.suppress(OSError):
         words = DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)

@@ -43,7 +43,7 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, empty without experts; waits like `metrics`."""
+        """Return MaxVio of the last step by layer, or {} without experts; wait like `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}

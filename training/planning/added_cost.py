@@ -185,7 +185,7 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return the cost of scoring the config's tasks, or why it is unknown; None without tasks."""
+    """Return the cost of scoring the config's tasks, why it is unknown, or None without tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

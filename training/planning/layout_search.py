@@ -113,7 +113,7 @@ class Layouts:
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # The first stage has the most activations, the first and the last have the vocabulary.
+        # The first stage stores the most activations; the first and the last hold the vocabulary.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:

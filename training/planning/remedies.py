@@ -23,7 +23,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Return the fewest changes, added in order, that together make the run fit; None if none
+    """Return the fewest changes, added in order, that together make the run fit, or None if none
     do."""
     for remedy in variants:
         if remedy.plan.fits:

@@ -179,7 +179,7 @@ EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the share of the peak that an operation with matrix products reaches, None for the
+    """Return the share of the peak that an operation with matrix products reaches, or None for the
     share of a large product."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
@@ -210,7 +210,7 @@ def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
 
 
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of an operation with matrix products, 0 for all others."""
+    """Return the FLOPs of an operation with matrix products, or 0 for all others."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in FACTORISATIONS:
         return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))

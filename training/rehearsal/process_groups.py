@@ -59,8 +59,8 @@ class RehearsedGroup(ProcessGroup):
         self.stream = next(trace.numbers)
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
-        """Return the group of `ranks` for `torch.distributed.new_group`, None if this rank is not a
-        member."""
+        """Return the group of `ranks` for `torch.distributed.new_group`, or None for a rank outside
+        it."""
         this_rank = self.ranks[self.rank()]
         if this_rank not in ranks:
             return None

@@ -25,7 +25,7 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return the name of a file of the project or megatron-core, None for others and for
+    """Return the name of a file of the project or megatron-core, or None for others and for
     rehearsals."""
     if path.startswith(str(HERE)):
         return None

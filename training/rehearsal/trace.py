@@ -168,7 +168,7 @@ class Trace:
         self._open: list[str] = []
         self.counts: dict[tuple[int, str], Counts] = {(0, SETUP): self._now}
         self.calls: list[Call] = []
-        self.waited: list[int] = []  # numbers of calls waited for since the last call
+        self.waited: list[int] = []  # indices of calls that were waited for after the last call
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
         self.muted = False  # True while launches are not real
         self.imprecise: set[str] = set()  # the optimizer's products that are not IEEE

@@ -135,7 +135,7 @@ def drop_unfinished_line(path: Path) -> None:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """Return the content of a line, None if it is damaged."""
+    """Return the content of a line, or None if it is damaged."""
     try:
         content = parse_json(raw)
         json.dumps(content, allow_nan=False)  # NaN is not JSON, and no run writes NaN

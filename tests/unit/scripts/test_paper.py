@@ -116,26 +116,26 @@ def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
 
 
 def above(variant: Any) -> bool | None:
-    """Return whether a variant of a study has a higher loss; None if its interval contains 0."""
+    """Return whether a variant of a study has a higher loss, or None if its interval contains 0."""
     low, high = variant.difference.low, variant.difference.high
     return None if low <= 0 <= high else low > 0
 
 
 def below(variant: Any) -> bool | None:
-    """Return whether a variant of a study has a lower loss; None if its interval contains 0."""
+    """Return whether a variant of a study has a lower loss, or None if its interval contains 0."""
     higher = above(variant)
     return None if higher is None else not higher
 
 
 def lower(variant: Any, other: Any) -> bool | None:
-    """Return whether a variant of a study has a lower loss than another, seed by seed; None if the
-    interval contains 0."""
+    """Return whether a variant of a study has a lower loss than another, seed by seed, or None if
+    the interval contains 0."""
     ends = paired(variant.losses - other.losses)
     return None if ends["low"] <= 0 <= ends["high"] else ends["high"] < 0
 
 
 def within(variant: Any, most: float) -> bool | None:
-    """Return whether a variant's loss differs by less than `most`; None if its interval is too
+    """Return whether a variant's loss differs by less than `most`, or None if its interval is too
     wide."""
     low, high = variant.difference.low, variant.difference.high
     return False if low > most or high < -most else (-most < low and high < most) or None

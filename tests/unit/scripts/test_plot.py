@@ -31,7 +31,7 @@ def test_a_spectrum_counts_every_singular_value(world, folder, tmp_path):
     [
         ({"seeds": "12"}, "seeds must be a list"),
         ({"rows": [{"variant": "SSO", "losses": ["a"], "runs": []}]}, "losses[0] must be of type"),
-        ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be of the variants"),
+        ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be the variants"),
         ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
         ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),
     ],

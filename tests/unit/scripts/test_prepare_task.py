@@ -239,7 +239,7 @@ def test_rows_become_examples(tmp_path, capsys):
             "line 1: the row must have the format hellaswag",
         ),
         (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
-        (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two texts"),
+        (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two strings"),
         ([1], "plain", "line 1: the row must have the format plain"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(
 
 def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
     """Return the weight of unit 1 before and after steps 0 and 2, and the refused step 1 between
-    them, in which an entry of `place` is NaN; None for no step."""
+    them, in which an entry of `place` is NaN, or None for no step."""
     weight = spectral_init_(
         torch.empty(BATCH, ROWS, COLS), generator=torch.Generator().manual_seed(0)
     )

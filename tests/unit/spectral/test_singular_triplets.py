@@ -100,8 +100,8 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
 @pytest.mark.parametrize("diagonal", [0.5, 1e-9])
 @pytest.mark.parametrize("size", [2, 20, 96, 192, 400])
 def test_the_top_eigenvector_may_have_equal_entries(size: int, diagonal: float) -> None:
-    """The eigenvalue is then up to `size` times the largest entry, and its 128th power is squared
-    again for the norm."""
+    """The eigenvalue is then up to `size` times the largest entry. Its 128th power, squared for the
+    norm, must not overflow."""
     t = torch.full((1, size, size), 1 / size, dtype=torch.float64)
     t.diagonal(dim1=1, dim2=2).add_(diagonal)
     found = _top_eigenvector(t)

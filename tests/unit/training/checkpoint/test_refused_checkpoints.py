@@ -39,9 +39,9 @@ def start(folder: Path, run_dir: Path, *arguments: str) -> int:
 
 
 REFUSED: dict[str, list[str]] = {
-    "a typing error beside none": ["--resume", "none", "checkpoint.initialize_from=/typo"],
-    "another model beside none": ["--resume", "none", "checkpoint.initialize_from={run}", "seed=9",
-                                  "model.ffn=64"],
+    "a misspelled path without a resume": ["--resume", "none", "checkpoint.initialize_from=/typo"],
+    "another model without a resume": ["--resume", "none", "checkpoint.initialize_from={run}",
+                                       "seed=9", "model.ffn=64"],
     "a model of another size": ["--resume", "2", "model.ffn=64", "checkpoint.allow_change=[model]"],
     "another model": ["--resume", "2", "model.ffn=64"],
     "a step that is not there": ["--resume", "3"],

@@ -149,7 +149,7 @@ def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
 @pytest.mark.parametrize("text", ["/x/a #1", "#1", "x\n#y", "[a] # b", "b: c #d", "'#1' # b"])
 def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
     (problem,) = problems(minimal, f"run.dir={text}")
-    assert problem.endswith("what follows # is a comment; put a text with # in quotes")
+    assert problem.endswith("what follows # is a comment; quote a string with #")
     assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
 
 
@@ -158,7 +158,7 @@ NUMBERS = ["010", "1:30", "-0_7", "1:30.5", "1_0", "0b11", ".1_5", "0x1F", "1_0e
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_number_that_yaml_reads_in_another_base_is_refused(minimal: Path, number: str) -> None:
-    wanted = f"a number must be decimal or a text in quotes, got {number}"
+    wanted = f"a number must be decimal or a quoted string, got {number}"
     (problem,) = problems(minimal, f"train.steps={number}")
     assert wanted in problem
     minimal.write_text(minimal.read_text() + f"\nseed: {number}\n")

@@ -122,7 +122,7 @@ def test_manifest_beside_the_set_must_agree_with_it(
     write_manifest(tmp_path, max_token=12345)
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
-    with pytest.raises(DataError, match="has 1000 tokens, but the manifest beside it says 999"):
+    with pytest.raises(DataError, match="has 1000 tokens, but the manifest next to it states 999"):
         TokenSet("a", prefixes["a"], 8).max_token()
 
 
