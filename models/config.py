@@ -110,7 +110,7 @@ class MoEConfig(Section):
         yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
         yield "top_k", self.top_k > experts, f"must be at most experts = {experts}"
         few = used * (experts // groups) < self.top_k <= experts and experts % groups == 0
-        rule = f"must be at most the {used * (experts // groups)} experts of top_groups = {used}"
+        rule = f"must be at most {used * (experts // groups)}, the experts of top_groups = {used}"
         yield "top_k", few, rule
         yield "top_k", self.top_k < used, f"must be at least top_groups = {used}"
         lonely = self.shared_gate and self.shared_experts < 1

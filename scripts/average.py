@@ -78,7 +78,7 @@ def chosen(
             broken.append(f"step {step}, which is broken: {error}")
     if last is not None and len(infos) < last:
         raise InputError(
-            f"--last must be at most the {len(infos)} checkpoints of {run}, got {last}"
+            f"--last must be at most {len(infos)}, the checkpoints of {run}, got {last}"
         )
     infos = infos[-last:] if last is not None else infos
     if len(infos) < 2:

@@ -1,8 +1,8 @@
 """Division of a parameter into matrices, and the units that an optimizer steps.
 
 A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
-gate, one expert's down projection. Models keep several of them in one parameter, or transposed. A
-division states, as data, where each matrix is.
+gate, one expert's down projection. A parameter may contain several matrices,
+or be transposed. A division states, as data, where each matrix is.
 """
 
 from bisect import bisect_left

@@ -35,8 +35,7 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage's elements: `values`, which broadcast to a tensor of a layout in the
-    storage.
+    """The numbers of a storage's elements: `values`, which broadcast to a tensor of its layout.
 
     Without values, an element's number is `start` plus its distance from the layout's offset.
     """

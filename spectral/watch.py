@@ -405,7 +405,7 @@ class Watch(TorchDispatchMode):
             self.columns.write(values, condensed(chosen.view(values.shape)))
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
-        """Follow an operation on each channel, which keeps its column."""
+        """Follow an operation on each channel: the channels keep their columns."""
         columns = self.columns.read(source)
         if columns is None:
             return

@@ -53,7 +53,7 @@ _COMMANDS: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that control a terminal or a page.
+    """Replace the characters that control a terminal or a page.
 
     Control characters other than line breaks and tabs, lone surrogates, which UTF-8 cannot encode,
     and characters that change the direction of writing become U+FFFD.

@@ -97,7 +97,7 @@ def draw_lines(
 
 
 def literal(text: str) -> str:
-    """Return a text whose $ signs matplotlib does not read as mathematics."""
+    """Escape $ signs, so that matplotlib does not read them as mathematics."""
     return text.replace("$", r"\$")
 
 

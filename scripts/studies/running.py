@@ -111,8 +111,8 @@ def check_candidates(
     """Return the config of each variant, with the first candidate of each stage instead of its
     choice.
 
-    Raises InputError for a candidate of any stage whose config cannot be read, before the first
-    run.
+    Reads the configs of all candidates of every stage, chosen or not. Raises InputError if a config
+    cannot be read.
     """
     stages = study.search.stages if study.search is not None else {}
     configs = {}

@@ -107,8 +107,8 @@ def comparison(results: Results) -> pd.DataFrame:
     """Return a row per variant: its loss, and its difference from its `against` variant.
 
     Losses and differences are means over the seeds, in nats per token; differences are taken seed
-    by seed. `error` is the standard error of a mean, `low` and `high` are the ends of Student's 95%
-    interval. A failed run leaves its variant without a mean.
+    by seed. `error` is the standard error of a mean; `low` and `high` are the ends of Student's
+    95% interval. A failed run leaves its variant without a mean.
     """
     losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
     against = {name: variant["against"] for name, variant in results["variants"].items()}

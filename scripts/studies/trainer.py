@@ -127,7 +127,7 @@ def places(options: argparse.Namespace) -> list[Place]:
     gpus = visible_gpus()
     most = len(gpus) // each
     if most == 0:
-        raise InputError(f"--gpus-per-run must be at most the {len(gpus)} GPUs here, got {each}")
+        raise InputError(f"--gpus-per-run must be at most {len(gpus)}, the GPUs here, got {each}")
     jobs: int = options.jobs or most
     if jobs > most:
         raise InputError(

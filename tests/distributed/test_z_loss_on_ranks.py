@@ -1,5 +1,4 @@
-"""The z-loss on any layout and in any micro-batches equals the z-loss of one process by
-autograd."""
+"""With any layout and micro-batch, the z-loss equals the z-loss of one process by autograd."""
 
 from typing import Any
 

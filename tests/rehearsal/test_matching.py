@@ -59,7 +59,7 @@ def test_what_one_rank_sends_to_all_the_others_must_expect():
 
 
 def passed(rank: int) -> list[Call]:
-    """Return one of three ranks' sends to the next rank and receives from the previous rank."""
+    """Return the calls of one of three ranks: a send to the next, a receive from the previous."""
     send = replace(SEND, group=(0, 1, 2), peer=(rank + 1) % 3)
     return [send, replace(send, kind="receive", peer=(rank - 1) % 3)]
 

@@ -278,7 +278,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _nearby(config: Config, world_size: int) -> str:
-    """Return a text with the nearest legal numbers of ranks and batches."""
+    """Return a phrase with the nearest legal numbers of ranks and batches."""
     train, parallel = config.train, config.parallel
     passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
     unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes

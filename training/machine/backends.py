@@ -208,6 +208,6 @@ def slow_attention(kernel: str, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     return (
-        "cuDNN's takes about two thirds of the time on this GPU, but not these heads, or not with "
-        "this cuDNN"
+        "cuDNN's kernel takes about two thirds of the time on this GPU, but this cuDNN does not "
+        "support these heads"
     )

@@ -210,7 +210,7 @@ def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
 
 
 def verdict(planned: Plan) -> str:
-    """Return a text about whether all stages fit their devices."""
+    """Return a sentence about whether all stages fit their devices."""
     room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
     room += f" {RESERVE:.0%} reserve)"
     heaviest = planned.heaviest
@@ -262,7 +262,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return a text about units of one role, with their first and last layer."""
+    """Return a line about units of one role, with their first and last layer."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role

@@ -48,7 +48,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
 
 
 def layout(config: Config, ranks: int) -> str:
-    """Return a text with the number of ranks and the axes of parallelism above 1."""
+    """Return a phrase with the number of ranks and the axes of parallelism above 1."""
     parallel = config.parallel
     sizes = {
         "data": ranks // (parallel.model_ranks),

@@ -203,7 +203,7 @@ def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
 
 WRONG = [
     (["--steps", "1", "7"], "has no checkpoint of step 7, only of 1, 2, 3"),
-    (["--last", "4"], "--last must be at most the 3 checkpoints of"),
+    (["--last", "4"], "--last must be at most 3, the checkpoints of"),
 ]
 
 

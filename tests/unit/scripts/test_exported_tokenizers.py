@@ -1,4 +1,4 @@
-"""Tokenizers of exports: the training tokens for any template, or no tokenizer and a message."""
+"""Exported tokenizers give the training tokens whatever the template, or a message instead."""
 
 import json
 from collections.abc import Callable

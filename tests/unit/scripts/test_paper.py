@@ -298,8 +298,8 @@ class Figures:
 
 
 def verdict(statement: Callable[..., list[bool | None]], content: dict[str, Any]) -> str:
-    """Return the status of a statement: it must hold in every seed, or fail in every seed, of at
-    least three, or by intervals over as many seeds. None is undecided."""
+    """Return the status of a statement. At least three seeds decide it: it holds or fails in all of
+    them, or by intervals. None is undecided."""
     runs = [*content.values()]
     if "seeds" in runs[0]:
         named = [*runs[0]["seeds"]]

@@ -71,7 +71,7 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
 
 @pytest.mark.parametrize("together", range(1, 6))
 def test_layers_are_measured_in_turn_within_the_memory(together: int, folder: str) -> None:
-    """A layer has the Gram matrices of its weights' inputs, in float32, and some room."""
+    """A layer needs float32 Gram matrices of its weights' inputs; the bound leaves some room."""
     gib = 1.001 * together * 4 * (3 * 64**2 + 96**2) / 2**30
     config = tiny_config(folder, model__layers=5, monitors__activation_gib=gib)
     rounds = math.ceil(5 / together)
