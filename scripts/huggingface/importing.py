@@ -109,7 +109,7 @@ def write_config(source: Path, base: Path, target: Path) -> None:
     Raises InputError if `target` exists, or if models of this kind cannot be imported.
     """
     if target.exists():
-        raise InputError(f"--write-config {target} exists already")
+        raise InputError(f"--write-config {target} exists already; name another file")
     try:
         section = model_section(their_settings(source))
     except InexpressibleError as error:

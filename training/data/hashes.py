@@ -80,6 +80,6 @@ class BlockHashes:
             if block_hash(content.data) != self._hashes[block].tobytes():
                 raise DataError(
                     f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} are "
-                    "not those that were prepared"
+                    "not the prepared ones"
                 )
             self._seen[block] = True

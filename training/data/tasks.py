@@ -109,7 +109,7 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the task {path}: {error}") from None
     if not examples:
-        raise DataError(f"the task {path} has no examples")
+        raise DataError(f"the task {path} must contain an example, got none")
     return examples
 
 

@@ -196,7 +196,7 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(
     tokens = opened(prepared)
     tokens.window(0)
     bad = place // 2 // SEQUENCE - 1
-    with pytest.raises(DataError, match="bytes 65536 to 131072 are not those that were prepared"):
+    with pytest.raises(DataError, match="bytes 65536 to 131072 are not the prepared ones"):
         tokens.window(bad)
     with pytest.raises(DataError, match="damaged"):
         opened(prepared, "full")
