@@ -180,10 +180,12 @@ class ParallelModel:
         Args:
             batches: returns an iterator of batches; it is called once per chunk. Without labels the
                 loss function gets logits `[b, s, v / tensor]` of this rank's vocabulary.
-            loss: turns a batch into its loss function. microbatches: number of micro-batches of
-            this rank. micro_batch: samples of each, b. train: whether to compute gradients. length:
-            tokens of a sample, before context parallelism cuts it; None for `sequence_length`, the
-            largest length.
+            loss: turns a batch into its loss function.
+            microbatches: number of micro-batches of this rank.
+            micro_batch: samples of each, b.
+            train: whether to compute gradients.
+            length: tokens of a sample, before context parallelism cuts it; None for
+                `sequence_length`, the largest length.
 
         Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
         """

@@ -102,10 +102,11 @@ def top_pairs(
     columns.
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows. cached: short
-        vectors of the last call, `[matrices, rows]`, as for `top_singular`. steps: number of block
-        Krylov steps, at least 1. nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or
-        zeros; None: only `cached` is kept from call to call.
+        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
+        cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
+        steps: number of block Krylov steps, at least 1.
+        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None: only `cached`
+            is kept from call to call.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype

@@ -137,8 +137,9 @@ def build(
     """Build the model of the matrices `M` of all stacks, projected on one space per matrix.
 
     Args:
-        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, of the same rows. u: `[matrices,
-        rows]`, of all stacks, unit or zero vectors, like `v`. v: `[batch, cols]`, of each stack.
+        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, of the same rows.
+        u: `[matrices, rows]`, of all stacks, unit or zero vectors, like `v`.
+        v: `[batch, cols]`, of each stack.
         steps, dtype: of msign.
     """
     rows, device = stacks[0].shape[1], stacks[0].device

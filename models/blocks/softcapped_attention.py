@@ -60,10 +60,13 @@ def softcapped_attention(
     """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
     Args:
-        query: `[s, b, heads, d]`. key, value: `[t, b, groups, d]`, t >= s. scale: factor of the
-        scores. cap: cap of the scaled scores, None for none. window: keys that a query sees, its
-        own included; None for all before it. documents: documents of the queries, which see no keys
-        of other documents; None for one document.
+        query: `[s, b, heads, d]`.
+        key, value: `[t, b, groups, d]`, t >= s.
+        scale: factor of the scores.
+        cap: cap of the scaled scores, None for none.
+        window: keys that a query sees, its own included; None for all before it.
+        documents: documents of the queries, which see no keys of other documents; None for one
+            document.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]

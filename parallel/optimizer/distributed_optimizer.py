@@ -222,9 +222,12 @@ def build_optimizer(
     """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
 
     Args:
-        model: this rank's part of the model. assign: rule, rates and penalty of each unit.
-        placement: strategy of choosing owners. overlap_gather: whether `step` returns before new
-        weights have arrived. tensor_mode: see `TensorMode`. **options: fields of `StepOptions`.
+        model: this rank's part of the model.
+        assign: rule, rates and penalty of each unit.
+        placement: strategy of choosing owners.
+        overlap_gather: whether `step` returns before new weights have arrived.
+        tensor_mode: see `TensorMode`.
+        **options: fields of `StepOptions`.
 
     Raises DisagreementError if the ranks of a stage have made different plans.
     """

@@ -107,10 +107,12 @@ class DomainOptimizer:
         """Plan the step groups and allocate the state.
 
         Args:
-            model: the parameters of the domain. parameters: the model's parameters by name. assign:
-            rule, rates and penalty of each unit. transfers: owner and parts of every unit of the
-            stage with an owner, the same on all ranks of the stage. options: groups and dtypes of a
-            step.
+            model: the parameters of the domain.
+            parameters: the model's parameters by name.
+            assign: rule, rates and penalty of each unit.
+            transfers: owner and parts of every unit of the stage with an owner, the same on all
+                ranks of the stage.
+            options: groups and dtypes of a step.
         """
         self.model = model
         # Views of this rank's pieces of units in the model's parameters.

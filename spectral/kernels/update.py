@@ -49,8 +49,10 @@ def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nester
     """Average a gradient into its mean in place, and write the direction of the step to `grad`.
 
     Args:
-        grad, mean: of equal shapes, float32, contiguous. decay: of the mean. active: bool, 0-d, on
-        the same device. If it is False, the mean is unchanged and overwrites the gradient.
+        grad, mean: of equal shapes, float32, contiguous.
+        decay: of the mean.
+        active: bool, 0-d, on the same device. If it is False, the mean is unchanged and overwrites
+            the gradient.
         nesterov: step along the mean of the gradient and its mean.
     """
     if grad.numel():

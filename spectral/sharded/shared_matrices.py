@@ -147,9 +147,10 @@ class SharedMatrices:
         """Step parameters of one rule and dtype; a collective.
 
         Args:
-            rule: of all parameters. parts: by parameter, this rank's parts of the weight, the
-            gradient (may be overwritten) and all entries of the state, without a batch axis; and
-            its step. The predicate is the same for all parameters and ranks.
+            rule: of all parameters.
+            parts: by parameter, this rank's parts of the weight, the gradient (may be overwritten)
+                and all entries of the state, without a batch axis; and its step. The predicate is
+                the same for all parameters and ranks.
 
         Returns:
             Figures of this rank's matrices: the parameter of each row, and the report.

@@ -158,10 +158,12 @@ class TrainingData(Dataset[Tensor]):
 
     Args:
         sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
-        it is positive in a phase. sequence_length: tokens the model predicts per sample. seed: of
-        the order within the sets. open_set: opens a set by name and prefix; the default reads
-        files. phases: steps before each later phase, ascending, and its weights by set. borders:
-        treatment of the borders between documents.
+            it is positive in a phase.
+        sequence_length: tokens the model predicts per sample.
+        seed: of the order within the sets.
+        open_set: opens a set by name and prefix; the default reads files.
+        phases: steps before each later phase, ascending, and its weights by set.
+        borders: treatment of the borders between documents.
 
     Raises:
         ConfigError: a weight is negligible next to the others.

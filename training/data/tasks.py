@@ -154,9 +154,9 @@ def read_task(
     """Return the first `count` examples of a file, or None for all, as tokens.
 
     Args:
-        window: tokens of a sequence, the model's longest input. vocab_size: number of tokens among
-        the embedding's rows. end_token: the token before a choice with an empty context, as before
-        each document.
+        window: tokens of a sequence, the model's longest input.
+        vocab_size: number of tokens among the embedding's rows.
+        end_token: the token before a choice with an empty context, as before each document.
 
     Raises DataError if the file is not a task, or a choice cannot be scored.
     """

@@ -43,12 +43,14 @@ class TokenSet:
     first is a target exactly once. Tokens after the last full window are not used.
 
     Args:
-        name: the name of the set in the config; it appears in every message. prefix: path of the
-        pair without its suffix. sequence_length: tokens the model predicts per window. vocab_size:
-        upper bound of token ids in a window; None checks no ids. verify: comparison of the files
-        with the hashes of the manifest next to them: none; sample: the index, 64 blocks of tokens,
-        and every other block at its first use; full: everything now. share: (rank, size) of the
-        ranks that share the blocks of `full`.
+        name: the name of the set in the config; it appears in every message.
+        prefix: path of the pair without its suffix.
+        sequence_length: tokens the model predicts per window.
+        vocab_size: upper bound of token ids in a window; None checks no ids.
+        verify: comparison of the files with the hashes of the manifest next to them: none; sample:
+            the index, 64 blocks of tokens, and every other block at its first use; full: everything
+            now.
+        share: (rank, size) of the ranks that share the blocks of `full`.
 
     Raises:
         DataError: a file is missing, truncated, corrupt or different from the manifest, or there is

@@ -22,14 +22,15 @@ class ValidationData:
     Args:
         name: of the set, as in the config.
         prefix: path of the .bin/.idx pair without its suffix.
-        sequence_length: tokens the model predicts per window. The tokens after the last full
-            window are left out.
-        samples: largest number of windows; None means the whole set. token_bytes: int32 `[vocab]`
-        from `token_byte_lengths`, for a byte-level tokenizer. tokenizer: the tokenizer.json of the
-        tokens, which decodes them without `token_bytes`. Without both, the bytes are estimated from
-        the manifest's mean bytes per token, and unknown without a manifest. open_set: opens the set
-        by name and prefix; the default reads files. borders: treatment of the borders between
-        documents.
+        sequence_length: tokens the model predicts per window. The tokens after the last full window
+            are left out.
+        samples: largest number of windows; None means the whole set.
+        token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
+        tokenizer: the tokenizer.json of the tokens, which decodes them without `token_bytes`.
+            Without both, the bytes are estimated from the manifest's mean bytes per token, and
+            unknown without a manifest.
+        open_set: opens the set by name and prefix; the default reads files.
+        borders: treatment of the borders between documents.
 
     Raises:
         DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
