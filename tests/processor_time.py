@@ -26,8 +26,6 @@ FIRST = (
     "tests/smoke/test_restart.py",
     "tests/unit/training/checkpoint/test_checkpoint.py",
     "tests/unit/training/test_survival.py",
-    "tests/unit/scripts/test_export.py",
-    "tests/unit/scripts/test_prepare_data.py",
     "tests/unit/spectral/test_kernels.py",
 )
 """The slowest files, which may take more than `LARGEST`. They start first, so that none of them

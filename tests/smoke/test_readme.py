@@ -1,26 +1,34 @@
-"""The commands of pages, in their order, in a fresh copy of the repository."""
+"""The commands of pages, in their order, in a fresh copy of the repository; the demo corpus of
+their first command."""
 
+import lzma
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from scripts.prepare_data import main
 from tests.commands import copy_repository
 from tests.launch import ROOT, environment
+from tests.run_results import hashes
+from tests.text_files import documents, texts
+from training.data.manifest import read_manifest
+from training.data.token_bytes import token_byte_lengths
 
 SHORT = "train.exit_step=2 log.interval=1 validation.samples=2 validation.samples_tokens=2"
 BLOCK = re.compile(r"^```(bash|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FAST = ("make", "source", "pretrain.py", "plot.py", "prepare_data.py")
 """Names that README's commands must contain to run in the fast test."""
 OTHER = ("--dry-run", "--fit", "--rehearse")
+DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The files of the repository and an environment, as after `make setup`."""
-    target = tmp_path / "spectrain"
+def fresh_copy(folder: Path) -> Path:
+    """Return the files of the repository and an environment, as after `make setup`."""
+    target = folder / "spectrain"
     copy_repository(target, "-co", "--exclude-standard")
     venv = target / ".venv"
     venv.mkdir()
@@ -73,13 +81,25 @@ def shortened(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def test_the_way_in_works_from_a_fresh_copy(copy: Path) -> None:
-    """Run README's commands up to a run on a user's text, with the config that prepare_data.py
-    prints."""
-    way_in = [
+@pytest.fixture(scope="module")
+def way_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A copy after README's commands up to a run on a user's text, and their output."""
+    copy = fresh_copy(tmp_path_factory.mktemp("way_in"))
+    short = [
         (kind, shortened(text) if kind == "bash" else text) for kind, text in blocks("README.md")
     ]
-    said = run(copy, "README.md", way_in)
+    return copy, run(copy, "README.md", short)
+
+
+@pytest.fixture
+def demo(way_in: tuple[Path, str]) -> Path:
+    """The embedded corpus as `make train` has prepared it."""
+    return way_in[0] / "data/demo"
+
+
+def test_the_way_in_works_from_a_fresh_copy(way_in: tuple[Path, str]) -> None:
+    """The last run's config is the one that prepare_data.py prints."""
+    copy, said = way_in
     (mine,) = [text for kind, text in blocks("README.md") if kind == "yaml"]
     assert mine in said and "and run: python pretrain.py --config mine.yaml --ranks 2\n" in said
     assert said.count("done: step 2 of") == 3 and "data pages: 100.0% of the samples" in said
@@ -101,5 +121,75 @@ def test_the_first_commands_are_those_of_ci() -> None:
 @pytest.mark.parametrize(
     "page", ["README.md", "docs/running.md", "docs/data.md", "docs/huggingface.md"]
 )
-def test_every_command_of_a_page_works_after_those_before_it(page: str, copy: Path) -> None:
-    assert "next: python scripts/plot.py" in run(copy, page)
+def test_every_command_of_a_page_works_after_those_before_it(page: str, tmp_path: Path) -> None:
+    assert "next: python scripts/plot.py" in run(fresh_copy(tmp_path), page)
+
+
+# --- the demo corpus ----------------------------------------------------------------------------
+
+
+def test_demo_holds_the_embedded_texts_to_the_byte(demo: Path, root: Path) -> None:
+    manifest = read_manifest(demo)
+    lengths = token_byte_lengths(manifest)
+    assert manifest.tokenizer.vocab_size == 4096
+    assert lengths is not None and len(lengths) == 4096
+    for name in DEMO_SETS:
+        text = lzma.decompress((root / f"examples/data/{name}.txt.xz").read_bytes()).decode()
+        train, validation = texts(demo, f"{name}.train"), texts(demo, f"{name}.validation")
+        # A twentieth, evenly spaced and rounded to the nearest: documents 9, 29, 49, ...
+        total = len(train) + len(validation)
+        held_out = set(range(9, total, 20))
+        assert len(validation) == len(held_out)
+        left, right = iter(train), iter(validation)
+        assert "".join(next(right) if i in held_out else next(left) for i in range(total)) == text
+        size = sum(
+            int(lengths[ids].sum())
+            for part in ("train", "validation")
+            for ids in documents(demo, f"{name}.{part}")
+        )
+        assert size == len(text.encode())
+
+
+def test_manifest_agrees_with_the_files(demo: Path) -> None:
+    manifest = read_manifest(demo)
+    files = hashes(demo)
+    assert set(manifest.sets) == {f"{n}.{part}" for n in DEMO_SETS for part in
+                                  ("train", "validation")}  # fmt: skip
+    for name, entry in manifest.sets.items():
+        found = documents(demo, name, keep_eod=True)
+        assert entry.documents == len(found)
+        assert entry.tokens == sum(map(len, found))
+        assert entry.max_token == max(map(max, found))
+        assert entry.bytes == sum(len(text.encode()) for text in texts(demo, name))
+        assert entry.sha256 == {part: files[f"{name}.{part}"] for part in ("bin", "idx", "blocks")}
+        assert entry.dtype == "uint16"
+        # EOD ends every document and occurs nowhere else.
+        assert all(each[-1] == 0 and 0 not in each[:-1] for each in found)
+        assert len(IndexedDataset(str(demo / name))) == len(found)  # Megatron also reads it
+    assert manifest.tokenizer.sha256 == files["tokenizer.json"]
+    assert manifest.tokenizer.eod_id == 0
+    assert manifest.files == {
+        each.name: each.stat().st_size for each in demo.iterdir() if each.name != "manifest.json"
+    }
+
+
+def test_demo_again_says_so_and_changes_nothing(
+    demo: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another working directory, as all paths of the corpus are those of the repository."""
+    monkeypatch.chdir(tmp_path)
+    before = {each: each.stat().st_mtime_ns for each in demo.iterdir()}
+    assert main(["--demo", "--output", str(demo)]) == 0
+    assert capsys.readouterr().out == f"{demo} already holds this preparation\n"
+    assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
+
+
+def test_what_a_killed_run_left_beside_a_complete_folder_goes(demo: Path) -> None:
+    lock, *folders = (
+        demo.with_name(f"{demo.name}.{end}") for end in ("preparing.lock", "preparing", "replaced")
+    )
+    lock.touch()
+    for folder in folders:
+        folder.mkdir()
+    assert main(["--demo", "--output", str(demo)]) == 0
+    assert not any(path.exists() for path in (lock, *folders))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from parallel.comm import groups
 from scripts.convert_hf import main
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
@@ -40,28 +41,52 @@ def tokens(tmp_path_factory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
+@pytest.fixture(scope="module")
+def trained(tokens, tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a run of one step, one for equal keywords (config keys with __ for the dot)."""
+    found: dict[str, Path] = {}
+
+    def folder(**keys: object) -> Path:
+        if repr(keys) not in found:
+            parent = tmp_path_factory.mktemp("trained")
+            given = {
+                "model__vocab_size": 300,
+                "data__train__walk__path": f"{tokens}/tokens.train",
+                "data__validation__walk__path": f"{tokens}/tokens.train",
+                "validation__samples": 2,
+                "train__steps": 3,
+                "train__exit_step": 1,
+                "train__micro_batch": 8,
+                "checkpoint__interval": 1,
+                **keys,
+            }
+            world = groups.initialize()
+            train(tiny_config(str(parent), "adamw", **given), world)
+            groups.shutdown()
+            found[repr(keys)] = parent / "run"
+        return found[repr(keys)]
+
+    return folder
+
+
 @pytest.fixture
-def run(tokens, world, tmp_path) -> Callable[..., Path]:
-    """Train one step in tmp_path/run; keywords are config keys with __ for the dot."""
+def run(trained, tmp_path) -> Callable[..., Path]:
+    """Copies such a folder to tmp_path/run."""
+    return lambda **keys: Path(shutil.copytree(trained(**keys), tmp_path / "run"))
 
-    def start(**keys: object) -> Path:
-        folder = tmp_path / "run"
-        keys = {
-            "model__vocab_size": 300,
-            "data__train__walk__path": f"{tokens}/tokens.train",
-            "data__validation__walk__path": f"{tokens}/tokens.train",
-            "validation__samples": 2,
-            "train__steps": 3,
-            "train__exit_step": 1,
-            "train__micro_batch": 8,
-            "checkpoint__interval": 1,
-            "run__dir": str(folder),
-            **keys,
-        }
-        train(tiny_config(str(tmp_path), "adamw", **keys), world)
-        return folder
 
-    return start
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory) -> Path:
+    """The export of the run without keywords."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert main(["export", str(trained()), str(out), "--no-verify"]) == 0
+    return out
+
+
+@pytest.fixture
+def out(exported, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(exported, tmp_path / "out"))
 
 
 def test_an_export_states_its_stage_and_gives_no_false_alarm(
@@ -128,9 +153,8 @@ def test_an_export_replaces_some_settings_of_a_tokenizer(trained: bool) -> None:
     assert json.loads(content) == own | replaced
 
 
-def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:
-    out = tmp_path / "out"
-    assert main(["export", str(run()), str(out), "--no-verify"]) == 0
+def test_the_tokenizer_goes_along(exported, tokens) -> None:
+    out = exported
     assert (out / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = TEXT.format(i=49)
@@ -179,10 +203,8 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed"])
-def test_weights_that_are_not_those_of_the_config_are_refused(change, run, tmp_path, capsys):
+def test_weights_that_are_not_those_of_the_config_are_refused(change, out, capsys):
     """transformers would fill in random weights."""
-    out = tmp_path / "out"
-    assert main(["export", str(run()), str(out), "--no-verify"]) == 0
     settings, tensors = json.loads((out / "config.json").read_text()), {}
     if change == "renamed":
         tensors = load_file(out / "model.safetensors")
@@ -224,17 +246,15 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refu
 
     monkeypatch.setattr(exporting, "config_json", dishonest)
     assert "logits must be within 0.0001" in refusal(main(["export", str(folder), str(out)]))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_missing_tensor_is_noticed(run, tmp_path) -> None:
-    folder, out = run(), tmp_path / "out"
-    assert main(["export", str(folder), str(out), "--no-verify"]) == 0
+def test_a_missing_tensor_is_noticed(trained, out) -> None:
     tensors = load_file(out / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(DifferentError, match=r"missing_keys.*model\.norm\.weight"):
-        verify(CheckpointWeights(read_checkpoint(folder)), out)
+        verify(CheckpointWeights(read_checkpoint(trained())), out)
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -322,7 +342,7 @@ def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, capsys) -> None:
     folder = run()
     with largest_file(100_000):
         assert "File too large" in refused(capsys, folder, tmp_path / "out", "--no-verify")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_a_consolidated_file_has_our_parameters(run, tmp_path) -> None:
