@@ -207,14 +207,14 @@ def test_a_short_slurm_job_trains_for_half_of_its_time(
 
 def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 10))
-    config = config_of(folder, stop__slurm_margin_seconds=700)
-    outcome = train(config, world)
-    assert outcome.stopped == "the SLURM time limit" and outcome.step < 10
+    keys = {"train__steps": 6}
+    outcome = train(config_of(folder, **keys, stop__slurm_margin_seconds=700), world)
+    assert outcome.stopped == "the SLURM time limit" and outcome.step < 6
     assert "stopped by the SLURM time limit after step" in capsys.readouterr().out
     assert checkpoints.steps(folder / "run")[-1] == outcome.step
     assert not (folder / "run" / "DONE").exists()
     monkeypatch.setenv("SLURM_JOB_END_TIME", "abc")
-    assert train(config_of(folder), world).step == 10
+    assert train(config_of(folder, **keys), world).step == 6
     assert "SLURM_JOB_END_TIME is not a time in seconds: 'abc'" in capsys.readouterr().out
     for text in ("9" * 400, "9" * 5000, "\u0663"):
         monkeypatch.setenv("SLURM_JOB_END_TIME", text)
@@ -228,7 +228,7 @@ def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, 
     (folder / "run").mkdir()
     (folder / "run" / "STOP").touch()
     os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
-    assert train(config_of(folder), world).step == 10
+    assert train(config_of(folder, train__steps=3), world).step == 3
     assert not (folder / "run" / "STOP").exists()
 
     def built(*arguments: Any, **options: Any) -> Any:
@@ -263,7 +263,7 @@ def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     """The evaluation is interrupted, and the next start repeats it."""
-    keys = {"validation__interval": 3, "validation__samples": 40}
+    keys = {"validation__interval": 3, "validation__samples": 40, "train__steps": 5}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
     calls: list[int] = []
@@ -284,7 +284,8 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
 
 def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
     """The checkpoint itself is sound, and the run continues from it."""
-    train(config_of(folder, train__exit_step=2), world)
+    keys = {"train__steps": 4}
+    train(config_of(folder, **keys, train__exit_step=2), world)
     latest = folder / "run" / "checkpoints" / "latest"
 
     def obstruct(step: int, result: StepResult) -> None:
@@ -292,12 +293,12 @@ def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
         latest.mkdir()
         (latest / "in the way").touch()
 
-    assert train(config_of(folder, train__exit_step=3), world, on_step=obstruct).step == 3
+    assert train(config_of(folder, **keys, train__exit_step=3), world, on_step=obstruct).step == 3
     said = capsys.readouterr().out
     assert "warning: " in said and "step_00000003 is saved, but latest does not name it: " in said
     shutil.rmtree(latest)
-    assert train(config_of(folder), world).step == 10
-    assert latest.read_text() == "step_00000010\n"
+    assert train(config_of(folder, **keys), world).step == 4
+    assert latest.read_text() == "step_00000004\n"
 
 
 def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatch, capsys):
@@ -306,14 +307,14 @@ def test_checkpoints_that_cannot_be_removed_end_no_run(folder, world, monkeypatc
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
+    keys = {"checkpoint__interval": 1, "checkpoint__keep_last": 1, "train__steps": 4}
     with monkeypatch.context() as patch:
         patch.setattr("training.checkpoint.checkpoints.delete", refuse)
-        assert train(config_of(folder, **keys, train__exit_step=6), world).step == 6
+        assert train(config_of(folder, **keys, train__exit_step=3), world).step == 3
     said = capsys.readouterr().out
     assert said.count("warning: older checkpoints are not removed: Permission denied: ") == 1
-    assert train(config_of(folder, **keys), world).step == 10
-    assert steps(folder / "run") == [10]
+    assert train(config_of(folder, **keys), world).step == 4
+    assert steps(folder / "run") == [4]
     assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 

@@ -38,7 +38,7 @@ SAVED = {
     "checkpoint__interval": 2,
     "log__interval": 1,
     "train__steps": 4,
-    "train__micro_batch": 4,
+    "train__micro_batch": 8,
 }
 
 
@@ -50,13 +50,16 @@ def tokens(shared_folder) -> str:
 
 @pytest.fixture
 def run(tokens, world, tmp_path):
-    """Trains in tmp_path/NAME, by default "run"; keywords are config keys with __ for the dot."""
+    """Trains in tmp_path/NAME, by default "run"; keywords are config keys with __ for the dot.
+    Every step draws a random number, as dropout would."""
 
     def start(
         rule: str = "adamw", *, name: str = "run", resume: str = "latest", **keys: Any
     ) -> Outcome:
         keys = {"validation__samples": 4, **SAVED, **keys, "run__dir": str(tmp_path / name)}
-        return train(tiny_config(tokens, rule, **keys), world, resume=resume)
+        config = tiny_config(tokens, rule, **keys)
+        torch.manual_seed(0)  # the generators of a new process
+        return train(config, world, resume=resume, on_step=lambda step, result: torch.rand(1))
 
     return start
 
@@ -92,13 +95,15 @@ def test_twice_resumed_is_never_stopped(rule, layers, run, tmp_path):
     """Test plain layers, experts with biases, and PC layers of each evaluator."""
     keys: dict[str, Any] = {"validation__interval": 1}
     if layers == "experts":
-        keys |= ROUTED | {"model__moe__global_aux_loss": 0.01}
+        keys |= ROUTED | {"model__moe__global_aux_loss": 0.01, "train__micro_batch": 4}
     elif layers is not None:
         keys["pc"] = {"evaluator": layers, "level": 4 if rule == "adamw" else 2}
     run(rule, name="whole", **keys)
+    drawn = torch.rand(3)
     for stop in (1, 3, 4):
         outcome = run(rule, train__exit_step=stop, **keys)
         assert outcome.step == stop
+    assert torch.equal(torch.rand(3), drawn)
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
     for step in (2, 4):
         whole, resumed = (state_of(tmp_path / name, step) for name in ("whole", "run"))
