@@ -82,8 +82,13 @@ ATTENTION = re.compile(
 ranks."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
-AXES = {"view", "reshape", "unflatten", "rearrange", "scaled_dot_product_attention", "..."}
+AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "..."}
 """Functions, and an index, that may divide a layer's outputs."""
+SHAPES = {"view", "reshape"}
+"""Functions that may divide outputs into heads, or join the axes of an image before a layer."""
+HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
+HEADWISE |= {"softmax", "sum", "norm", "normalize"}
+"""Functions one of which works on heads after one of SHAPES."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between a layer's name and the parameter's name."""
 
@@ -256,8 +261,10 @@ class KnownWeights:
         """Return a sign that a layer which no name divides contains several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
         runner = None if ATTENTION.search(weight.own_name) else self._runner(weight)
-        if not cutter and runner is not None and _takes_apart(runner, PARTS | AXES):
-            cutter = kind_of(runner)
+        if not cutter and runner is not None:
+            used = _functions(runner)
+            if used & (PARTS | AXES) or (used & SHAPES and used & HEADWISE):
+                cutter = kind_of(runner)
         if cutter:
             return f"{cutter} takes channels apart"
         for name, other in weight.around.named_parameters(recurse=False):
@@ -371,13 +378,14 @@ def _cutter(model: nn.Module) -> str:
     """Return the class of a module with convolutions that splits a tensor, or "" without one."""
     for module in model.modules():
         convolves = any(isinstance(m, CONVOLUTIONS) for m in module.modules())
-        if convolves and _takes_apart(module, PARTS):
+        if convolves and _functions(module) & PARTS:
             return kind_of(module)
     return ""
 
 
-def _takes_apart(module: nn.Module, parts: set[str]) -> bool:
-    """Return whether a module's forward pass, or a function that it calls, uses one of `parts`."""
+def _functions(module: nn.Module) -> set[str]:
+    """Return the names in a module's forward pass and in the functions that it calls, and "..." for
+    an index with it."""
     forward = inspect.unwrap(module.forward)
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType)]
@@ -386,7 +394,7 @@ def _takes_apart(module: nn.Module, parts: set[str]) -> bool:
     called = [next(filter(callable, found), None) for found in places]
     called = [f.func if isinstance(f, partial) else f for f in called]
     names.update(getattr(f, "__name__", "") for f in called)
-    return bool(parts & names.union(_words(*(getattr(f, "__code__", None) for f in called))))
+    return names.union(_words(*(getattr(f, "__code__", None) for f in called)))
 
 
 def _words(*codes: CodeType | None) -> set[str]:

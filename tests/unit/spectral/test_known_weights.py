@@ -635,6 +635,21 @@ def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) 
         split_parameters(model)
 
 
+@pytest.mark.parametrize("joined", [lambda x: x.view(-1, 8), lambda x: x.reshape(len(x), -1)])
+def test_images_may_be_joined_to_rows_before_a_layer(joined: Callable[[Tensor], Tensor]) -> None:
+    class Digits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.fc3 = linear(8, 8), linear(8, 8), linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.fc1(joined(x)))
+            return F.log_softmax(self.fc3(F.relu(self.fc2(x.view(-1, 8)))), dim=-1)
+
+    rows = {row.name: row.rule for row in split_parameters(Digits()).rows if "weight" in row.name}
+    assert rows == {"fc1.weight": "spectral", "fc2.weight": "spectral", "fc3.weight": "adamw"}
+
+
 def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:
     class Chunked(nn.Module):
         def __init__(self) -> None:
