@@ -69,13 +69,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_unchanged() -> Iterator[None]:
-    """Seed every generator before a test and restore torch's default dtype after it."""
+    """Seed every generator before a test and restore torch's default dtype after it.
+
+    A test that leaves another working directory behind fails.
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    dtype = torch.get_default_dtype()
+    dtype, place = torch.get_default_dtype(), Path.cwd()
     yield
     torch.set_default_dtype(dtype)
+    assert Path.cwd() == place
 
 
 @pytest.fixture

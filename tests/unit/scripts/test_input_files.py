@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-import os
 import re
 import shutil
 import struct
@@ -124,7 +123,9 @@ def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(find_inputs(str(tmp_path)).inputs) == 1
 
 
-def test_files_of_save_to_disk_are_named_as_such(tmp_path: Path, refusal) -> None:
+def test_files_of_save_to_disk_are_named_as_such(
+    tmp_path: Path, refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     rows.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "dict"))
@@ -134,7 +135,7 @@ def test_files_of_save_to_disk_are_named_as_such(tmp_path: Path, refusal) -> Non
         assert "was written by save_to_disk of datasets; write it as Parquet: python -c " in said
         code = re.search('python -c "(.*)"', said)
         assert code is not None
-        os.chdir(tmp_path)
+        monkeypatch.chdir(tmp_path)
         exec(code[1], {})  # the recommended line works
         assert read(tmp_path / f"{name}.parquet") == TEXTS
 
