@@ -6,11 +6,14 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 import pretrain
 from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
@@ -86,6 +89,43 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint: Path)
             read_index(info.state)
         with pytest.raises(BrokenCheckpointError):
             StoredTensors(info.state)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class Call:
+    """Pickled as a call of a function."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def test_an_index_of_an_older_python_is_read(checkpoint: Path) -> None:
+    index, file = read_index(checkpoint / "state"), io.BytesIO()
+    ByName(file, protocol=4).dump(index)
+    assert b"getattr" in file.getvalue()
+    forge(checkpoint, "state/.metadata", file.getvalue())
+    assert read_index(checkpoint / "state") == index
+    assert not [*problems(read_checkpoint(checkpoint))]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"), (getattr, "", "join")],
+    ids=str,
+)
+def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint: Path) -> None:
+    (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(*call)))
+    with pytest.raises(UnsafeIndexError, match="is not trusted: it asks for the attribute '"):
+        read_index(checkpoint / "state")
 
 
 WRONG_META: dict[str, Callable[[dict[str, Any]], Any]] = {
