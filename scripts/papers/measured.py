@@ -23,7 +23,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored figures, more than one seed of a tiny model can resolve."""
+"""Significant digits of stored figures; one seed of a tiny model resolves fewer."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -149,7 +149,8 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
     """
     name, *overrides = record.settings
     folder = output / Run(record.label, name, tuple(overrides)).folder
-    check_config(folder, f"the study in {output} again", ROOT / name, overrides)
+    again = "the study again, without this run's line in runs.jsonl"
+    check_config(folder, again, ROOT / name, overrides)
     run = read_run(folder)
     losses = [line["val/loss"] for line in run.metrics if "val/loss" in line]
     if losses[-1:] != [record.loss]:
