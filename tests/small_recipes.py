@@ -1,7 +1,8 @@
 """Recipes at small size: only sizes of the config change."""
 
 import lzma
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,33 @@ def every_recipe(pattern: str = "*") -> list[Any]:
     return slow_but(FAST, names)
 
 
+LARGEST = {
+    "gpt160m": "gpt1.4b",
+    "gpt405m": "gpt1.4b",
+    "llama271m": "llama1b",
+    **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)},
+}
+"""Models that differ only in sizes from a larger one, so that their small recipes are the same."""
+NUMBER = re.compile(r" \S+=[0-9.e-]+(?= |$)")
+
+
+def distinct(runs: Iterable[str]) -> list[str]:
+    """Return the runs, recipes with overrides, without those that differ from an earlier one in
+    sizes, rates and other numbers alone."""
+    found: dict[str, str] = {}
+    for run in sorted(runs):
+        model = next((name for name in LARGEST if run.startswith(f"{name}_")), "")
+        same = LARGEST.get(model, "") + run.removeprefix(model)
+        found.setdefault(NUMBER.sub("", same), run)
+    return list(found.values())
+
+
 def recipes() -> dict[str, list[str]]:
-    """Return the names of all recipes by model; of tiny recipes by two words."""
+    """Return the names of distinct recipes by model; of tiny recipes by two words."""
     found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        size = "_".join(path.stem.split("_")[: 2 if path.stem.startswith("tiny_") else 1])
-        found.setdefault(size, []).append(path.stem)
+    for name in distinct(path.stem for path in (ROOT / "configs").glob("*.yaml")):
+        size = "_".join(name.split("_")[: 2 if name.startswith("tiny_") else 1])
+        found.setdefault(size, []).append(name)
     return found
 
 
@@ -95,6 +117,8 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         sizes["model.latent.value_head_dim"] = 16
         if model.latent.query_rank is not None:
             sizes["model.latent.query_rank"] = 32
+    if full.train.batch_ramp:
+        sizes |= {"train.global_batch": 16, "train.batch_ramp": "[{batch: 8, until_tokens: 1024}]"}
     if model.moe is not None:
         sizes |= {"model.moe.experts": EXPERTS, "model.moe.expert_ffn": 32}
     for group, sets in (("train", full.data.train), ("validation", full.data.validation)):

@@ -32,8 +32,8 @@ def large(pattern: str) -> list[Any]:
     return [each for each in every_recipe() if re.fullmatch(pattern, str(each.values[0]))]
 
 
-PC = r"llama(271m|1b)_(adamw|muon)"
-GRAM = r"gpt[0-9.]+[mb]_(adamw|muon)(_gram)?"
+PC = r"llama1b_(adamw|muon)"
+GRAM = r"gpt160m_(adamw|muon)(_gram)?"
 MAPS = {
     "adamw": (3.625, -9.261, 14.097, -10.351, 2.890),
     "muon": (2.083, -1.643, 0.560),
