@@ -47,8 +47,9 @@ ranks := tests/distributed
 rehearsal := tests/rehearsal
 smoke := tests/smoke
 
-# Parts of `make test-all`, by the files of their slow tests: separate files, then the rest of a
-# folder. PART="recipes engine" runs these two alone.
+# Parts of the slow tests, by files: separate files, then the rest of a folder. PART="recipes
+# engine" runs these two; `make test-all` runs all parts except engine in one go, so that no core
+# waits for the last file of each part.
 recipes := $(wildcard tests/unit/recipes tests/*/test_*recipes.py)
 studies := $(wildcard tests/unit/*/test_*study*.py tests/distributed/test_*study*.py)
 examples := tests/unit/test_examples.py
@@ -58,12 +59,13 @@ slow-%: FILES = $($*)
 slow-ranks: FILES = $(ranks) $(other)
 slow-rehearsal: FILES = $(rehearsal) $(other)
 slow-rest: FILES = tests $(addprefix --ignore=,$(ranks) $(rehearsal)) $(other)
-SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest)
+slow-whole: FILES = tests --ignore=tests/cluster
+SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest whole)
 
 # Tests that depend on the release of megatron-core.
-ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
-    tests/unit/models tests/parity
-ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export)
+ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export_on_ranks)
+ENGINE_TESTS := $(ENGINE_SLOW_TESTS) tests/unit/models tests/parity \
+    $(patsubst %,tests/distributed/test_%.py, gradients comm_volume state pc runs)
 
 # Tests of a file stay on one worker, as they share expensive fixtures.
 PYTEST = $(PY) -m pytest -q -rfEs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
@@ -121,7 +123,7 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 test: $(SETUP)  ## run the tests of every change: five to fifteen minutes of two cores
 	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$(or $($(part)),$(error PARTS has no $(part)))))
 
-test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
+test-all: $(if $(PART),$(PART:%=slow-%),test .engines/$(ENGINE) slow-whole slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
 
 $(SLOW_PARTS): slow-%: $(SETUP)
 	$(call timed,$(PYTEST) -m slow $(FILES) || [ $$? = 5 ])

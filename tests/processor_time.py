@@ -13,6 +13,16 @@ from pathlib import Path
 
 import pytest
 
+LONG = (
+    "tests/rehearsal/test_rehearsed_recipes.py",
+    "tests/rehearsal/test_small_recipes.py",
+    "tests/distributed/test_recipes_on_ranks.py",
+    "tests/unit/test_fuzz.py",
+    "tests/unit/training/test_disk_faults.py",
+    "tests/unit/recipes/test_twins.py",
+    "tests/unit/scripts/test_kills.py",
+)
+"""The longest files of slow tests."""
 FIRST = (
     "tests/smoke/test_readme.py",
     "tests/distributed/test_sharded.py",
@@ -28,8 +38,9 @@ FIRST = (
     "tests/unit/training/test_survival.py",
     "tests/unit/spectral/test_kernels.py",
 )
-"""The slowest files, which may take more than `LARGEST`. They start first, so that none of them
-runs alone at the end."""
+"""The slowest files of `make test`, which may take more than `LARGEST`."""
+STARTS = {file: i for i, file in enumerate((*LONG, *FIRST))}
+"""Files that start first, so that none of them runs alone at the end."""
 
 SHOWN = 10
 WHOLE = 100
@@ -59,7 +70,7 @@ def processor_seconds() -> float:
 
 def turn(file: str) -> int:
     """Return the sort key of a file's start."""
-    return FIRST.index(file) if file in FIRST else len(FIRST)
+    return STARTS.get(file, len(STARTS))
 
 
 class ProcessorTime:
