@@ -385,13 +385,13 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_at_thirty_random_moments_under_each_launcher(ranks, folder):
-    """Ten moments under each of `python`, `--ranks` and torchrun; one rank has no launcher."""
+def test_ctrl_c_at_random_moments_under_each_launcher(ranks, folder):
+    """Four moments under each of `python`, `--ranks` and torchrun; one rank has no launcher."""
     chance = random.Random(ranks)
     starts = [["pretrain.py"]] if ranks == 1 else [["pretrain.py", "--ranks", "2"], TORCHRUN]
     for start in starts:
-        for turn in range(10):
-            moment = chance.uniform(-4, -1) if turn % 5 == 4 else chance.uniform(0, 3)
+        for turn in range(4):
+            moment = chance.uniform(-4, -1) if turn == 3 else chance.uniform(0, 3)
             # torchrun ends with 1, or by SIGINT before it handles the signal.
             codes = (1, -signal.SIGINT) if start is TORCHRUN else (CODE,)
             interrupted(command(start), folder, moment, codes)

@@ -27,7 +27,7 @@ from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import BrokenCheckpointError, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import ResumeError
 
-KILLS = 50
+KILLS = 15
 
 
 @pytest.fixture(scope="module", autouse=True)
