@@ -53,14 +53,18 @@ LARGEST = {
     **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)},
 }
 """Models that differ only in sizes from a larger one, so that their small recipes are the same."""
+UNLIKE_LARGE = ("tiny_annealed_sso", "tiny_documents_muon", "tiny_gemma2_sso", "tiny_sso")
+"""Tiny recipes that are not a large recipe in float32, and one that is."""
 NUMBER = re.compile(r" \S+=[0-9.e-]+(?= |$)")
 
 
 def distinct(runs: Iterable[str]) -> list[str]:
     """Return the runs, recipes with overrides, without those that differ from an earlier one in
-    sizes, rates and other numbers alone."""
+    sizes, rates and other numbers alone, and without tiny forms of large recipes."""
     found: dict[str, str] = {}
     for run in sorted(runs):
+        if run.startswith("tiny_") and run not in UNLIKE_LARGE:
+            continue
         model = next((name for name in LARGEST if run.startswith(f"{name}_")), "")
         same = LARGEST.get(model, "") + run.removeprefix(model)
         found.setdefault(NUMBER.sub("", same), run)

@@ -1,5 +1,4 @@
-"""One recipe per model at full size, on the recipe's number of simulated GPUs, except tiny models;
-tests of small recipes cover all recipes."""
+"""A recipe of every large model at full size, on its number of simulated GPUs."""
 
 import pytest
 

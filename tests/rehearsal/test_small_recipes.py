@@ -1,5 +1,5 @@
-"""Every recipe, and every full command of docs/papers.md that changes one, at small size on two
-simulated GPUs, with one of its axes cut in turn; one of those that differ in numbers alone."""
+"""Recipes, and full commands of docs/papers.md that change one, at small size on two simulated
+GPUs, with one of their axes cut in turn; one of those that differ in numbers alone."""
 
 import shlex
 from dataclasses import replace

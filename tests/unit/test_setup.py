@@ -71,7 +71,9 @@ def test_parts_of_the_suite_run_by_name_and_cover_it(checkout: Path) -> None:
     assert whole.count("-m pytest") == 4
     # A test in it compares two engines.
     assert whole.index("megatron-core==") < whole.index("-m slow tests --ignore=tests/cluster")
-    assert [path for path in re.findall(r"tests/[\w/.]+", whole) if not (ROOT / path).exists()] == []
+    assert [
+        path for path in re.findall(r"tests/[\w/.]+", whole) if not (ROOT / path).exists()
+    ] == []
     one = make(checkout, "test-all", "PYTHON=python", "PART=fuzz engine")
     assert one.count("-m pytest") == 3 and "-m slow" in one and "PYTHONPATH=.engines/" in one
     # Tests named by a part are ignored by the others, so each slow test runs once.
