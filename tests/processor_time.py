@@ -20,7 +20,6 @@ LONG = (
     "tests/unit/test_fuzz.py",
     "tests/unit/training/test_disk_faults.py",
     "tests/unit/recipes/test_twins.py",
-    "tests/unit/scripts/test_kills.py",
 )
 """The longest files of slow tests."""
 FIRST = (
