@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +18,11 @@ class Sums(NamedTuple):
     pairs: Tensor  # [columns, 2]
     beneath: frozenset[Use]  # the weights of these columns
 
-    def added(self, rows: Tensor) -> Tensor:
-        """Return the columns that each row of sums adds, `[rows, n]`.
-
-        A column in all sums of each row only scales or shifts the row, and is left out.
-        """
-        pairs = self.pairs[rows - self.start]
-        moving = [i for i in (0, 1) if bool((pairs[..., i] != pairs[:, :1, i]).any())]
-        return pairs[..., moving or [0, 1]].flatten(1)
+    def added(self, numbers: Tensor) -> Tensor:
+        """Return the columns that sums add; one in all of them only scales or shifts the others."""
+        pairs = self.pairs[numbers - self.start].T
+        moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
+        return torch.cat(moving or [*pairs])
 
 
 class Columns:
@@ -38,7 +34,7 @@ class Columns:
     def __init__(self) -> None:
         self.records: list[Use | Sums] = []
         self.starts: list[int] = []
-        self.settled = set[tuple[str, int, tuple[int, ...]]]()
+        self.settled = set[tuple[Any, ...]]()
         self.sums: dict[tuple[int, ...], Sums] = {}
         self.matrices: dict[int, Any] = {-1: None}  # no column
 
@@ -57,15 +53,21 @@ class Columns:
     def matrix(self, number: int) -> Any:
         """Return an identifier of the weights, and of the entries of stacks, of a column."""
         if number not in self.matrices:
-            record, entry = self.record(number), 0
-            if isinstance(record, Sums):
-                pair = record.pairs[number - record.start].tolist()
-                self.matrices[number] = (*map(self.matrix, pair),)
-            else:
-                if record.stacked:
-                    entry = (number - record.start) // record.strides[0]
-                self.matrices[number] = record.start, entry
+            record = self.record(number)
+            place = number - record.start
+            self.matrices[number] = (
+                (*map(self.matrix, record.pairs[place].tolist()),)
+                if isinstance(record, Sums)
+                else (record.start, place // record.strides[0] if record.stacked else 0)
+            )
         return self.matrices[number]
+
+    def adds_matrices(self, columns: Tensor, axis: int) -> bool:
+        """Return whether columns along an axis are of different weights or entries of a stack."""
+        line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
+        vector = line.long().tolist()
+        firsts = (vector[:2], vector)  # the first two are of one matrix in most vectors
+        return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
         """Yield the record of each run of consecutive numbers, with these numbers."""
@@ -96,59 +98,44 @@ class Columns:
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
             return high
-        sides = low[both], high[both]
-        (_, a), (_, b) = (side.unique(return_inverse=True) for side in sides)
-        distinct, places = (a * (b.max() + 1) + b).unique(return_inverse=True)
-        pairs = torch.empty(len(distinct), 2, dtype=torch.long)
-        pairs[places.cpu()] = torch.stack(sides, 1).long().cpu()
+        (a, i), (b, j) = (s[both].unique(return_inverse=True) for s in (low, high))
+        distinct, places = (i * len(b) + j).unique(return_inverse=True)
+        pairs = torch.stack([a[distinct // len(b)], b[distinct % len(b)]], 1).long().cpu()
         key = tuple(pairs.flatten().tolist())
         if key not in self.sums:
-            uses = [self.beneath(side) for side in sides]
-            self.sums[key] = Sums(self.end, self.end + len(pairs), pairs, frozenset().union(*uses))
+            one, two = map(self.beneath, pairs.T)
+            self.sums[key] = Sums(self.end, self.end + len(pairs), pairs, frozenset(one | two))
             self.add(self.sums[key])
-            for own, other in (uses, uses[::-1]):
-                for use in own - other:
-                    use.joined |= other
+            for use in one ^ two:
+                use.joined |= two if use in one else one
         return high.masked_scatter(both, (places + self.sums[key].start).double())
 
     def settle(self, rows: Tensor, kind: str) -> None:
         """Record that an operation uses the columns of each row, `[rows, n]`, as one vector."""
-        if (key := (kind, len(rows), tuple(rows.flatten().tolist()))) in self.settled:
-            return
-        self.settled.add(key)
-        rows = rows.sort().values.unique(dim=0) if len(rows) > 1 else rows.unique()[None]
-        low, high = map(int, rows.aminmax())
-        record = self.record(low)
-        inside = low >= 0 and high < record.end
-        if inside and isinstance(record, Use):
-            sets = (rows - record.start).tolist()
-            return record.sets[kind].update(tuple(dict.fromkeys(columns)) for columns in sets)
-        if inside and isinstance(record, Sums):
-            self.settle(record.added(rows), kind)
-        elif len(rows) > 1:
-            for row in rows:
-                self.settle(row[None], kind)
-        else:
-            parts, rest = [*self.parts(rows[rows >= 0].unique())], list[Tensor]()
+        for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
+            numbers = row[row >= 0].unique()
+            if (key := (kind, *numbers.tolist())) in self.settled:
+                continue
+            self.settled.add(key)
+            parts, rest = [*self.parts(numbers)], list[Tensor]()
             summed = set[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
-            for record, numbers in parts:
+            for record, own in parts:
                 if isinstance(record, Sums):
-                    rest.append(record.added(numbers[None])[0])
+                    rest.append(record.added(own))
                 elif record in summed:
-                    rest.append(numbers)
+                    rest.append(own)
                 else:
-                    record.sets[kind].add(tuple((numbers - record.start).tolist()))
+                    record.sets[kind].add(tuple((own - record.start).tolist()))
             if rest:
                 self.settle(torch.cat(rest)[None], kind)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
         """Record the joint use of the columns in every vector along some axes."""
-        if columns is None:
-            return
-        last = {axis % columns.ndim for axis in axes}
-        rest = [axis for axis in range(columns.ndim) if axis not in last]
-        rows = columns.permute(*rest, *last).reshape(prod(columns.shape[a] for a in rest), -1)
-        self.settle(rows.long().cpu(), kind)
+        if columns is not None:
+            last = {axis % columns.ndim for axis in axes}
+            rest = [axis for axis in range(columns.ndim) if axis not in last]
+            rows = columns.permute(*rest, *last).flatten(len(rest)) if last else columns[..., None]
+            self.settle(rows.reshape(-1, rows.shape[-1]).long().cpu(), kind)
 
     def uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
         """Yield the weights of elements, as in `parts`."""

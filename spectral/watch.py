@@ -44,7 +44,8 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
 """Operations that multiply one argument by the next, by the position of the first."""
-ADDITIONS = ("add", "sub", "rsub", "where", "lerp", "copy", "masked_fill")
+FILLS = ("where", "lerp", "copy", "masked_fill")
+ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4, "max": 1}
@@ -69,8 +70,6 @@ REDUCTIONS = re.compile(
 )
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations on each channel, the second axis."""
-VIEWS = re.compile(r"as_strided|t|transpose|squeeze|unsqueeze|swap(axes|dims)|detach|resize")
-"""Operations that change the shape of a tensor in place."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read only the shape of an input."""
 ENDS = re.compile(r".*(loss|histc).*")
@@ -160,37 +159,36 @@ class Watch(TorchDispatchMode):
             storage.copy_(values)
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        operands, name = tensors_in((args, kwargs)), func.overloadpacket.__name__
-        if not all(map(is_strided, (*operands, *tensors_in(result)))):
+        operands, results = tensors_in((args, kwargs)), tensors_in(result)
+        name = func.overloadpacket.__name__
+        if not all(map(is_strided, (*operands, *results))):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        depends = any(t.untyped_storage() in self.live for t in operands)
-        if random or (depends and not SHAPES.match(name)):
-            for t in tensors_in(result):
-                self.live[t.untyped_storage()] = None
+        depends = not SHAPES.match(name) and any(t.untyped_storage() in self.live for t in operands)
+        if depends or torch.Tag.nondeterministic_seeded in func.tags:
+            self.live.update((t.untyped_storage(), None) for t in results)
         if SHAPES.match(name):
             return
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
         if not weights and not tracked:
             return
-        in_place = name.endswith("_") and not name.endswith("__")
-        name = name.removesuffix("_") if in_place else name
+        if in_place := bool(re.search("[^_]_$", name)):
+            name = name[:-1]
         for use in map(self._use, weights):
             use.used = True
             use.looked_up |= name in LOOKUPS and len(use.shape) == 2
-            use.idle |= not any(t.numel() for t in tensors_in(result))
+            use.idle |= not any(t.numel() for t in results)
         inputs = {id(t.untyped_storage()) for t in operands}
         fresh = [
             t
-            for t in tensors_in(result)
+            for t in results
             if t.numel()
             and (t.is_floating_point() or t.is_complex())
             and (in_place or id(t.untyped_storage()) not in inputs)
         ]
         if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
             self._choose(name, args, result)
-        elif not fresh or (in_place and VIEWS.fullmatch(name)):
+        elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
         elif name in PRODUCTS:
             first = PRODUCTS[name]
@@ -234,45 +232,38 @@ class Watch(TorchDispatchMode):
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation: the result has its operands' columns."""
-        same, wider = _aligned(operands, out)
-        sides = [self._side(t, out) for t in (*same, *wider)]
-        distinct: list[Tensor] = []
-        for columns in (side.columns for side in sides if side.columns is not None):
-            if not any(bool((columns == other).all()) for other in distinct):
-                distinct.append(columns)
+        operands = [t for t in operands if _broadcasts(t, out)]
+        whole = [i for i, t in enumerate(operands) if t.shape == out.shape]
+        sides = [self._side(t, out) for t in operands]
+        full = [sides[i] for i in whole] or sides
+        distinct = _distinct(sides)
         if not distinct:
-            for weight in [t for t in same if t in self.weights][:1]:
+            for weight in [operands[i] for i in whole if operands[i] in self.weights][:1]:
                 self.weights.copy(out, weight)
             return
+        computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
+        matrices = [s for s in sides if s.is_parameter and sum(n > 1 for n in s.shape) > 1]
+        if computed and len(computed + matrices) > 1 and name not in FILLS:  # it makes a weight
+            operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
+            for use in (use for columns in computed for use in self.numbers.beneath(columns)):
+                for each in (use, *use.tables):
+                    each.hidden = each.hidden or operation
         # Positions and gains scale columns; an activation with columns everywhere forms products.
-        known = [side.columns is not None for side in sides[: len(same) or None]]
-        scales = any(s.counts and not k for s, k in zip(sides, known, strict=False))
-        if name not in ADDITIONS and (scales or len(distinct) > 1):
+        scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
+        if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
                 axes = side.vectors(other) or side.moving
                 if side.columns is not None and other.columns is not None:
                     self.numbers.join(side.columns, [None])
-                    scaled = (self._adds_matrices(other.columns, axis) for axis in axes)
+                    scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
                     axes = [] if axes and all(scaled) else axes  # a factor for each matrix
                 self.numbers.consume(side.columns, axes, PRODUCT)
-            distinct = distinct[: sum(known)] or distinct
-        elif name in ("add", "sub") and len(same) > 1 and len(distinct) == 1:
+            distinct = _distinct(full) or distinct
+        elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
             self.numbers.join(distinct[0], [None])
-            if any(t.untyped_storage() in self.parameters for t in same):
-                self._compose(distinct, "a sum with a weight")
-        computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
-        matrices = sum(s.is_parameter and sum(n > 1 for n in s.shape) > 1 for s in sides)
-        if name not in ADDITIONS and computed and len(computed) + matrices > 1:
-            self._compose(computed, "a product with a weight")
         if name == "mul":
             self.factors[out.untyped_storage()] = sides
         self.columns.write(out, reduce(self.numbers.joined, distinct))
-
-    def _compose(self, computed: Iterable[Tensor], operation: str) -> None:
-        """Record an operation on products of two weights, which makes another weight of them."""
-        for use in (use for columns in computed for use in self.numbers.beneath(columns)):
-            for each in {use, *use.tables} if use.tables else ():
-                each.hidden = each.hidden or operation
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a side."""
@@ -398,11 +389,10 @@ class Watch(TorchDispatchMode):
             self._hide([args[0]], "max of a part of its columns")
         elif columns.shape[axis] > 1:
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            values, places = result
-            places = places if places.ndim == columns.ndim else places.unsqueeze(axis)
-            chosen = columns.expand(args[0].shape).gather(axis, places)
-            self.columns.write(values, condensed(chosen.view(values.shape)))
+        if isinstance(result, (tuple, list)):
+            first = columns.narrow(axis, 0, 1)
+            kept = result[0].ndim == columns.ndim
+            self.columns.write(result[0], first if kept else first.squeeze(axis))
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
         """Follow an operation on each channel: the channels keep their columns."""
@@ -444,7 +434,7 @@ class Watch(TorchDispatchMode):
             used = self._mixed(columns, axis, kind)
             if axis not in used and out.ndim == columns.ndim:
                 self.columns.write(out, self._folded(columns, [axis]))
-            scales = other is not None and self._adds_matrices(other, summed[1 - i])
+            scales = other is not None and self.numbers.adds_matrices(other, summed[1 - i])
             self.numbers.consume(columns, [] if scales else used, kind)
         if weight is None or sides[weight].ndim == 1:
             return
@@ -481,7 +471,7 @@ class Watch(TorchDispatchMode):
         matrices or, in a product of activations, if the other axis has the successive outputs.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
-        if others and self._adds_matrices(columns, axis):
+        if others and self.numbers.adds_matrices(columns, axis):
             return others
         other = 2 * columns.ndim - 3 - axis
         if kind == INNER and other in others and columns.shape[axis] > 1:
@@ -489,16 +479,6 @@ class Watch(TorchDispatchMode):
             if 0 < steps[0] < steps[1] and not self._is_outer(columns, [other], {axis}):
                 return [other]
         return [axis]
-
-    def _adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether columns along an axis are of different weights or entries of a stack."""
-        vector = columns.movedim(axis, 0).reshape(columns.shape[axis], -1)[:, 0]
-        matrices = set[Any]()
-        for matrix in map(self.numbers.matrix, vector.long().tolist()):
-            if matrix in matrices:
-                return False  # as for most vectors
-            matrices.add(matrix)
-        return len(vector) > 1
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
         """Return the column numbers of a product that keeps one axis of a weight."""
@@ -543,16 +523,19 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, numbers.view(sizes))
 
 
-def _aligned(operands: Iterable[Tensor], out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the operands with the result's shape, and the operands that broadcast to it."""
-    same, wider = list[Tensor](), list[Tensor]()
-    for t in operands:
-        wanted = out.shape[out.ndim - t.ndim :]
-        if t.shape == out.shape:
-            same.append(t)
-        elif t.ndim <= out.ndim and all(n in (1, m) for n, m in zip(t.shape, wanted, strict=True)):
-            wider.append(t)
-    return same, wider
+def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
+    """Return whether a tensor broadcasts to the shape of a result."""
+    wanted = out.shape[out.ndim - tensor.ndim :] if tensor.ndim <= out.ndim else ()
+    return len(wanted) == tensor.ndim and all(map(lambda n, m: n in (1, m), tensor.shape, wanted))
+
+
+def _distinct(sides: Iterable[Side]) -> list[Tensor]:
+    """Return the columns of operands, equal ones once."""
+    distinct: list[Tensor] = []
+    for columns in (side.columns for side in sides if side.columns is not None):
+        if not any(bool((columns == other).all()) for other in distinct):
+            distinct.append(columns)
+    return distinct
 
 
 def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
@@ -627,16 +610,15 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:
     """Treat a computed weight as the parameter of its shape, without watching its computation."""
-    originals = [p for n, p in computed.named_parameters(recurse=False) if n.startswith("original")]
 
-    def before(*_: Any) -> None:
+    def pause(*_: Any) -> None:
         watched.paused = True
 
-    def after(_: Any, __: Any, weight: Tensor) -> None:
+    def resume(_: Any, __: Any, weight: Tensor) -> None:
         watched.paused = False
-        for original in originals:
+        for original in computed.parameters(recurse=False):
             if original in watched.weights and original.shape == weight.shape:
                 watched.weights.copy(weight, original)
 
-    computed.register_forward_pre_hook(before)
-    computed.register_forward_hook(after)
+    computed.register_forward_pre_hook(pause)
+    computed.register_forward_hook(resume)

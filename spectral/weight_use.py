@@ -139,19 +139,17 @@ class Use:
             yield whole if kind == LAYER and whole else sets
 
     def _reason(self) -> str:
-        outputs = self._count
         taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}
-        whole = [kind for kind, sizes in taken.items() if sizes == [outputs]]
+        whole = [kind for kind, sizes in taken.items() if sizes == [self._count]]
         phrases = [
             f"{kind} takes {' and '.join(map(str, sizes[:4]))} columns at a time"
             for kind, sizes in sorted(taken.items(), key=lambda item: item[1])
             if kind not in whole
         ]
-        if not phrases:
-            return (
-                f"{whole[0]} takes all columns" if whole else "its outputs end the model in a sum"
-            )
-        return ", ".join([*phrases, *(f"{kind} all" for kind in whole[:1])])
+        if not whole:
+            return ", ".join(phrases) or "its outputs end the model in a sum"
+        phrases.append(f"{whole[0]} all" if phrases else f"{whole[0]} takes all columns")
+        return ", ".join(phrases)
 
 
 def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -222,14 +220,12 @@ def _division(
 
 def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
     """Return for each output the first output that is in exactly the same sets."""
-    labels, count = [0] * size, size
-    for indices in sets:
-        split = dict[int, int]()
+    members = [list[int]() for _ in range(size)]
+    for number, indices in enumerate(sets):
         for i in indices:
-            labels[i] = split.setdefault(labels[i], count + len(split))
-        count += len(split)
-    first = dict[int, int]()
-    return [first.setdefault(label, i) for i, label in enumerate(labels)]
+            members[i].append(number)
+    first = dict[tuple[int, ...], int]()
+    return [first.setdefault(tuple(numbers), i) for i, numbers in enumerate(members)]
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
