@@ -48,7 +48,8 @@ FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
-CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "multinomial": 4, "max": 1}
+CHOICES = {"topk": 2, "multinomial": 4}
+CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max"), 1)
 """Operations that choose among columns, by the position of the axis argument."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 """Operations that add to some places, with the corresponding writes."""
@@ -180,16 +181,21 @@ class Watch(TorchDispatchMode):
             use.idle |= not any(t.numel() for t in results)
         inputs = {id(t.untyped_storage()) for t in operands}
         fresh = [
-            t
-            for t in results
-            if t.numel()
-            and (t.is_floating_point() or t.is_complex())
-            and (in_place or id(t.untyped_storage()) not in inputs)
+            t for t in results if t.numel() and (in_place or id(t.untyped_storage()) not in inputs)
         ]
+        indices = [t for t in tracked if not _is_continuous(t)]
+        acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
         if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
+        elif indices and name in LOOKUPS:
+            self._hide(indices, f"{func}, which takes them as an index,")
+        elif not _is_continuous(fresh[0]):
+            if acts_on_each:
+                self._stay("where", tracked, fresh[0])
+            elif fresh[0].dtype != torch.bool and fresh[0].numel() > 1:
+                self._hide(operands, str(func))
         elif name in PRODUCTS:
             first = PRODUCTS[name]
             self._multiply(args[first], args[first + 1], fresh[0])
@@ -199,7 +205,7 @@ class Watch(TorchDispatchMode):
             self._stay("mul", args[0].chunk(2, *(args[1:] or (-1,))), fresh[0])
         elif MOVES.fullmatch(name):
             self._move(name, args, kwargs, fresh[0])
-        elif STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags:
+        elif acts_on_each:
             for out in fresh:
                 self._stay(name, operands[name == "copy" :], out)
         elif tracked and REDUCTIONS.fullmatch(name):
@@ -268,6 +274,8 @@ class Watch(TorchDispatchMode):
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a side."""
         columns, missing = self.columns.read(tensor), [1] * (out.ndim - tensor.ndim)
+        if tensor.dtype == torch.bool and _is_continuous(out):
+            columns = None  # a mask
         if columns is not None:
             if out.is_complex() != tensor.is_complex():
                 columns = columns[..., None] if out.is_complex() else columns[..., 0]
@@ -487,8 +495,13 @@ class Watch(TorchDispatchMode):
             line = weight[tuple(slice(None) if a == axis else 0 for a in range(weight.ndim))]
             return self.weights[weight].read(line).expand(len(line)).long().cpu()
 
-        ends = [torch.cat([line[:2], line[-1:]]) for line in map(along, summed)]
-        inputs = {a for line in ends for use, own in self.numbers.uses(line) for a in use.axes(own)}
+        lines = [[*self.numbers.uses(along(axis))] for axis in summed]
+        inputs = {a for line in lines for use, own in line for a in use.axes(own)}
+        for use in {use for line in lines for use, _ in line}:
+            sizes = [len(own.unique()) for line in lines for other, own in line if other is use]
+            wanted = prod(use.shape[a] for a in inputs)
+            if prod(sizes) != wanted:
+                use.hidden = f"a product with {prod(sizes)} of its {wanted} inputs"
         return torch.cat([use.columns(own, inputs) for use, own in self.numbers.uses(along(kept))])
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
@@ -527,6 +540,11 @@ def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
     """Return whether a tensor broadcasts to the shape of a result."""
     wanted = out.shape[out.ndim - tensor.ndim :] if tensor.ndim <= out.ndim else ()
     return len(wanted) == tensor.ndim and all(map(lambda n, m: n in (1, m), tensor.shape, wanted))
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    """Return whether a tensor contains real or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _distinct(sides: Iterable[Side]) -> list[Tensor]:

@@ -186,11 +186,6 @@ def state_space(m: Any, x: Tensor) -> Any:
     return m.out(torch.stack(outputs, 1) * F.silu(z[:, :4]))
 
 
-def mixture_by_sums(m: Any, x: Tensor) -> Any:
-    made = torch.stack([m.a(x), m.b(x)], 2)
-    return m.head((m.gate(x).softmax(-1)[..., None] * made).sum(2))
-
-
 def gated_streams(m: Any, x: Tensor) -> Any:
     """Mix three streams with a separate gate for each entry."""
     gates = m.up(m.down(x).relu()).sigmoid().unflatten(-1, (3, 4))
@@ -328,18 +323,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         halves(lambda a, b: a + b.exp() * torch.randn_like(b)),
         x,
         {"both.weight": rows(10)},
-    ),
-    "a mixture": (
-        lambda: Module(
-            lambda m, x: m.out(
-                (m.parts(x).unflatten(-1, (4, 6)) * m.gate(x).softmax(-1)[..., None]).sum(-2)
-            ),
-            parts=linear(12, 24),
-            gate=linear(12, 4),
-            out=linear(6, 12),
-        ),
-        x,
-        {"parts.weight": rows(6), "gate.weight": whole},
     ),
     "a sum of branches": (
         lambda: Module(
@@ -480,14 +463,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         ),
         x,
         {"a1.weight": whole, "a2.weight": whole, "b2.weight": whole, "gate.weight": None},
-    ),
-    "a mixture by sums": (
-        lambda: Module(
-            mixture_by_sums,
-            **{"a": linear(12, 8), "b": linear(12, 8), "gate": linear(12, 2), "head": linear(8, 4)},
-        ),
-        x,
-        {"a.weight": whole, "b.weight": whole, "gate.weight": None, "head.weight": None},
     ),
     "gates of streams": (
         lambda: Module(gated_streams, down=linear(12, 5), up=linear(5, 12), head=linear(4, 4)),
@@ -1086,6 +1061,28 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Module(lambda m, x: m.out(m.lstm(x)[0]), lstm=nn.LSTM(12, 5), out=linear(5, 4)),
         r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides the use[\s\S]*units=",
     ),
+    "an index of a layer's outputs": (
+        Module(
+            lambda m, x: m.out(m.table[(m.gate(x)[..., 0].sigmoid() * 4).long()]),
+            **{"gate": linear(12, 2), "table": torch.randn(5, 8), "out": linear(8, 4)},
+        ),
+        "gate.weight: aten.index.Tensor, which takes them as an index, hides",
+    ),
+    "counts of a layer's outputs": (
+        Module(
+            lambda m, x: m.out(m.table[(m.gate(x) > 0).sum(-1)]),
+            **{"gate": linear(12, 3), "table": torch.randn(4, 8), "out": linear(8, 4)},
+        ),
+        "gate.weight: aten.sum.* hides",
+    ),
+    "blocks that alternate along both axes": (
+        Module(
+            lambda m, x: m.out(torch.cat([x[..., i::2] @ m.both[i::2, i::2] for i in (0, 1)], -1)),
+            both=torch.randn(12, 10),
+            out=linear(10, 4),
+        ),
+        "both: a product with 6 of its 12 inputs hides",
+    ),
     "one matrix of two axes": (
         Module(
             lambda m, x: m.out(torch.einsum("btd,hde->bthe", x, m.q).flatten(2)),
@@ -1277,12 +1274,13 @@ def test_columns_pass_an_activation(name: str) -> None:
 
 def test_a_maximum_along_columns_is_a_choice() -> None:
     model = Module(
-        lambda m, x: m.out(m.first(x) * m.router(x).max(-1, keepdim=True).values),
-        router=linear(12, 3),
-        first=linear(12, 8),
-        out=linear(8, 4),
+        lambda m, x: m.out(
+            m.first(x) * m.router(x).max(-1, keepdim=True).values + m.other(x).argmin(-1)[..., None]
+        ),
+        **{"router": linear(12, 3), "other": linear(12, 3)},
+        **{"first": linear(12, 8), "out": linear(8, 4)},
     )
-    assert "router" in split_parameters(model, example=x).rows[0].reason
+    assert all("router" in r.reason for r in split_parameters(model, example=x).rows[:2])
 
 
 OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
