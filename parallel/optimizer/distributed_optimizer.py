@@ -233,25 +233,20 @@ def build_optimizer(
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
-    base: list[float] | None = None
-    expert_tensor = model.domains[-1].domain.tensor.size
+    loads: dict[int, float] = {}  # by global rank, of the domains before
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
-        placed = place(placement, works, part.domain.stage.size, base=base)
+        ranks = dist.get_process_group_ranks(part.domain.stage.group)
+        # Ranks own dense matrices and experts, which are placed in addition to the dense loads.
+        base = [loads.get(rank, 0.0) for rank in ranks]
+        placed = place(placement, works, len(ranks), base=base)
         plan = layout, placed.strategy, placed.owners
         check_agreement(plan, part.domain.stage)
-        # Ranks own dense matrices and experts; experts are placed last, in addition to the dense
-        # loads of the ranks with the same experts as this rank.
-        base = [
-            load
-            for i, load in enumerate(placed.loads)
-            if i // expert_tensor % model.expert.size == model.expert.rank
-        ]
-        group = part.domain.stage.group
-        owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
+        loads |= zip(ranks, placed.loads, strict=True)
+        owners |= {name: ranks[owner] for name, owner in placed.owners.items()}
         transfers = plan_transfers(part.stage_units, layout, placed.owners)
         step = StepOptions(**options)
         domains.append(DomainOptimizer(part, model.parameters, assign, transfers, step))
