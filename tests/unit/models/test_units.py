@@ -117,34 +117,35 @@ def test_the_draw_does_not_depend_on_how_weights_are_split():
     [*((name, "head") for name in RULES), *(("muon_sphere", g) for g in GRANULARITIES[1:])],
 )
 def test_fused_weights_get_the_update_of_an_unfused_model(name, granularity, world):
-    """Compare q, k, v heads, gate and up inside fused parameters with separate matrices, also under
-    a rule that rescales them, which must not rescale a copy."""
-    rule = RULES[name]()
-    model, optimizer = stepped_model(TINY, world, assign_matrices(name), qkv_units=granularity)
-    separate = {
-        unit.name: unit.view(model.parameters[unit.parameter].detach())
-        .reshape(1, *unit.shape)
-        .clone()
-        for unit in model.units
-        if unit.is_matrix and unit.role not in ("embedding", "head", "o", "down")
-    }
-    states = {unit: rule.init_state(weight) for unit, weight in separate.items()}
+    """Compare q, k, v heads, gate and up inside fused parameters, and all others, with separate
+    parameters, each with its own rate and decay; a rule that rescales must not rescale a copy."""
+
+    def assign(unit):
+        assigned = assign_matrices(name)(unit)
+        decay = 0.1 if unit.role in ("q", "gate", "embedding") else 0.3
+        return replace(assigned, lr=0.02 * (1 + (unit.layer or 0)), weight_decay=decay)
+
+    model, optimizer = stepped_model(TINY, world, assign, qkv_units=granularity)
+    units = {unit.name: unit for unit in model.units}
+
+    def weight_of(unit):
+        return unit.view(model.parameters[unit.parameter].detach()).reshape(1, *unit.shape)
+
+    separate = {unit: weight_of(units[unit]).clone() for unit in units}
+    states = {unit: assign(units[unit]).rule.init_state(separate[unit]) for unit in units}
     for _ in range(3):
-        gradients = {}
-        for unit in model.units:
-            gradient = model.gradient(unit).normal_()
-            gradients[unit.name] = gradient.reshape(unit.shape).clone()
+        gradients = {
+            name: model.gradient(unit).normal_().reshape(1, *unit.shape).clone()
+            for name, unit in units.items()
+        }
         optimizer.step(1.0, torch.tensor(True))
         for unit, weight in separate.items():
-            take_step(
-                rule, weight, gradients[unit][None].clone(), states[unit], lr=0.02, weight_decay=0.1
-            )
+            own, given = assign(units[unit]), (weight, gradients[unit], states[unit])
+            take_step(own.rule, *given, lr=own.lr, weight_decay=own.weight_decay)
     qkv = {"head": 4 + 2 + 2, "group": 3 * 2, "component": 3, "fused": 1}[granularity]
-    assert len(separate) == 2 * (qkv + 2)
-    for unit in model.units:
-        if unit.name in separate:
-            ours = unit.view(model.parameters[unit.parameter].detach()).reshape(1, *unit.shape)
-            torch.testing.assert_close(ours, separate[unit.name], rtol=1e-10, atol=1e-12)
+    assert len(separate) == 2 * (qkv + 6) + 3
+    for unit, weight in separate.items():
+        torch.testing.assert_close(weight_of(units[unit]), weight, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""The ranks of every process group on layouts with all axes above one, by fake groups; how long
-groups wait."""
+"""The ranks and the time limits of process groups on layouts with all axes above one, by fake
+groups."""
 
 from datetime import timedelta
+from inspect import signature
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.layout import Layout
@@ -26,11 +27,14 @@ def sent_nowhere(monkeypatch):
     """Provide process groups of any number of ranks in this process."""
     begin, new = dist.init_process_group, dist.new_group
 
-    def initialize(backend, *, rank, world_size, **_):
-        begin("fake", rank=rank, world_size=world_size, store=FakeStore())
+    def initialize(backend, *, rank, world_size, timeout, **_):
+        begin("fake", rank=rank, world_size=world_size, store=FakeStore(), timeout=timeout)
+
+    def new_group(ranks=None, timeout=None, **_):
+        return new(ranks, timeout, backend="fake")
 
     monkeypatch.setattr(dist, "init_process_group", initialize)
-    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **_: new(ranks, backend="fake"))
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     yield
     groups.shutdown()
@@ -66,14 +70,19 @@ def test_groups_have_the_ranks_of_their_axes_in_order(ranks, layout, sent_nowher
         groups.shutdown()
 
 
-def test_collectives_of_every_group_wait_as_long_as_asked():
-    made = groups.initialize(timeout_seconds=77.0, device_type="cpu")
-    waiting = {name: axis.group for name, axis in axes_of(made).items()}
-    waiting |= {"host": made.host, "all": dist.group.WORLD}
-    for name, group in waiting.items():
-        options = group._get_backend(torch.device("cpu")).options
-        assert options._timeout == timedelta(seconds=77), name
-    groups.shutdown()
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[1:], ids=str)
+def test_collectives_of_every_group_wait_as_long_as_asked(ranks, layout, sent_nowhere, monkeypatch):
+    make, limits = distributed_c10d._new_process_group_helper, []
+    parameters = signature(make)
+
+    def made(*arguments, **options):
+        limits.append(parameters.bind(*arguments, **options).arguments["timeout"])
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", made)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    groups.initialize(layout, timeout_seconds=77.0, device_type="cpu")
+    assert len(limits) > 10 and {*limits} == {timedelta(seconds=77)}
 
 
 def axes_of(made: Groups) -> dict[str, Axis]:

@@ -121,22 +121,6 @@ def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(
     assert [name for name, count in optimizer.refused() if count] == kept and len(kept) == 1
 
 
-def test_every_gradient_is_scaled_to_the_norm(world):
-    model, update = built(world, "muon", "none", recorded=False)
-    fill(model, 0)
-    optimizer = update.optimizer
-    before = [gradient.clone() for _, gradient in optimizer._gradients()]
-    expected = sum(gradient.square().sum() for gradient in before).sqrt()
-    norm = optimizer.clip(0.25)
-    torch.testing.assert_close(norm.total, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-5, atol=0)
-    for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
-        assert torch.equal(new, old * norm.coefficient)
-    clipped = [gradient.clone() for _, gradient in optimizer._gradients()]
-    assert optimizer.clip(100.0).coefficient == 1  # shorter gradients are not enlarged
-    assert all(map(torch.equal, clipped, [gradient for _, gradient in optimizer._gradients()]))
-
-
 def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(world):
     """The gradient of PC(W), in the model, is pulled back by autograd."""
     assign = assign_matrices("muon", pc_level=4)
@@ -160,8 +144,14 @@ def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(w
             gradients = torch.autograd.grad(effective, inputs, upstream)
             gammas[unit.name] = gradients[1]
         squares += [gradient.square().sum() for gradient in gradients]
+    before = [gradient.clone() for _, gradient in optimizer._gradients()]
+    expected = sum(squares).sqrt()
     norm = optimizer.clip(0.25)
-    torch.testing.assert_close(norm.total, sum(squares).sqrt(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(norm.total, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(norm.coefficient, 0.25 / (expected + 1e-6), rtol=1e-12, atol=0)
+    for old, (_, new) in zip(before, optimizer._gradients(), strict=True):
+        assert torch.equal(new, old * norm.coefficient)
+    assert optimizer.clip(100.0).coefficient == 1  # shorter gradients are not enlarged
     for name, gradient in gammas.items():
         stack, i = layers[name]
         clipped = gradient * norm.coefficient

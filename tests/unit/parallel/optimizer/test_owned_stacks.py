@@ -1,8 +1,8 @@
 """Stacks of units of equal shape, rule and rates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -37,6 +37,24 @@ def test_units_of_a_stack_have_the_rate_that_they_are_assigned(name: str) -> Non
 def roles(stack: OwnedStack) -> set[str]:
     """Return the roles of the units of a stack."""
     return {unit.role for unit in stack.units}
+
+
+ZEROS: dict[str, Callable[[Any], float]] = {
+    "optimizer.roles.down.lr": lambda assigned: assigned.lr,
+    "optimizer.roles.down.weight_decay": lambda assigned: assigned.weight_decay,
+    "pc.gamma_lr": lambda assigned: assigned.pc.gamma_lr,
+    "pc.gamma_weight_decay": lambda assigned: assigned.pc.gamma_weight_decay,
+}
+
+
+@pytest.mark.parametrize("key", ZEROS)
+def test_a_rate_of_0_is_not_a_null(key: str) -> None:
+    def rate(*overrides: str) -> float:
+        (found,) = stacks("llama1b_muon_pc", "model.layers=1", "pc.blocks=[down]", *overrides)[-1:]
+        assert roles(found) == {"down"}
+        return ZEROS[key](found.assigned)
+
+    assert rate() > 0 == rate(f"{key}=0")
 
 
 @pytest.fixture

@@ -34,10 +34,3 @@ def test_every_copy_of_a_replicated_matrix_takes_all_of_the_update(data_ranks: i
     (transfer,) = plan_transfers([[copied]] * 2, layout(copied, data_ranks), {"a": 1})
     assert [positions(transfer.targets, rank) for rank in range(2)] == [list(range(24))] * 2
     assert [positions(transfer.sources, rank) for rank in range(2)] == [[], list(range(24))]
-
-
-def test_the_pieces_of_a_cut_matrix_lie_one_after_the_other() -> None:
-    cut = unit_of((4, 3), (4, 6), shard_axis=1)
-    (transfer,) = plan_transfers([[cut]] * 2, layout(cut, 3), {"a": 1})
-    assert positions(transfer.sources, 0) == list(range(12))
-    assert positions(transfer.targets, 1) == list(range(12, 24))

@@ -92,6 +92,20 @@ def test_memory_of_one_rank_is_the_whole_model():
     assert wide.sent_max == wide.sent_adamw == 0 and wide.sent_ratio == 1.0
 
 
+@pytest.mark.parametrize("experts", [1, 4])
+def test_buffers_are_those_of_the_larger_domain(experts):
+    """One step group of each domain, six float32 copies of its matrices except for the router."""
+    moe = MoEConfig(experts=experts, top_k=1, expert_ffn=12)
+    units = all_units(replace(TINY, family="moe", moe=moe))
+    sizes = {"dense": 0, "expert": 0}
+    for unit in units:
+        matrix = group_of(unit.role) == "matrix" and unit.role != "router"
+        sizes[unit.domain] += 6 * 4 * unit.numel * matrix
+    inputs = PlanInputs(data=1, step_groups=1)
+    stage = plan_stage([units], assign_to(RULES["muon"]()), inputs)
+    assert stage.memory.buffers == sizes["dense" if experts == 1 else "expert"]
+
+
 def ten_tokens(model, **inputs):
     """Return a step of one micro-batch of ten tokens on two tensor-parallel ranks."""
     return StepShape(

@@ -65,6 +65,32 @@ def test_bytes_of_each_axis_by_hand():
 
 
 MIXTURE = replace(mixture(experts=16), layers=8)
+FACTORS: dict[str, dict[str, float]] = {
+    "pipeline activations": {"context": 1 / 2, "tensor": 1, "sequence": 1 / 2, "full": 1},
+    "tensor activations": {"context": 1 / 2},
+    "context keys and values": {"tensor": 1 / 2, "sequence": 1 / 2, "full": 3 / 2},
+    "expert dispatch": {"context": 1 / 2, "tensor": 1, "sequence": 1 / 2, "full": 3 / 2},
+}
+"""The factors by which other settings change the bytes of each kind."""
+OWN = {"pipeline": 2, "tensor": 2, "context": 2, "expert": 4}
+CHANGES: dict[str, dict[str, object]] = {
+    "context": {"data": 4, "context": 2},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence_parallel": True},
+    "full": {"recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_bytes_of_an_axis_change_with_the_tokens_and_heads_of_a_rank(kind):
+    axis = kind.split()[0]
+    inputs = {"data": 4, axis: OWN[axis]}
+    before = sent(shape(MIXTURE, **inputs))[kind]
+    for name, factor in FACTORS[kind].items():
+        after = sent(shape(MIXTURE, **inputs | CHANGES[name]))
+        assert after[kind] == pytest.approx(factor * before), name
+
+
 LAYOUTS: list[dict[str, int]] = [
     {"data": 1, "pipeline": 2},
     {"data": 4, "pipeline": 2},
