@@ -20,7 +20,9 @@ from models.blocks.document_attention import DocumentRange, lengths_of, varying_
 from models.blocks.softcapped_attention import softcapped_attention
 from parallel.comm.groups import Groups
 from tests.live_bytes import peak_bytes
+from tests.models import built
 from tests.run_configs import tiny_config
+from tests.tiny_families import tiny_model
 from training.machine.backends import kernel_of
 
 Problem = tuple[Tensor, Tensor, Tensor]
@@ -154,13 +156,20 @@ def test_scores_never_exist_in_full() -> None:
     assert peak_bytes(step) < 0.9 * one_copy
 
 
-@pytest.mark.parametrize("window", [None, 5, ROWS + 3])
-def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None) -> None:
-    query, key, _ = problem(2 * ROWS + 5, 2 * ROWS + 9)
-    every = scores(query, key, 0.4).masked_fill(~visible(len(query), len(key), window), -torch.inf)
-    assert largest_causal_score(query, key, 0.4, window).item() == pytest.approx(
-        every.amax().item(), rel=1e-12
-    )
+@pytest.mark.parametrize(
+    ("family", "window"), [("llama", None), ("gemma2", 5), ("gemma2", ROWS + 3)]
+)
+def test_the_largest_logit_of_a_layer_is_one_that_its_mask_lets_through(
+    family: str, window: int | None, world: Groups
+) -> None:
+    model = tiny_model(family, sliding_window=window)
+    query, key, _ = problem(2 * ROWS + 5, 2 * ROWS + 5)
+    for i, layer in enumerate(built(model)[0].decoder.layers):
+        core = layer.self_attention.core_attention
+        hidden = ~visible(len(query), len(key), model.window(i))
+        largest = scores(query, key, core.scale).masked_fill(hidden, -torch.inf).amax()
+        found = core.largest_logit(query, key).item()
+        assert found == pytest.approx(largest.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])

@@ -16,6 +16,7 @@ from parallel.comm.groups import Groups
 from tests.models import drawn, losses_of, tokens_of
 from tests.slow_cases import slow_but
 from tests.tiny_families import MIXTURE, SETTINGS, tiny_model
+from tests.tiny_families import MODELS as TINY
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine.backends import check_backends
@@ -27,6 +28,7 @@ MODELS = {
     **{name: tiny_model(name) for name in SETTINGS},
     "gpt with geglu": tiny_model("gpt", activation="geglu"),
     "grouped": tiny_model("moe", moe={**MIXTURE, "backend": "grouped"}),
+    "all biases": TINY["all biases"],
 }
 
 
@@ -46,7 +48,7 @@ def losses_and_gradients(chunk: torch.nn.Module) -> list[Tensor]:
     return [losses.detach(), *(p.grad.clone() for p in chunk.parameters())]
 
 
-@pytest.mark.parametrize("name", slow_but(("llama", "grouped"), MODELS))
+@pytest.mark.parametrize("name", slow_but(("all biases", "grouped"), MODELS))
 def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
     dtype = torch.float32 if name == "grouped" else torch.float64
     plain, fused = (drawn(MODELS[name], dtype)[0] for _ in range(2))
