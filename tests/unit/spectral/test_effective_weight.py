@@ -161,12 +161,9 @@ def test_gradient_is_that_of_the_definition(
         torch.testing.assert_close(got[1], expected[1], rtol=1e-9, atol=1e-11)
 
 
-def test_without_normalisation_the_polynomial_acts_on_the_weight_itself() -> None:
+def test_the_gradient_without_normalisation() -> None:
     w, u, v = matrix(8, 6)
     w = (w / torch.linalg.matrix_norm(w, 2)).requires_grad_()
-    out = precondition(w, u, v, 1.0, 2, spectral_norm="none")
-    left, sigma, right = torch.linalg.svd(w.detach(), full_matrices=False)
-    torch.testing.assert_close(out.detach(), (left * evaluate(sigma, 2)) @ right)
     assert torch.autograd.gradcheck(
         lambda x: precondition(x, u, v, 1.0, 2, spectral_norm="none"), (w,)
     )

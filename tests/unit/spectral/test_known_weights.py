@@ -98,7 +98,6 @@ def weight_norm(layer: nn.Module) -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Tensor]]]] = {
     # Groups of convolutions
     "grouped": (lambda: nn.Conv1d(8, 12, 3, groups=2), "weight", rows(6)),
-    "grouped in two dimensions": (lambda: nn.Conv2d(8, 4, 3, groups=2), "weight", rows(2)),
     "depthwise with several outputs": (lambda: nn.Conv1d(4, 8, 3, groups=4), "weight", rows(2)),
     "grouped and transposed": (
         lambda: nn.ConvTranspose1d(8, 12, 3, groups=2),
@@ -309,7 +308,6 @@ def test_every_piece_is_a_matrix_of_the_case() -> None:
 
 ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "depthwise": (lambda: nn.Conv1d(64, 64, 4, groups=64), "weight"),
-    "depthwise in two dimensions": (lambda: nn.Conv2d(8, 8, 7, groups=8), "weight"),
     "depthwise and transposed": (lambda: nn.ConvTranspose2d(4, 4, 2, groups=4), "weight"),
     "router": (lambda: holder(gate=linear(6, 3), experts=nn.ModuleList([linear(6, 6)])), "gate"),
     "torchtitan's": (

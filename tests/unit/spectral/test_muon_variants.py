@@ -1,13 +1,12 @@
 """AdaMuon, NorMuon and cautious weight decay against numbers of the published code."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from spectral.rules import AdaMuonRule, MuonRule, NorMuonRule, Report, Rule, take_step
+from spectral.rules import AdaMuonRule, MuonRule, NorMuonRule, Rule, take_step
 from spectral.rules.base import decay_
 
 # Chongjie-Si/AdaMuon at 369f0b3, and of microsoft/dion at 0a059a4 `muon_update_post_orthogonalize`
@@ -57,23 +56,14 @@ def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
     torch.testing.assert_close(weight[0], wanted, atol=atol, rtol=0)
 
 
-def stepped(rule: Rule, weight: Tensor, **rates: Any) -> tuple[Tensor, Report]:
-    """Return a weight after a step along gradients of very different sizes, and the report."""
+def stepped(rule: Rule, weight: Tensor, **rates: Any) -> Tensor:
+    """Return a weight after a step along gradients of very different sizes."""
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(weight.shape, generator=generator)
     grad *= 10 ** (4 * torch.rand(grad.shape, generator=generator))
     weight = weight.clone()
-    return weight, take_step(rule, weight, grad, rule.init_state(weight), **rates)
-
-
-def test_every_entry_of_adamuons_first_update_has_the_root_mean_square_of_adams() -> None:
-    weight, report = stepped(AdaMuonRule(), torch.zeros(2, 30, 12), lr=1.0)
-    # An entry of msign near 0 is within the epsilon of its root mean square.
-    assert (weight.abs() - 0.2).abs().max() < 1e-3
-    assert report["update_rms"].tolist() == pytest.approx([0.2] * 2, rel=1e-5)
-    with_inf = torch.full((1, 3, 4), math.inf)
-    rule, weight = AdaMuonRule(), torch.ones(1, 3, 4)
-    assert take_step(rule, weight, with_inf, rule.init_state(weight), lr=1.0)["refused"] == 1
+    take_step(rule, weight, grad, rule.init_state(weight), **rates)
+    return weight
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
@@ -81,23 +71,12 @@ def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
     """Compare with a step without decay, and with a step that decays every entry."""
     start = torch.randn(2, 12, 30)
     start[0, 0] = 0
-    none, _ = stepped(MuonRule(), start, lr=lr)
-    every, _ = stepped(MuonRule(), start, lr=lr, weight_decay=0.5)
-    some, _ = stepped(MuonRule(cautious_decay=True), start, lr=lr, weight_decay=0.5)
+    none = stepped(MuonRule(), start, lr=lr)
+    every = stepped(MuonRule(), start, lr=lr, weight_decay=0.5)
+    some = stepped(MuonRule(cautious_decay=True), start, lr=lr, weight_decay=0.5)
     grows = start * (none - start) > 0
     torch.testing.assert_close(some, torch.where(grows, none, every), rtol=0, atol=1e-6)
     assert 100 < grows.sum() < 620
     weight = torch.ones(3)
     decay_(weight, lr, 0.5, None, torch.tensor([1.0, 0.0, -1.0]))
     assert weight.tolist() == pytest.approx([0.95, 0.95, 1])
-
-
-def test_rows_of_different_gradients_move_alike() -> None:
-    """A neuron with a tiny gradient gets update rows as large as the others."""
-    rule, generator = NorMuonRule(beta2=0.0), torch.Generator().manual_seed(0)
-    weight = torch.zeros(1, 40, 8, dtype=torch.float64)
-    grad = torch.randn(1, 40, 8, generator=generator, dtype=torch.float64)
-    grad[:, ::2] *= 1e-2
-    take_step(rule, weight, grad, rule.init_state(weight), lr=1.0)
-    size = weight.norm(dim=-1)
-    torch.testing.assert_close(size, size.mean().expand_as(size), rtol=1e-5, atol=0)  # epsilon

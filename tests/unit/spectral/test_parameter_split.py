@@ -319,16 +319,16 @@ def test_a_table_that_is_tied_to_a_layer_before_it_stays(example: Tensor | None)
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.unembed = nn.Linear(4, 7, bias=False)
+            self.last = nn.Linear(4, 7, bias=False)
             self.inner = nn.Linear(4, 4, bias=False)
             self.table = nn.Embedding(7, 4)
-            self.unembed.weight = self.table.weight
+            self.last.weight = self.table.weight
 
         def forward(self, tokens: Tensor) -> Any:
-            return self.unembed(self.inner(self.table(tokens)))
+            return self.last(self.inner(self.table(tokens)))
 
     rows = split_parameters(Tied(), example=example).rows
     assert [(row.name, row.rule) for row in rows] == [
-        ("unembed.weight", "adamw"),
+        ("last.weight", "adamw"),
         ("inner.weight", "spectral"),
     ]

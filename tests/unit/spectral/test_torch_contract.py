@@ -31,7 +31,6 @@ CLASSES = [
     and kind is not SpectralOptimizer
 ]
 EVERY = pytest.mark.parametrize("kind", CLASSES)
-SPHERES = ("MuonSphere", "SpectralSphere", "MuonPlusPlus")
 Kind = Callable[..., SpectralOptimizer]
 
 
@@ -99,17 +98,6 @@ def test_nothing_moves_without_gradients(kind: Kind, nonfinite: str) -> None:
     assert weights[0].grad is not None and not weights[0].grad.any()
 
 
-@pytest.mark.parametrize("kind", [k for k in CLASSES if k.__name__ not in SPHERES])
-def test_zero_gradients_move_nothing(kind: Kind) -> None:
-    weights = parameters()
-    before = [w.detach().clone() for w in weights]
-    optimizer = kind(weights, weight_decay=0)
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert equal([w.detach() for w in weights], before)
-
-
 @EVERY
 @pytest.mark.parametrize("option", ["lr", "weight_decay"])
 def test_a_rate_may_be_a_tensor_and_a_group_has_its_own(kind: Kind, option: str) -> None:
@@ -157,18 +145,19 @@ def test_the_defaults_make_an_equal_optimizer(kind: Kind) -> None:
 @EVERY
 @pytest.mark.parametrize("names", ["none", "saved", "loading", "both"])
 def test_a_state_is_loaded_with_and_without_names(kind: Kind, names: str) -> None:
-    """The state goes through a weights-only file; later steps do not change it."""
+    """The state goes through a weights-only file; later steps do not change it. Its keys are those
+    of a new optimizer."""
 
     def made(named: bool, seed: int) -> SpectralOptimizer:
         listed: list[Any] = parameters(seed)
         return kind([*zip("ab", listed, strict=True)] if named else listed, lr=0.03)
 
     saved, loading = made(names in ("saved", "both"), 0), made(names in ("loading", "both"), 1)
+    keys = [[*state] for state in saved.state_dict()["state"].values()]
     train(saved)
     buffer = io.BytesIO()
     torch.save(saved.state_dict(), buffer)
-    order = [[*state] for state in saved.state_dict()["state"].values()]
-    assert order == [[*state] for state in saved.state_dict()["state"].values()]
+    assert keys == [[*state] for state in saved.state_dict()["state"].values()]
     buffer.seek(0)
     loading.load_state_dict(torch.load(buffer, weights_only=True))
     listed = [p for group in loading.param_groups for p in group["params"]]
