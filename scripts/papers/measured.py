@@ -13,11 +13,12 @@ from typing import Any, Final
 import pandas as pd
 
 from scripts.plots.run_data import Line, RunData, read_run
-from scripts.studies.description import read_study
+from scripts.studies.description import Study, read_study
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.tables import comparison
 from scripts.studies.trainer import Run
 from training.config import Config, load_config, load_saved_config
+from training.config.binding import bind
 from training.errors import InputError
 from training.json_file import read_json
 
@@ -114,8 +115,10 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     command = study_command(what, commands)
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
-    if not results["complete"] or any(
-        results.get(key) != value for key, value in asdict(read_study(study_file(command))).items()
+    keys = results.keys() & Study.__dataclass_fields__.keys()
+    # Keys that earlier versions did not write count as their defaults.
+    if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
+        study_file(command)
     ):
         raise InputError(
             f"{file.parent} must contain the finished study: remove it and run {command}"

@@ -17,6 +17,7 @@ from scripts.studies.tables import markdown
 from scripts.studies.trainer import ROOT, UNKNOWN, Run
 from training.config import Config, load_config
 from training.errors import InputError
+from training.report.progress import progress
 
 RESULTS = "results.json"
 
@@ -115,15 +116,18 @@ def check_candidates(
     cannot be read.
     """
     stages = study.search.stages if study.search is not None else {}
-    configs = {}
-    for name, variant in study.variants.items():
-        chosen = list(start.get(name, []))
-        for stage in stages:
-            candidates = variant.search[stage].candidates(chosen)
-            for candidate in candidates:
-                config_of(study, name, [*chosen, *candidate], extra, stage)
-            chosen += candidates[0]
-        configs[name] = config_of(study, name, chosen, extra)
+    total = sum(v.search[stage].count() for v in study.variants.values() for stage in stages)
+    read, configs = 0, {}
+    with progress(lambda: f"checked the configs of {read} of {total} candidates"):
+        for name, variant in study.variants.items():
+            chosen = list(start.get(name, []))
+            for stage in stages:
+                candidates = variant.search[stage].candidates(chosen)
+                for candidate in candidates:
+                    config_of(study, name, [*chosen, *candidate], extra, stage)
+                    read += 1
+                chosen += candidates[0]
+            configs[name] = config_of(study, name, chosen, extra)
     return configs
 
 

@@ -43,6 +43,10 @@ NUMBERED = {
     "spectral_updates": (28, 5),
 }
 ITEMS = {(n, key): item for n, paper in PAPERS.items() for key, item in paper.items.items()}
+OF_STUDIES = [
+    name for name, item in ITEMS.items()
+    if item.measure is not None and str(item.measure.study).startswith("studies/")
+]  # fmt: skip
 
 
 def test_every_numbered_table_and_figure_has_a_row() -> None:
@@ -322,6 +326,19 @@ def test_a_verdict_rests_on_what_the_paper_states(paper: str, key: str) -> None:
     item = ITEMS[paper, key]
     content = json.loads((ROOT / str(item.file)).read_text())
     assert item.status == verdict(STATEMENTS[paper, key], content)
+
+
+@pytest.mark.parametrize(("paper", "key"), OF_STUDIES)
+def test_a_row_of_a_study_is_measured_again_from_its_committed_results(
+    paper: str, key: str
+) -> None:
+    item = ITEMS[paper, key]
+    assert item.measure is not None
+    again = measure(replace(item.measure, series={}), item.tiny)
+    stored = json.loads((ROOT / str(item.file)).read_text())
+    for name, run in stored.items():
+        run.pop("seeds", None)
+        assert again[name] == run
 
 
 def test_a_verdict_on_training_runs_has_a_statement() -> None:

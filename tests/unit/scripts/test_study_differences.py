@@ -1,5 +1,6 @@
 """A study names the keys in which its variants differ, other than keys that it tunes or sets."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from scripts.studies.running import check_candidates, run_study
 from scripts.studies.trainer import Run
 from tests.paths import ROOT
 from training.errors import InputError
+from training.report import progress
 
 ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
 
@@ -101,11 +103,19 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
         found_in(tmp_path, variants)
 
 
-def test_the_screen_and_the_table_say_so(tmp_path, capsys):
-    """The screen and the table name the differences before the first run."""
+def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
+    """The screen says how many candidates were checked, and names the differences before the first
+    run, as does the table."""
+    monkeypatch.setattr(progress, "FIRST", 0.001)
     path = tmp_path / "study.yaml"
-    variants = {"AdamW": {"config": ADAMW}, "SSO": {"config": SSO, "against": "AdamW"}}
-    path.write_text(yaml.safe_dump({"title": "t", "seeds": [1], "variants": variants}))
+    grid = {"search": {"rate": {"grid": {"optimizer.matrix.lr": [0.01, 0.02]}}}}
+    variants = {
+        "AdamW": {"config": ADAMW} | grid,
+        "SSO": {"config": SSO, "against": "AdamW"} | grid,
+    }
+    search = {"seed": 0, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
+    study = {"title": "t", "seeds": [1], "variants": variants, "search": search}
+    path.write_text(yaml.safe_dump(study | {"full": {"train.steps": 40}}))
 
     def records(runs: Iterable[Run]) -> list[Record]:
         figures = {"loss": 1.0, "course": []}
@@ -117,7 +127,10 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys):
     with pytest.raises(InputError, match="stopped"):
         run_study(read_study(path), tmp_path, stopped, [])
     said = capsys.readouterr().err
-    assert "SSO and AdamW also differ in model.init.depth_scaled (False, True), " in said
+    assert re.search(
+        "[0-4] of 4 candidates\n.*SSO and AdamW also differ in model.init", said, re.DOTALL
+    )
+    assert "model.init.depth_scaled (False, True), " in said
     run_study(read_study(path), tmp_path, records, [])
     table = (tmp_path / "table.md").read_text()
     assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table
