@@ -68,9 +68,8 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
     numpy = sys.modules.get("numpy")
     own: Any = value
     if isinstance(value, Tensor):
-        if value.layout == torch.strided and value.untyped_storage() in parameters:
-            return value
-        own = value.detach().clone()
+        if value.layout != torch.strided or value.untyped_storage() not in parameters:
+            own = value.detach().clone()
     elif isinstance(value, (random.Random, torch.Generator)) or (
         numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator))
     ):
@@ -85,7 +84,5 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
                     own[place] = other  # set only what changed: some mappings refuse changes
     elif type(value) is tuple:
         own = tuple(copied(each, parameters, copies) for each in value)
-    else:
-        return value
     copies[id(value)] = own
     return own

@@ -16,9 +16,11 @@ until an operation uses columns as one vector. That is a set of columns that bel
                                 of each entry of the batch: attention's heads
     a * b, a ** b, min(a, b)    the columns of a, and those of b: the halves of a gated layer
 
-Numbers and sets are in `columns.py`, the resulting matrices in `weight_use.py`. Columns in no set
-belong to an output head, columns that `topk` chooses from belong to a router, and a weight without
-products is a table.
+Columns in no set belong to an output head, columns that `topk` chooses from belong to a router, and
+a weight without products is a table.
+
+Read `watch`, which runs the pass; then `Watch`, whose methods follow operations in the order above,
+and record sets of columns (`columns.py`); then `Use.verdict` (`weight_use.py`), which concludes.
 """
 
 import re
@@ -49,7 +51,7 @@ ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
-CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max"), 1)
+CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
 """Operations that choose among columns, by the position of the axis argument."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 """Operations that add to some places, with the corresponding writes."""
@@ -75,6 +77,92 @@ SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read only the shape of an input."""
 ENDS = re.compile(r".*(loss|histc).*")
 """Operations whose results do not enter a layer."""
+
+
+def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
+    """Return the facts about weights that one forward pass of an example shows.
+
+    Args:
+        model: the model, whose parameters, gradients, buffers, modes and attributes (including
+        lists, mappings and generators) are restored afterwards. weights: parameters of two
+        dimensions or more. example: the arguments of the pass, a tensor, a tuple or a mapping, or a
+        function that runs
+            it.
+
+    Raises:
+        ValueError: weights that the pass did not use or hides, or that no `Division` describes;
+        parameters that the pass creates.
+    """
+    for name, weight in weights.items():
+        if is_dtensor(weight) or weight.is_meta:
+            kind = "sharded" if is_dtensor(weight) else "on the meta device"
+            raise ValueError(
+                f"example needs a model that can run, but {name} is {kind}: split before sharding "
+                "and pass the printed units for the sharded model, or leave out example"
+            )
+    if not callable(example):  # the pass may write to it
+        example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
+    watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
+    with undisturbed(model):
+        for module in model.modules():
+            if isinstance(module, parametrize.ParametrizationList):
+                _skip(watched, module)
+        model.register_forward_hook(lambda _, __, out: watched.end_with(tensors_in(out)))
+        known = {name for name, _ in model.named_parameters()}
+        try:
+            with watched:
+                result = _run(model, example)
+        finally:
+            watched.put_back()
+        if made := [name for name, _ in model.named_parameters() if name not in known]:
+            raise ValueError(f"the pass creates {', '.join(made)}: run the model before the split")
+    watched.end_with(tensors_in(result))
+    uses = [record for record in watched.numbers.records if isinstance(record, Use)]
+    taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
+    seen, problems = {}, []
+    for use in uses:
+        try:
+            seen[use.name] = use.verdict(taken)
+        except ValueError as error:
+            problems.append(f"{use.name}: {error}")
+    if problems:
+        raise ValueError(
+            "\n".join(problems)
+            + "\nsay how they are divided by units={name: {'rows': [n]}}, or {} "
+            "for one matrix, give their modules as elementwise, or give an example that uses them"
+        )
+    return seen
+
+
+def _run(model: nn.Module, example: Any) -> Any:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # all of its products are seen
+            if isinstance(example, Mapping):
+                return model(**example)
+            if isinstance(example, (tuple, list)):
+                return model(*example)
+            return example() if callable(example) else model(example)
+    except Exception as error:
+        error.add_note("in the forward pass of example: it must be the arguments of the model")
+        raise
+
+
+def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
+    """Treat a computed weight as the parameter of its shape, without watching its computation."""
+
+    def pause(*_: Any) -> None:
+        watched.paused = True
+
+    def resume(_: Any, __: Any, weight: Tensor) -> None:
+        watched.paused = False
+        for original in computed.parameters(recurse=False):
+            if original in watched.weights and original.shape == weight.shape:
+                watched.weights.copy(weight, original)
+
+    computed.register_forward_pre_hook(pause)
+    computed.register_forward_hook(resume)
 
 
 class Side(NamedTuple):
@@ -185,7 +273,11 @@ class Watch(TorchDispatchMode):
         ]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
-        if name in CHOICES and tracked and (name != "max" or isinstance(result, tuple)):
+        if (
+            name in CHOICES
+            and tracked
+            and (name not in ("max", "min") or isinstance(result, tuple))
+        ):
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
@@ -393,8 +485,8 @@ class Watch(TorchDispatchMode):
         axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
             return
-        if name == "max" and columns.numel() > columns.shape[axis] > 1:
-            self._hide([args[0]], "max of a part of its columns")
+        if name in ("max", "min") and columns.numel() > columns.shape[axis] > 1:
+            self._hide([args[0]], f"{name} of a part of its columns")
         elif columns.shape[axis] > 1:
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
         if isinstance(result, (tuple, list)):
@@ -450,27 +542,24 @@ class Watch(TorchDispatchMode):
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
         made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
         if not torch.equal(made[0], made[-1]):
-            made = [self._outputs(part, [axis], 1 - axis) for part in parts]
-        elif entries := self._entries(sides[weight]) if out.ndim == 3 else []:
-            use = self._use(sides[weight])
-            use.outputs.add(0)
-            made = [made[0] + entry * use.strides[0] for entry in entries]
+            columns = torch.stack([self._outputs(part, [axis], 1 - axis) for part in parts])
         else:
-            made = made[:1]
-        if len(made) > 1:  # each entry of the batch has separate outputs
-            self.numbers.settle(torch.stack(made), GROUP)
+            columns = self._entries(sides[weight], out)[:, None] + made[0]
+        if len(columns) > 1:  # each entry of the batch has separate outputs
+            self.numbers.settle(columns, GROUP)
         if not depthwise:
-            self._made(out, made, out.ndim - 2 if weight == 0 and out.ndim > 1 else out.ndim - 1)
+            self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
 
-    def _entries(self, weight: Tensor) -> list[int]:
-        """Return the entries of a stack that a batched product uses in order, or [] for others."""
+    def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
+        """Return the distances of entries that a batched product uses in order, or 0."""
         use = self._use(weight)
-        if weight.ndim != 3 or len(use.shape) != 3:
-            return []
-        numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
-        entries = numbers.div(use.strides[0], rounding_mode="floor").long().tolist()
-        order = [*range(use.shape[0])] * (len(weight) // use.shape[0])
-        return order if entries == order else []
+        if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
+            numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
+            order = torch.arange(use.shape[0]).repeat(len(weight) // use.shape[0])
+            if torch.equal(numbers.cpu() // use.strides[0], order.double()):
+                use.outputs.add(0)
+                return order * use.strides[0]
+        return torch.zeros(1, dtype=torch.long)
 
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
         """Return the axes of columns that a product with a sum over an axis uses together.
@@ -498,7 +587,7 @@ class Watch(TorchDispatchMode):
         lines = [[*self.numbers.uses(along(axis))] for axis in summed]
         inputs = {a for line in lines for use, own in line for a in use.axes(own)}
         for use in {use for line in lines for use, _ in line}:
-            sizes = [len(own.unique()) for line in lines for other, own in line if other is use]
+            sizes = [len(own) for line in lines for other, own in line if other is use]
             wanted = prod(use.shape[a] for a in inputs)
             if prod(sizes) != wanted:
                 use.hidden = f"a product with {prod(sizes)} of its {wanted} inputs"
@@ -525,15 +614,13 @@ class Watch(TorchDispatchMode):
         if groups > 1:
             self.numbers.settle(numbers.view(groups, -1), GROUP)
         if not depthwise:
-            self._made(out, [numbers], 1)
+            self._made(out, numbers[None], 1)
 
-    def _made(self, out: Tensor, columns: list[Tensor], axis: int) -> None:
-        """Record the columns along an axis of a product's result, for each index of its first
-        axis."""
-        sizes = [len(columns), *[1] * (out.ndim - 1)] if len(columns) > 1 else [1] * out.ndim
-        sizes[axis] = len(columns[0])
-        numbers = torch.stack(columns).double().to(out.device)
-        self.columns.write(out, numbers.view(sizes))
+    def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
+        """Record columns `[1 or n, columns]` along the first axis and another of a product."""
+        sizes = [1] * out.ndim
+        sizes[0], sizes[axis] = columns.shape  # an `out` of one axis has one row of columns
+        self.columns.write(out, columns.double().to(out.device).view(sizes))
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
@@ -554,89 +641,3 @@ def _distinct(sides: Iterable[Side]) -> list[Tensor]:
         if not any(bool((columns == other).all()) for other in distinct):
             distinct.append(columns)
     return distinct
-
-
-def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
-    """Return the facts about weights that one forward pass of an example shows.
-
-    Args:
-        model: the model, whose parameters, gradients, buffers, modes and attributes (including
-        lists, mappings and generators) are restored afterwards. weights: parameters of two
-        dimensions or more. example: the arguments of the pass, a tensor, a tuple or a mapping, or a
-        function that runs
-            it.
-
-    Raises:
-        ValueError: weights that the pass did not use or hides, or that no `Division` describes;
-        parameters that the pass creates.
-    """
-    for name, weight in weights.items():
-        if is_dtensor(weight) or weight.is_meta:
-            kind = "sharded" if is_dtensor(weight) else "on the meta device"
-            raise ValueError(
-                f"example needs a model that can run, but {name} is {kind}: split before sharding "
-                "and pass the printed units for the sharded model, or leave out example"
-            )
-    if not callable(example):  # the pass may write to it
-        example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
-    watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
-    with undisturbed(model):
-        for module in model.modules():
-            if isinstance(module, parametrize.ParametrizationList):
-                _skip(watched, module)
-        model.register_forward_hook(lambda _, __, out: watched.end_with(tensors_in(out)))
-        known = {name for name, _ in model.named_parameters()}
-        try:
-            with watched:
-                result = _run(model, example)
-        finally:
-            watched.put_back()
-        if made := [name for name, _ in model.named_parameters() if name not in known]:
-            raise ValueError(f"the pass creates {', '.join(made)}: run the model before the split")
-    watched.end_with(tensors_in(result))
-    uses = [record for record in watched.numbers.records if isinstance(record, Use)]
-    taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
-    seen, problems = {}, []
-    for use in uses:
-        try:
-            seen[use.name] = use.verdict(taken)
-        except ValueError as error:
-            problems.append(f"{use.name}: {error}")
-    if problems:
-        raise ValueError(
-            "\n".join(problems)
-            + "\nsay how they are divided by units={name: {'rows': [n]}}, or {} "
-            "for one matrix, give their modules as elementwise, or give an example that uses them"
-        )
-    return seen
-
-
-def _run(model: nn.Module, example: Any) -> Any:
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        model = model.module
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # all of its products are seen
-            if isinstance(example, Mapping):
-                return model(**example)
-            if isinstance(example, (tuple, list)):
-                return model(*example)
-            return example() if callable(example) else model(example)
-    except Exception as error:
-        error.add_note("in the forward pass of example: it must be the arguments of the model")
-        raise
-
-
-def _skip(watched: Watch, computed: parametrize.ParametrizationList) -> None:
-    """Treat a computed weight as the parameter of its shape, without watching its computation."""
-
-    def pause(*_: Any) -> None:
-        watched.paused = True
-
-    def resume(_: Any, __: Any, weight: Tensor) -> None:
-        watched.paused = False
-        for original in computed.parameters(recurse=False):
-            if original in watched.weights and original.shape == weight.shape:
-                watched.weights.copy(weight, original)
-
-    computed.register_forward_pre_hook(pause)
-    computed.register_forward_hook(resume)

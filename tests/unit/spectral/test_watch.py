@@ -1275,12 +1275,13 @@ def test_columns_pass_an_activation(name: str) -> None:
 def test_a_maximum_along_columns_is_a_choice() -> None:
     model = Module(
         lambda m, x: m.out(
-            m.first(x) * m.router(x).max(-1, keepdim=True).values + m.other(x).argmin(-1)[..., None]
+            m.first(x) * m.most(x).max(-1, keepdim=True).values
+            + m.least(x).min(-1, keepdim=True).values * m.place(x).argmin(-1)[..., None]
         ),
-        **{"router": linear(12, 3), "other": linear(12, 3)},
+        **{name: linear(12, 3) for name in ("most", "least", "place")},
         **{"first": linear(12, 8), "out": linear(8, 4)},
     )
-    assert all("router" in r.reason for r in split_parameters(model, example=x).rows[:2])
+    assert all("router" in r.reason for r in split_parameters(model, example=x).rows[:3])
 
 
 OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
