@@ -146,11 +146,11 @@ def latent_attention_units(
 class HeadParameter:
     """A parameter `[groups, rows of a group, width]` of one layer, cut over ranks by groups.
 
-    prefix, name    of the layer, and of the parameter in its attention
+    prefix, name    name of the layer, and of the parameter in its attention
     groups          heads with separate keys
     roles           (role, heads in a group, rows of a head), in the order of a group's rows
     width           columns
-    infix           what a unit's name has between its role and its number
+    infix           text between the role and the number in a unit's name
     """
 
     prefix: str

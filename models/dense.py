@@ -230,7 +230,7 @@ def assemble(
 
     Args:
         sequence_length: the longest sequence.
-        virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
+        virtual_stage: index of the chunk on its rank, None without virtual pipeline stages.
         **loss: the options of `DecoderModel`'s loss.
     """
     built = DecoderModel(
@@ -288,8 +288,8 @@ def declared_name(
 ) -> str:
     """Return the declared name of one parameter of a chunk that holds global layers `layers`.
 
-    `in_layer(index of the layer in the chunk, name in the layer)` returns its declared name there,
-    or None.
+    `in_layer(index of the layer in the chunk, name in the layer)` returns the declared name in the
+    layer, or None.
     Raises ValueError if it has none.
     """
     name = plain_name(name)

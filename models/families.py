@@ -131,8 +131,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="llama",
-            about="a pre-norm decoder, the plainest one; with biases on queries, keys and values "
-            "Qwen2 and Qwen2.5",
+            about="a pre-norm decoder, the plainest one; Qwen2 and Qwen2.5 add biases to queries, "
+            "keys and values",
             hugging_face=(LLAMA, QWEN2),
         ),
         Family(
@@ -207,7 +207,7 @@ def family_checks(model: ModelConfig) -> Iterator[Check]:
 class ModelSize:
     """Parameters (elements) and FLOPs (floating-point operations, a multiply-add is two).
 
-    active_parameters   those that one token uses: of the routed experts only its `top_k`
+    active_parameters   parameters that one token uses: of the routed experts, only its `top_k`
     """
 
     parameters: int

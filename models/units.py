@@ -40,7 +40,7 @@ class Unit:
     whole_gradient   of a replicated unit: every tensor-parallel rank has all of its gradient, under
                  sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
-    start        what every element of a unit without draws begins with
+    start        first value of every element of a unit without draws
     tied_stage   of an embedding that is also the head, where pipeline stages hold a copy each:
                  whether this copy is that of the first or of the last stage; else None
     domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
@@ -239,5 +239,9 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         count = torch.zeros(parameter.shape, dtype=torch.uint8)
         for unit in claims[name]:
             unit.view(count).add_(1)
-        if not bool((count == 1).all()):
-            raise ValueError(f"the units of parameter {name} do not cover it exactly once")
+        missing, repeated = int((count == 0).sum()), int((count > 1).sum())
+        if missing or repeated:
+            raise ValueError(
+                f"the units of parameter {name} must cover it exactly once, got {missing} elements "
+                f"without a unit and {repeated} with several"
+            )

@@ -239,10 +239,10 @@ class ParallelModel:
 class ModelOptions:
     """Options for building a model of any shape.
 
-    seed                of the initial weights
+    seed                seed of the initial weights
     sequence_length     tokens of a sample
     buckets             planner of a domain's buckets; its `ranks` are set for each domain
-    dtype               of weights and activations
+    dtype               dtype of weights and activations
     engine              options of the family's `transformer_config`: recompute, fp8
     split               fields of `Split`: qkv_units, split_gate_up
     loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss

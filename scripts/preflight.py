@@ -45,7 +45,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Check:
     """A check on one rank: `run` fills `result`, which must equal `expected`.
 
-    unit    of the rate, amount per second: TFLOP/s or GB/s
+    unit    unit of the rate, amount per second: TFLOP/s or GB/s
     source  copied to `result` before each run, outside its time
     """
 

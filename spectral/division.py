@@ -230,10 +230,10 @@ class SteppedUnit:
     """A part of a parameter that is stepped as one; under an elementwise rule, the whole local
     part.
 
-    division   of the parameter
-    box        where the unit is in the parameter
-    shape      of the unit: `[rows, cols]` or `[n]`
-    entries    of the state that belong to the unit as a whole
+    division   division of the parameter
+    box        the unit's box in the parameter
+    shape      shape of the unit: `[rows, cols]` or `[n]`
+    entries    entries of the state that belong to the unit as a whole
     """
 
     parameter: Tensor

@@ -226,10 +226,10 @@ class Preconditioner:
     def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs per step of a PC layer on a unit of `shape`, without its rule.
 
-        The parts are PC(W), its transposed Jacobian, and the refresh of the singular pair. With m
-        <= n the sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of
-        m^3; the Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and
-        2 k - 2 of m^3.
+        The parts are PC(W), its transposed Jacobian, and the refresh of the singular pair. For
+        sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1 products
+        m^3; the Jacobian repeats the Gram matrix and the iteration, and adds 3 products m n m and
+        2 k - 2 products m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)

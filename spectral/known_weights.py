@@ -238,15 +238,14 @@ class KnownWeights:
             if any(x.multiplies for x in later):
                 break
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
-            return False, "one output a head of attention"
+            return False, "one output per head of attention"
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _runner(self, weight: Weight) -> nn.Module | None:
         """Return the module whose forward pass takes the outputs of a layer, if it is known.
 
-        It is not known for the last layer of such a module, whose outputs may be those of the
-        module.
+        The last layer of a module has no known one, because its outputs may be the module's.
         """
         for _, module in weight.path[1:]:
             last = self._last(module) is weight.module

@@ -19,7 +19,7 @@ class Weight(NamedTuple):
     """A trainable parameter and its place in the model.
 
     name        full name of the parameter
-    module      that has the parameter, or whose weight a parametrization makes of it
+    module      module with the parameter, or whose weight a parametrization computes from it
     own         name of the parameter in `module`
     path        names and modules from `module` outward, the whole model last, whose name is ""
     """

@@ -224,8 +224,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "a parameter must come into a group that names its parameters by "
-                        f"add_param_group, with its name, got one of {tuple(parameter.shape)}"
+                        "a parameter must be added to a group with names by add_param_group, with "
+                        f"its name, got one of {tuple(parameter.shape)} without"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
@@ -574,7 +574,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
             finite, same = self._ranks.agree(finite, present)
-            # Ranks that differ would exchange other matrices, so a rank that changes waits.
+            # Ranks with other gradients would exchange other matrices, so wait after a change.
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients of the same parameters")

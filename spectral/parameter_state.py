@@ -191,7 +191,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # True is not a valid 1, and the checks take longer than a step
+@lru_cache(maxsize=256, typed=True)  # 1 must not find True's result; checks are slower than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
@@ -219,9 +219,9 @@ def check_kinds(
         old = before.get(parameter, kind)
         if kind != old and state.get(parameter):
             raise ValueError(
-                f"rule and units of a parameter must stay {old[0]!r} and {old[1].settings()}, of "
-                f"which its state is, got {kind[0]!r} and {kind[1].settings()}; make an optimizer "
-                "or a group for it"
+                f"rule and units of a parameter must stay {old[0]!r} and {old[1].settings()}, for "
+                f"which its state was made, got {kind[0]!r} and {kind[1].settings()}; make a new "
+                "optimizer or group for it"
             )
 
 

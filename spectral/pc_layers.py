@@ -42,7 +42,7 @@ class EffectiveWeight(nn.Module):
 
     Subclasses define the matrices of a weight and the source of their top singular pairs.
 
-    preconditioners   of the matrices, in their order
+    preconditioners   preconditioners of the matrices, in their order
     gamma             `[matrices]`, the scale of each
     """
 
@@ -164,7 +164,7 @@ def preconditioned(
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
         blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
-        level: of the polynomial, see `Preconditioner`.
+        level: level of the polynomial, see `Preconditioner`.
 
     Raises:
         ValueError: no layer matches; the weight of a layer is already parametrized, sharded, or

@@ -50,8 +50,8 @@ FAINT = 1e-20
 """Share of a fixed vector in the start: negligible relative to a cached vector, everything if the
 cached vector is zero."""
 RIDGE = 1e-7
-"""Added to the diagonal of a basis's Gram matrix: keeps it positive with zero rows, and rounding
-errors in dependent rows from being magnified."""
+"""Added to the diagonal of a basis's Gram matrix, so that the matrix is positive with zero rows and
+does not magnify rounding errors in dependent rows."""
 
 
 def top_singular(
@@ -272,7 +272,7 @@ CYCLE = 5
 """Largest number of steps between two orthogonalisations. Five powers separate all that float32 can
 distinguish: with one, two or five the top singular pairs agree to five digits."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
-"""Squared length up to which a unit vector, once orthogonalised, is rounding error alone."""
+"""Largest squared length at which an orthogonalised unit vector is only rounding error."""
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:

@@ -27,9 +27,9 @@ class Snapshot:
     """Groups and states of an optimizer after a check.
 
     Attributes:
-        parameters: of all groups.
+        parameters: parameters of all groups.
         sharded: whether a parameter is a DTensor.
-        shapes: of the parameters.
+        shapes: shapes of the parameters.
         forms: properties of parameters on which states and owners depend.
         masters: 16-bit parameters with their float32 weights.
         columns: the stepped tensors of each AdamW group.

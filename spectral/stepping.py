@@ -25,8 +25,8 @@ class Units(ABC):
     """Units of one shape and dtype on one device.
 
     Attributes:
-        shape: of each unit.
-        dtype, device: of their weights.
+        shape: shape of each unit.
+        dtype, device: dtype and device of their weights.
         count: number of units.
     """
 

@@ -119,7 +119,7 @@ class Solver:
             float32 on a GPU where the model is narrow (`spectral.tangent_model.is_wide`).
         early_exit: stop when every matrix has converged, which waits for the device. Otherwise
             exactly `max_evaluations` run, without a host sync.
-        schedule, steps, dtype: of msign.
+        schedule, steps, dtype: options of msign.
 
     Raises ValueError for `max_evaluations < 1` or `tolerance <= 0`.
     """

@@ -140,7 +140,7 @@ def build(
         stacks: tensors `[batch, rows, cols]`, `rows <= cols`, of the same rows.
         u: `[matrices, rows]`, of all stacks, unit or zero vectors, like `v`.
         v: `[batch, cols]`, of each stack.
-        steps, dtype: of msign.
+        steps, dtype: options of msign.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(vectors.double()) for vectors in v]

@@ -564,8 +564,8 @@ class Watch(TorchDispatchMode):
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
         """Return the axes of columns that a product with a sum over an axis uses together.
 
-        If the sum weighs vectors, these are the other axes. It does if it adds outputs of different
-        matrices or, in a product of activations, if the other axis has the successive outputs.
+        These are the other axes if the sum weighs vectors: if it adds outputs of different matrices
+        or, in a product of activations, if the other axis has the successive outputs.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):

@@ -132,7 +132,7 @@ class Use:
     def _cuts(self) -> Iterator[set[tuple[int, ...]]]:
         """Yield the sets of columns that divide the outputs.
 
-        Layers that take parts, such as blocks, do not if another layer takes all outputs.
+        If one layer takes all outputs, other layers that take parts, such as blocks, do not divide.
         """
         for kind, sets in self.sets.items():
             whole = {columns for columns in sets if len(columns) == self._count}

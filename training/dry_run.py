@@ -35,8 +35,8 @@ class PhaseUse:
     """Use of the data sets in one phase of a run.
 
     after_steps  steps before the phase
-    samples      of all sets
-    weights      of the sets, by name, all above 0
+    samples      number of samples of all sets
+    weights      weights of the sets, by name, all above 0
     """
 
     after_steps: int

@@ -48,8 +48,9 @@ class GramPenalty:
 
         penalty/on              1 if the penalty was active
         penalty/value           coefficient times the sum of the penalties, active or not
-        penalty/loss_ratio      that value over the loss
-        penalty/gradient_ratio  norm of its gradient over that of the loss, on penalised weights
+        penalty/loss_ratio      penalty/value over the loss
+        penalty/gradient_ratio  norm of the penalty's gradient over the norm of the loss's gradient,
+                                on penalised weights
         penalty/share           mean of ||OffDiag||_F^2 / ||W||_F^4
         """
         figures = self._figures

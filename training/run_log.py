@@ -70,7 +70,7 @@ class RunLog:
 
         warned    warnings before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
-        progress   of the run; its step is `step`, or the next one if that has no report yet
+        progress   progress of the run: its step is `step`, or one more if that has no report yet
         monitor_interval   steps between monitored steps, as `Monitors` has it
         """
         self.config = config

@@ -76,7 +76,7 @@ class Trainer:
                    `[micro_batch, sequence_length + 1]`
         tasks      multiple-choice tasks to score the model on
         sampler    writer of samples of text, None without samples
-        monitor_interval   of `Monitors`
+        monitor_interval   steps between monitored steps
         """
         self.config = config
         self.groups = groups

@@ -127,8 +127,8 @@ class TensorParallel(torch.optim.Optimizer):
         self.within.zero_grad()  # otherwise a second set of gradients would remain
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Return the values `of` a group's parameters as DTensors, with separate halves of gated
-        layers, and their further division."""
+        """Return `of` each parameter of a group as a DTensor, in halves for gated layers, and the
+        further division of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found, units = [], group["units"]

@@ -40,10 +40,10 @@ def geglu(gate_up: Tensor) -> Tensor:
 class Activation:
     """One activation of a feed-forward block.
 
-    function      elementwise; of the gate, or of up in a block without a gate
-    block         of all that the block's first linear gives: gate and up side by side, or up
+    function      elementwise function of the gate, or of up in a block without a gate
+    block         function of the first linear's output: gate and up side by side, or up
     gated         whether the block has a gate
-    hugging_face  its name in config.json, None if no class of transformers has it
+    hugging_face  name in config.json, None if no class of transformers has it
     """
 
     function: Callable[[Tensor], Tensor]

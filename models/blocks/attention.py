@@ -81,11 +81,11 @@ class CoreAttention(torch.nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]` of the last s positions of t.
+        """Return the attention output `[s, b, heads * d]` of queries at the last s of t positions.
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    of the queries, which see no keys of other documents; None for one document
+        documents    documents of the queries, which see no others' keys; None for one document
         """
         raise NotImplementedError
 

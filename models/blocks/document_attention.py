@@ -23,7 +23,7 @@ class Lengths:
 
     queries, keys   starts of documents in the packed tokens, then the number of tokens: int32
                     `[documents + 1]` on the device
-    most_queries, most_keys   largest number of one document
+    most_queries, most_keys   largest number of queries and of keys in one document
     """
 
     queries: Tensor
@@ -36,8 +36,8 @@ class Lengths:
 class DocumentRange:
     """The documents of a range of queries.
 
-    firsts    place in the sequence of the first token of each query's document `[b, s]`
-    lengths   the same for kernels of variable length
+    firsts    position of the first token of each query's document in the sequence `[b, s]`
+    lengths   the documents in the format of variable-length kernels
     """
 
     firsts: Tensor
@@ -51,8 +51,8 @@ class Documents(PackedSeqParams):
     Megatron passes them from the model to the core attention of every layer. The format is not
     Megatron's `thd`, so it leaves queries, keys and values unchanged.
 
-    positions   of each token in its document `[b, s]`
-    parts       of the ranges of `context_chunks`, in their order
+    positions   position of each token in its document `[b, s]`
+    parts       documents of the ranges of `context_chunks`, in their order
     """
 
     positions: Tensor
@@ -122,7 +122,7 @@ def varying_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s; smaller heads are padded to the size that all have
-    lengths      of the documents, whose queries see no keys of others
+    lengths      the documents, whose queries see no keys of other documents
     """
     from torch.nn.attention.varlen import varlen_attn  # imported here, as it loads the compiler
 

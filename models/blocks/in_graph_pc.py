@@ -33,7 +33,8 @@ class UnitWeight(EffectiveWeight):
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
     tensor  the ranks that share the weight, None if its units are whole here
-    u, v    per unit `[1, rows]` and `[1, cols]`, float32 or wider: constants of a forward pass
+    u, v    vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider: constants of a
+            forward pass
     """
 
     def __init__(

@@ -110,9 +110,9 @@ def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 class RotatedSelfAttention(SelfAttention):
     """Megatron's self-attention with one function `rotate` for rotary positions.
 
-    Megatron uses a dozen operations for queries and as many for keys. With the compiled functions
-    `heads`, queries and keys are also normalised there, and the gradients of queries, keys and
-    values are written as one tensor.
+    Megatron uses a dozen operations for queries and as many for keys. The compiled functions
+    `heads` also normalise queries and keys, and write the gradients of queries, keys and values as
+    one tensor.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -78,8 +78,8 @@ def softcapped_attention(
 
 
 class _SoftcappedAttention(torch.autograd.Function):
-    """Softcapped attention of `[batch, n, s, d]` queries, of which n share each of the `[batch, t,
-    d]` keys and values."""
+    """Softcapped attention of `[batch, n, s, d]` queries to `[batch, t, d]` keys and values, which
+    n query heads share."""
 
     @staticmethod
     def forward(

@@ -177,11 +177,11 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
 class Architecture:
     """A class of transformers.
 
-    name        its name, e.g. LlamaForCausalLM
-    model_type  its name in config.json
-    settings    what config.json states of a model in addition to the keys of all classes
-    norms       a layer's norms, each with its name there
-    qk_norm     whether query and key heads are normalised, None if it has both
+    name        name of the class, e.g. LlamaForCausalLM
+    model_type  name of the class in config.json
+    settings    keys of config.json for a model, in addition to the keys of all classes
+    norms       names in transformers of a layer's norms, by our names
+    qk_norm     whether query and key heads are normalised, None if both are possible
     head_sizes  whether heads may have a separate size
     whole_heads whether heads must divide the width, although they have a separate size
     latent      whether its attention is multi-head latent attention

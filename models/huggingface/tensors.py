@@ -22,10 +22,10 @@ SCORE_BIAS = ".e_score_correction_bias"
 class TheirTensor:
     """A tensor of the Hugging Face model, as the part `index` of one of our parameters.
 
-    name       theirs, e.g. `model.layers.0.self_attn.q_proj.weight`
-    parameter  ours, e.g. `layers.0.attention.qkv`; of a buffer `layers.0.router.expert_bias`
+    name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
+    parameter  name of our parameter or buffer, e.g. `layers.0.attention.qkv`
     view_shape shape in which our whole parameter is viewed before `index` picks the part
-    shape      theirs
+    shape      shape in transformers
     """
 
     name: str

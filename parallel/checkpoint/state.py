@@ -54,9 +54,9 @@ class StatePart:
     """A box of a tensor; `value` is the memory that it is saved from and loaded into.
 
     key      name of the tensor in a checkpoint
-    value    `[*sizes]`
-    shape    of the whole tensor
-    offset   of the box in it
+    value    the values of the box, `[*sizes]`
+    shape    shape of the whole tensor
+    offset   position of the box in the tensor
     written  whether this rank saves it; other ranks hold copies
     """
 

@@ -69,7 +69,7 @@ class Groups:
     experts    domain of routed experts, with separate tensor ranks
     host       all ranks, over gloo whatever the device, for values of the host
     store      rendezvous store of the ranks; it outlives a failed collective
-    device     of this rank's tensors
+    device     device of this rank's tensors
     """
 
     layout: Layout

@@ -30,9 +30,9 @@ class GradientSamples:
         """Start to keep gradients.
 
         Args:
-            model: whose gradients are observed.
-            groups: of the model.
-            microbatches: of a step on one rank.
+            model: the model with the observed gradients.
+            groups: process groups of the model.
+            microbatches: micro-batches of a step on one rank.
             samples: micro-batches of the global batch to keep, at most all of them.
         """
         self.count = min(samples, microbatches * groups.data.size)

@@ -103,7 +103,7 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """A part of a bucket of weights, as flat memory.
 
-    slots   of the weights in the bucket that this memory is a part of
+    slots   slots of the weights in the bucket that contains this memory
     first   first element of this memory in the bucket
     """
 

@@ -186,8 +186,8 @@ class DistributedOptimizer:
     def refused(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and 0-d numbers of refusals of this rank in the last step.
 
-        The number is 0 or 1 for a matrix, and for a range of a shard under an elementwise rule.
-        Parts whose gradient and state are known to be sound are left out.
+        A matrix, and a range of a shard under an elementwise rule, counts as one, so the number is
+        0 or 1. Parts whose gradient and state are known to be sound are left out.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before the first step of a stack

@@ -40,7 +40,7 @@ from spectral.stepping import accumulate_, elements_of, step_units
 class Region:
     """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
 
-    start     within the shard
+    start     position in the shard
     in_norm   whether this rank counts it in the gradient norm, in which each element counts once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
@@ -290,7 +290,7 @@ def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None
     """Turn new weights into updates to send, and add these to the weights that owners keep.
 
     `pairs` are the new and the kept weight of each unit. Rules step weights in place, so an update
-    is their difference; it is added as it is sent, rounded to `wire` (None: unrounded).
+    is their difference. It is rounded to `wire` (None: unrounded) before it is added and sent.
     """
     if not pairs:
         return

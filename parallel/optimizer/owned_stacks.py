@@ -27,8 +27,8 @@ class StepOptions:
     """Number of step groups, and dtypes of sent and kept tensors.
 
     step_groups      largest number of groups of buckets; None as in `BucketLayout.step_groups`
-    exchange_dtype   of momentum and updates that are sent; None for their own
-    momentum_dtype   of the momentum of whole-matrix rules; None for the masters'
+    exchange_dtype   dtype of sent momentum and updates; None for their own dtype
+    momentum_dtype   dtype of the momentum of whole-matrix rules; None for the masters'
     """
 
     step_groups: int | None = None

@@ -35,8 +35,8 @@ class PenaltyFigures:
     value                coefficient times the sum of the penalties, in nats per token like the loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
-    gradient_norm        of `value`
-    loss_gradient_norm   of the loss alone, over the penalised units
+    gradient_norm        norm of the gradient of `value`
+    loss_gradient_norm   norm of the loss's gradient over the penalised units
     """
 
     value: float

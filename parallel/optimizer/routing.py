@@ -162,8 +162,8 @@ def unit_work(
     """Collect cost and holders of every unit with an owner in a stage, by ascending name.
 
     Args:
-        units: of each tensor-parallel rank of the stage, ranks ascending.
-        bucket_layout: of the stage, the same on every tensor-parallel rank.
+        units: units of each tensor-parallel rank of the stage, ranks ascending.
+        bucket_layout: layout of the stage, the same on every tensor-parallel rank.
         assign: rule and penalty of each unit; elementwise units without a penalty have no owner.
     """
     cost = cache(Assignment.cost)  # shared by units of one shape

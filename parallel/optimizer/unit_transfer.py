@@ -74,7 +74,7 @@ def plan_transfers(
 
     Args:
         stage_units: the units of each tensor-parallel rank of the stage, ranks ascending.
-        bucket_layout: of the stage.
+        bucket_layout: layout of the stage.
         owners: rank within the stage by unit name; units without an entry are left out.
     """
     tensor_size = len(stage_units)

@@ -142,16 +142,16 @@ HALF_SIZE: Final = 64
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
-"""Share of the peak that fused attention reaches, as published for H100 and A100 (cuDNN and
-FlashAttention-3 on the one, FlashAttention-2 on the other, causal, heads of 128)."""
+"""Share of the peak that fused attention reaches, as published for H100 (cuDNN, FlashAttention-3)
+and A100 (FlashAttention-2), both causal with heads of 128."""
 OLDER_ATTENTION: Final = 0.32
 """Share of the peak for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et
 al., "FlashAttention-3", 2024, figure 5) and backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
 """Share of the peak for scores computed block by block."""
 SYMMETRIC: Final = 0.45
-"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 from 4,096
-rows or 32 matrices of 2,048 (spectral/kernels/table.json)."""
+"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 with at
+least 4,096 rows, or 32 matrices of 2,048 (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
 """Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
 measured in float64 in SSO's step on an H200. Columns are processed in sequence, so the share is
@@ -230,7 +230,7 @@ class Work:
     """The work of an operation on a device.
 
     size       moved bytes
-    operands   of its FLOPs, a key of `Device.peak`
+    operands   type of its operands, a key of `Device.peak`
     share      share of the peak, None for a large product's
     kernels    number of launches
     waiting    seconds of sequential steps of any size

@@ -68,8 +68,8 @@ def element_state_bytes(rule: Rule) -> int:
 class DomainPlan:
     """The dense units or the experts of a stage, their buckets, and the work of their owners.
 
-    units   of each tensor-parallel rank of the domain, ranks ascending
-    works   of the units with an owner, names ascending
+    units   units of each tensor-parallel rank of the domain, ranks ascending
+    works   work of the units with an owner, names ascending
 
     Arrays are `[stage ranks]`.
     """

@@ -33,17 +33,17 @@ class StagePlan:
     parameters         elements on each rank, without padding
     buckets            number of buckets
     padding            elements that belong to no parameter
-    elements           of a rank's shards
+    elements           elements of a rank's shards
     units              matrices with an owner
     load_max           FLOPs of the busiest rank
     load_mean          FLOPs of a rank, mean over the stage
     sent               bytes per step of the busiest rank, for each kind of communication
-    reduced, gathered  of these reduce-scatter and all-gather, of each domain
+    reduced, gathered  bytes of these in reduce-scatters and all-gathers, by domain
     sent_max           largest bytes per step of a rank, without the Gram penalty
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
-    memory             of the fullest rank
+    memory             memory of the fullest rank
     traffic            all bytes that a rank sends per step by kind, including activations
     """
 

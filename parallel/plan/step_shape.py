@@ -31,7 +31,7 @@ BLOCK: Final = ("gate", "up", "gate_up", "down")
 class LayerWeight:
     """One parameter `[rows, cols]`, the product of its inputs of width cols.
 
-    cut      as `Cut`
+    cut      see `Cut`
     expert   whether it belongs to a routed expert, of which a layer has `experts`
     block    whether it belongs to a dense or shared feed-forward block
     router   whether it is a router, which multiplies in float32
@@ -128,10 +128,10 @@ class PlanInputs(Layout):
     fused_loss       whether Liger's kernels compute the loss, without chunks
     compiled         whether norms, rotations and activations are fused by torch.compile
     fused_backward   whether kernels compute the gradients of gated blocks and of heads
-    dtype            of weights and activations; gradients and masters are float32
+    dtype            dtype of weights and activations; gradients and masters are float32
     rule_operands    type of the operands of the rules' products, a key of `Device.peak`
     exchange_bytes   bytes per sent element of momentum and update
-    step_groups      as in `BucketLayout.step_groups`
+    step_groups      see `BucketLayout.step_groups`
     """
 
     data: int
@@ -183,7 +183,7 @@ class StepShape:
     sequence_length  tokens of a whole sequence
     microbatches     passes of a rank in a step
     operands         type of the operands of large products, a key of `Device.peak`
-    attended         length of equal documents that attention stays within, None for the sequence
+    attended         length of equal documents to which attention is limited; None: the sequence
     """
 
     model: ModelConfig

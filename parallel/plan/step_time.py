@@ -1,9 +1,10 @@
 """The modelled time of a step: a roofline with stated constants, not a measurement.
 
-A product takes its FLOPs at its shape's share of the peak, everything else its bytes at the copy
-rate, and at least the time of a launch. Communication takes its bytes at the rate of its slowest
-link; communication of activations is not hidden behind computation, gradients are hidden behind the
-backward pass of the last micro-batch, and weights behind the forward pass of the first.
+A product's time is its FLOPs over its shape's share of the peak; any other operation's time is its
+bytes over the copy rate, and at least the time of a launch. Communication's time is its bytes over
+the rate of its slowest link. Communication of activations is not hidden behind computation;
+gradients are hidden behind the backward pass of the last micro-batch, and weights behind the
+forward pass of the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,11 +37,11 @@ MATRIX_BYTES: Final = 105
 class Passes(NamedTuple):
     """Elements moved per token for each element of a width.
 
-    stream      of the residual stream: two norms, two sums, and their gradients
-    queries, keys   of their widths: rotation, copies, and their gradients
-    head_norm   of normalised queries and keys
-    gated, plain    of a feed-forward block with and without a gate
-    routed      of each of a token's experts
+    stream      residual stream: two norms, two sums, and their gradients
+    queries, keys   queries and keys: rotation, copies, and their gradients
+    head_norm   normalised queries and keys
+    gated, plain    feed-forward block with and without a gate
+    routed      each of a token's experts
     """
 
     stream: float
@@ -79,8 +80,8 @@ LOGITS: Final = 61
 FUSED_LOGITS: Final = 22
 """Bytes per logit with Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
-"""Bytes per parameter of the embedding and experts: the gradient, added to the float32 sum after
-each micro-batch; other parameters' products accumulate it."""
+"""Bytes per parameter of the embedding and experts that move when a micro-batch's gradient is added
+to the float32 sum; the products of other parameters accumulate gradients."""
 STACKED: Final = 8
 """Bytes per parameter of an expert, as a layer's experts are copied to one stack."""
 FORWARD: Final = 0.4
@@ -111,13 +112,13 @@ class StageTime:
 class StepTime:
     """Modelled seconds of a step on the slowest rank.
 
-    forward, backward, recompute   of computing, all micro-batches
-    activations   of sending activations
+    forward, backward, recompute   computation of all micro-batches
+    activations   sending activations
     bubble        waiting for other stages
     gradients     reduce-scatters not hidden by the backward pass, and a tied embedding's sum
     weights       all-gathers not hidden by the forward pass
-    exchange      momentum to owners and updates back
-    optimizer     of the rules
+    exchange      sending momentum to owners and updates back
+    optimizer     steps of the rules
     """
 
     forward: float
@@ -140,8 +141,8 @@ class StepTime:
 class OptimizerLoad:
     """The optimizer's work per step on the busiest rank of a stage.
 
-    flops      of its matrices
-    elements   of its shards
+    flops      FLOPs of its matrices
+    elements   elements of its shards
     gradients, weights   bytes reduced and gathered over the replicas of each domain
     exchanged  bytes of momentum and updates between owners and shards
     tied       bytes of a tied embedding's gradient between the first and the last stage

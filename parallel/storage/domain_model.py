@@ -30,9 +30,9 @@ from spectral.batching import copy_all_
 class Buffers:
     """Parameter and gradient buckets of one rank.
 
-    parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view
-    gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
-    masters      per bucket, this rank's shard `[numel / replicas]` of the stepped weights: a
+    parameters   one tensor per bucket, `[numel]` in the model's dtype; model parameters are views
+    gradients    one tensor per bucket, `[numel]`; every parameter's `main_grad` is a view of it
+    masters      for each bucket, this rank's shard `[numel / replicas]` of the stepped weights: a
                  float32 copy of 16-bit parameters, or the parameters' shard itself if they are
                  wider or if the owners of the bucket's units keep its weights
     master       an empty tensor with the masters' device and dtype
@@ -115,7 +115,7 @@ class GradientReducer:
     the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
     its last gradient is complete; otherwise all start in `finish`.
 
-    observers     by name, callbacks for each micro-batch's gradient of each parameter
+    observers     callbacks for each micro-batch's gradient of each parameter, by name
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
                   parallelism
     tied          a tied embedding with a copy on another pipeline stage: its gradient is the sum of
@@ -260,7 +260,7 @@ class DomainModel:
 
     stage_units   the units of every tensor-parallel rank of the domain's stage, in forward order
     comm_volume   counter of sent bytes
-    gathers       by bucket, the all-gather of new weights, possibly still running
+    gathers       all-gather of new weights, possibly still running, by bucket
     """
 
     domain: Domain

@@ -82,8 +82,8 @@ MSIGN = ("schedule", "steps", "msign_dtype")
 WARM_UP = 3
 """Number of steps of a side before measurement: the third step records a graph."""
 ALIGNMENT = 0.6
-"""Times min(shape)^-1/2: the gradient's part along the weight's top singular pair Theta, with which
-the solver meets |f(0)| = 0.5 as in training. Unaligned gradients flatter every solver."""
+"""The gradient's component along the weight's top singular pair Theta, in units of
+min(shape)^-1/2. It makes |f(0)| 0.5, as in training; unaligned gradients flatter every solver."""
 
 Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]

@@ -101,8 +101,8 @@ class Mean:
     """Parameters and buffers of the weighted mean of checkpoints.
 
     buffers  shape of each buffer
-    units    of each parameter
-    norms    spectral norm over radius of each matrix on a sphere in the parameters read so far
+    units    units of each parameter
+    norms    spectral norm over radius of each matrix on a sphere, in the parameters read so far
     """
 
     def __init__(

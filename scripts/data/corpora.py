@@ -19,9 +19,9 @@ FILE: Final = Path(__file__).with_name("corpora.yaml")
 class Part:
     """A source of a corpus and its share.
 
-    source  on the hub
-    share   of the tokens, in relation to the other parts' shares
-    folder  of its files in a snapshot of the dataset, if it is not that of the part's name
+    source  name of the dataset on the hub
+    share   share of the tokens, relative to the other parts' shares
+    folder  folder of its files in a snapshot of the dataset; None: the part's name
     """
 
     source: str
@@ -33,11 +33,11 @@ class Part:
 class Corpus:
     """A corpus of one set.
 
-    about        whose corpus it is, and what of it is ours
+    about        the paper or project that uses the corpus, and our changes
     tokenizer    name on the Hugging Face hub
-    tokens       to write, validation included
+    tokens       number of tokens to write, validation included
     validation   share of the documents that is held out
-    parts        its sources by name
+    parts        sources by name
     """
 
     name: str

@@ -64,9 +64,9 @@ class Portion:
     """Inputs that are read one after another.
 
     inputs    the inputs
-    source    where that is, as given, for the manifest
-    tokens    number of tokens after which no more is read; None: all is read
-    held_out  whether it is for validation alone
+    source    the arguments that name the inputs, for the manifest
+    tokens    number of tokens after which reading stops; None: all inputs are read
+    held_out  whether the portion is for validation alone
     ignored   files of the source's folders that are not read
     """
 

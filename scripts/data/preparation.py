@@ -56,7 +56,7 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""Tokens that a shard encodes of a portion with limited tokens, relative to an equal share.
+"""Tokens that a shard encodes of a portion with a limit, relative to an equal share of the limit.
 
 Shards produce different numbers of tokens, and the join encodes the missing ones."""
 
@@ -238,7 +238,7 @@ class Pipeline:
     preparation  the preparation; only documents of `shard` are processed
     folder       the folder to write to
     progress     the position and counts, which `saver` saves
-    encoder      what `pool` runs
+    encoder      the encoder that `pool` runs
     shards       shards that contain encoded documents, None without shards
     """
 

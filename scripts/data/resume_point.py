@@ -19,17 +19,18 @@ SECONDS: Final = 5.0
 class Progress:
     """A position in the portions of a preparation, and the counts up to that position.
 
-    set, portion  being read
-    input         of the portion, and `document` of the input, that come next
+    set, portion  numbers of the set and the portion that are read now
+    input         number of the next input of the portion
+    document      number of the next document of the input
     index         number of the next training document of the set
-    tokens        that the portion has given
-    last          input of the portion that the last document is of
-    read          (first, end) ranges of inputs that were read for each set, by its name
-    written       by file of documents
-    decoded       documents of each set that were decoded, by its name
+    tokens        number of tokens from the portion
+    last          number of the input of the last document
+    read          (first, end) ranges of read inputs, by name of the set
+    written       counts of the written documents, by file
+    decoded       counts of the decoded documents, by name of the set
     parts         (documents, tokens) of each input of a shard, by its number in the preparation
-    left          (first, end) ranges of inputs that a shard has not finished, as it has its share
-                  of the portion's tokens
+    left          (first, end) ranges of inputs that a shard has not finished, because it reached
+                  its share of the portion's tokens
     """
 
     set: int = 0

@@ -46,7 +46,7 @@ class DocumentFile:
         tokens: the path of the tokens.
         records: the path of the records.
         dtype: the type of a token.
-        written: what an interrupted run wrote; the files are truncated to it.
+        written: sizes that an interrupted run saved; the files are truncated to them.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
@@ -100,7 +100,7 @@ class SetWriter(DocumentFile):
         name: the name of the set.
         dtype: the type of a token.
         source: the sources of its documents, as given.
-        written: what an interrupted run wrote.
+        written: sizes that an interrupted run saved.
     """
 
     def __init__(

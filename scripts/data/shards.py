@@ -33,8 +33,8 @@ _NAME: Final = re.compile(r"(\d+)-of-(\d+)")
 class ShardEntry:
     """The contents of a shard's folder.
 
-    key     of the preparation, with the content of the inputs that the shard reads
-    dtype   of a token
+    key     key of the preparation, with the content of the inputs that the shard reads
+    dtype   dtype of a token
     parts   (documents, tokens) of each input, in order, by its number in the preparation
     left    (first, end) ranges of inputs that it has not finished
     sha256  of its two large files

@@ -55,7 +55,7 @@ STANDARD_ERROR = "_standard_error"
 class Run:
     """One evaluation: the model folder, the tasks by lm-eval's names, and the settings.
 
-    options   of lm-eval's own, which come last
+    options   options of lm-eval itself, which come last
     """
 
     model: Path

@@ -28,8 +28,8 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task: the standard error is known to an eighth, and few tokens are
-the first of a document."""
+"""Number of documents of a task, at which the standard error is accurate to an eighth and few
+tokens begin a document."""
 
 MAX_DIFFERENT = 16
 """Number of tokens that may differ at the two ends of a text, where a word may be cut."""

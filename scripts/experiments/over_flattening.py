@@ -25,7 +25,7 @@ LEVELS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
-"""By optimizer: no PC layer, the paper's choice, and the ablation."""
+"""The compared levels of each optimizer: no PC layer, the paper's choice, and the ablation."""
 # Slope at zero of the composite in appendix J: the product of its first coefficients.
 SLOPE = 20775.0
 

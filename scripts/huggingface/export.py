@@ -42,7 +42,7 @@ class Options:
 
     dtype              type of the weights; None for the precision of training
     shard_bytes        largest size of a file of weights
-    tokenizer          its file or folder; None for the one of the run
+    tokenizer          file or folder of the tokenizer; None for the run's
     without_tokenizer  whether to write no tokenizer
     """
 

@@ -29,7 +29,8 @@ class Hours(TypedDict):
 
 
 def key_of(run: str) -> str:
-    """Return the key of a run, RECIPE [OVERRIDES], without overrides that keep its time."""
+    """Return the key of a run, RECIPE [OVERRIDES], without overrides that do not change its
+    time."""
     recipe, *overrides = shlex.split(run)
     kept = [each for each in overrides if not each.startswith(("run.", "seed="))]
     return " ".join([recipe, *kept])
@@ -70,19 +71,19 @@ Status = Literal[
 class Item(Section):
     """A table or figure, or a proposition of a paper that has neither.
 
-    shows     what it shows, in a few words
-    status    of our result; `cannot tell` at the size that was run, `no claim` where the paper has
-              no statement on what was run
+    shows     its subject, in a few words
+    status    status of our result; `cannot tell` at this size, `no claim` if the paper states
+              nothing about the runs
     tiny      commands for a laptop, one after the other; training runs once with each of the seeds
               of `measure`
     full      recipes in configs/ with overrides, each a run of the paper's size
     plot      arguments of scripts/plot.py that draw it from the runs of `tiny`
     full_plot the same for `full`
     expected  the paper's numbers
-    result    what came out, with the size
+    result    our result, with its model
     file      committed file of the result
-    measure   what `--measure` reads from the runs of `tiny` and writes to `file`
-    why       what is missing, where there is no command or result
+    measure   figures that `--measure` reads from the runs of `tiny` and writes to `file`
+    why       a remark, or the reason for a missing command or result
     """
 
     shows: str

@@ -43,13 +43,13 @@ class Measure:
     study.
 
     runs    folder of each run, or variant of the study, by a short name
-    series  what is read at each step that has it, by name: `metric NAME` of metrics.jsonl;
-            `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER FIGURE blocks`.
-            OVER is least, median, mean or largest. FIGURE is one of docs/monitors.md, or
-            `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
-            PC layers
-    study   folder of the results of a study; series are read from the runs of each of its seeds
-    seeds   of each run: its folder has one for each, `seed_1` and so on; empty = one run, with the
+    series  the figure to read at every step that logged it, by name: `metric NAME` of
+            metrics.jsonl; `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER
+            FIGURE blocks`. OVER is least, median, mean or largest. FIGURE is one of
+            docs/monitors.md, or `quantile_P`: the singular value at P percent divided by the
+            largest, of PC(W) in PC layers
+    study   folder of the results of a study; series are read from the runs of all its seeds
+    seeds   seeds of each run, whose folder contains `seed_1` and so on; empty = one run, with the
             recipe's seed
     """
 
@@ -100,7 +100,7 @@ def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
 
 
 def seeded(command: str, seeds: Sequence[int]) -> list[str]:
-    """Return the commands of a training run with each seed, or the command alone without seeds."""
+    """Return a training run's command for each seed; without seeds, the command itself."""
     if not seeds:
         return [command]
     folder = load_config(*arguments(command)).run.dir

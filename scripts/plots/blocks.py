@@ -54,7 +54,7 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest scaled score that the mask lets through: thick over all layers, thin of each."""
+    """The largest scaled and unmasked score: a thick line for all layers, thin lines for each."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None

@@ -28,7 +28,7 @@ TEMPLATES = Environment(
 class PageSection:
     """A part of a page: its id, its heading, the sentence below, and the content.
 
-    kind  of the content: figure, reason, runs, samples, data, events or config
+    kind  type of content: figure, reason, runs, samples, data, events or config
     half  whether two such sections share a row where there is room
     menu  whether the menu at the top names it
     """

@@ -16,7 +16,7 @@ from scripts.plots.style import save
 class RunFigure:
     """A figure of runs.
 
-    name     of the file, without suffix, and of the section of the page
+    name     name of the file, without suffix, and of the page's section
     title    heading on the page
     overlay  draws several runs into one figure, None without data
     single   draws one run, where several could not be read

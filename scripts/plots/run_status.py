@@ -22,7 +22,7 @@ class RunStatus:
     """The status of a run.
 
     kind    running, stopped (it can continue), failed or done
-    text    the same in a few words, with the step
+    text    the kind in a few words, with the step
     reason  why it stopped or failed, "" if it did not
     """
 

@@ -22,10 +22,10 @@ class Record:
     """A finished run.
 
     key       hash of everything that its config says, by which it is found again
-    settings  its config file and all overrides
+    settings  config file and all overrides
     failed    whether its loss or gradient was no longer finite; it then has no loss
     seconds   processor time of its process, starting and validating included
-    figures   what trainer.py's `summary` says of it
+    figures   result of trainer.py's `summary`
     facts     `environment` and `data` that it was trained with, none of earlier versions
     """
 

@@ -31,8 +31,8 @@ VECTORS = 32
 DOUBLES = (3, 7)
 """Oldest version of triton whose float64 products were tried."""
 TABLE = Path(__file__).with_name("table.json")
-# Weight of a factor of two in rows, relative to one in columns or in the batch, in the distance to
-# the table's nearest entry.
+# A factor of two in rows counts this many times as much as a factor of two in columns or in the
+# batch, in the distance to the table's nearest entry.
 ROWS_WEIGHT = 4.0
 
 

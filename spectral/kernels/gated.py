@@ -68,7 +68,7 @@ def gradients(
     """Compute the gradients of `wide`, and of `scale` if it is given, from the output's gradient.
 
     Args:
-        gradient: of `scale f(gate) up`, `[..., d]`.
+        gradient: gradient of `scale f(gate) up`, `[..., d]`.
         wide: gate and up, concatenated, `[..., 2 d]`, of the dtype of `gradient`.
         scale: factor of each row, `[...]`, None for 1.
         tanh: whether f is the tanh approximation of GELU instead of SiLU.

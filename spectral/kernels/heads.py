@@ -129,7 +129,7 @@ def gradients(
         query: gradient `[s, b, heads, d]` of the rotated queries.
         key, value: gradients `[s, b, groups, d]` of rotated keys, and of values.
         turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the positions.
-        epsilon: of the norms.
+        epsilon: epsilon of the norms.
         normed: queries `[s, b, groups, heads per group, d]` and keys `[s, b, groups, 1, d]` before
             their norms, and the two gains `[d]`, whose gradients are returned next; empty without
             norms.

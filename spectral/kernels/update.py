@@ -49,8 +49,8 @@ def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nester
     """Average a gradient into its mean in place, and write the direction of the step to `grad`.
 
     Args:
-        grad, mean: of equal shapes, float32, contiguous.
-        decay: of the mean.
+        grad, mean: tensors of equal shapes, float32, contiguous.
+        decay: decay of the mean.
         active: bool, 0-d, on the same device. If it is False, the mean is unchanged and overwrites
             the gradient.
         nesterov: step along the mean of the gradient and its mean.
@@ -110,7 +110,7 @@ def update_(
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
-        direction: of the shape of `weight`, any strides, of one of the kernels' dtypes.
+        direction: has the shape of `weight`, any strides, and one of the kernels' dtypes.
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: like `factor`, or None.

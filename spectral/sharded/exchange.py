@@ -32,10 +32,10 @@ Held = Mapping[Any, Tensor] | Sequence[Tensor]
 class Part:
     """A part of a matrix on one rank.
 
-    rank     within the group
-    tensor   key of the rank's tensor that contains it
-    inside   where in that tensor; () for all of it
-    whole    where in the matrix
+    rank     rank in the group
+    tensor   key of the rank's tensor that contains the part
+    inside   the part's box in that tensor; () for the whole tensor
+    whole    the part's box in the matrix
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Part:
 class Transfer:
     """Transfer of one matrix to its owner, and of the result back.
 
-    matrix    its name
+    matrix    name of the matrix
     owner     the rank, within the group, that runs its rule
     sources   the parts that the owner needs
     targets   the parts that receive the owner's result

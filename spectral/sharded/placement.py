@@ -62,10 +62,10 @@ def place(
 ) -> Placement:
     """Choose the owners of `works` among `ranks` ranks; names of units break ties.
 
-    `auto` tries `longest_processing_time` and `ping_pong` and, of those whose largest load is
-    within `SLACK` of the smaller, takes the one that moves fewer elements. `base` is the load that
-    each rank already has: the experts of a stage are placed after its dense matrices. ping_pong
-    does not balance it.
+    `auto` tries `longest_processing_time` and `ping_pong`, and takes the placement that moves fewer
+    elements if its largest load is within `SLACK` of the smaller one, else the other placement.
+    `base` is the load that each rank already has: the experts of a stage are placed after its dense
+    matrices. ping_pong does not balance it.
 
     Raises ValueError for two units with one name.
     """

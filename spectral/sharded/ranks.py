@@ -102,10 +102,10 @@ def check_one_mesh(parameters: Iterable[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Part of a tensor that each rank of a group holds.
+    """The part of a tensor that each rank of a group holds.
 
-    boxes   by rank of the group
-    copies  index of the copy of the tensor of which each rank holds a part
+    boxes   the part, by rank of the group
+    copies  the index of the tensor's copy, by rank of the group
     """
 
     boxes: tuple[Box, ...]

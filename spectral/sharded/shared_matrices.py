@@ -57,8 +57,8 @@ class SharedParameter:
     """A parameter of which several ranks hold parts or copies.
 
     parameter  a DTensor, or a plain parameter with a copy on every rank
-    units      its matrices
-    layout     its part on each rank
+    units      matrices of the parameter
+    layout     part of the parameter on each rank
     entries    part on each rank of every state entry that belongs to whole matrices
     """
 
@@ -147,7 +147,7 @@ class SharedMatrices:
         """Step parameters of one rule and dtype; a collective.
 
         Args:
-            rule: of all parameters.
+            rule: rule of all parameters.
             parts: by parameter, this rank's parts of the weight, the gradient (may be overwritten)
                 and all entries of the state, without a batch axis; and its step. The predicate is
                 the same for all parameters and ranks.

@@ -158,7 +158,7 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
     inside its folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
-            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
+            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is outside")
     for name in required:
         if name not in listed:
             raise BrokenCheckpointError(f"{path}: {META} does not list {name}")

@@ -25,7 +25,7 @@ class Start:
 
     info    checkpoint to continue from, None to start from step 0
     resume  `latest`, `none` or a step
-    broken  by step, the reason why its checkpoint cannot be loaded
+    broken  reason why a checkpoint cannot be loaded, by its step
     """
 
     info: CheckpointInfo | None

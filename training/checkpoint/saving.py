@@ -205,8 +205,8 @@ class Saver:
     def fail(self) -> None:
         """Restart a failed save of the same state on every rank.
 
-        Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
-        state is dropped instead, with a warning, fewer than `REFUSALS` consecutive times: the guard
+        Raises CheckpointError, with the problems of all ranks, after the last attempt. Instead, a
+        nonfinite state is dropped with a warning, up to `REFUSALS - 1` consecutive times: the guard
         against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]

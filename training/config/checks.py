@@ -135,8 +135,8 @@ def phase_checks(config: Config) -> Iterator[Check]:
         yield (
             key,
             not before < start < steps,
-            f"must begin after step {before:,}, where the part before it begins, and before the "
-            f"last of train.steps = {steps:,}, got a start after {start:,}",
+            f"must begin after step {before:,}, the start of the part before it, and before the "
+            f"last of train.steps = {steps:,}, got a start after step {start:,}",
         )
         before = start
 

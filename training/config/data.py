@@ -49,8 +49,7 @@ class DataPhase(Section):
         """Check that exactly one key states when the phase begins."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
         rule = (
-            "must be given, or after_share or with_decay, exactly one of the three, got "
-            f"{len(keys)}"
+            f"or after_share or with_decay must be given, exactly one of the three, got {len(keys)}"
         )
         yield "after_steps", len(keys) != 1, rule
 

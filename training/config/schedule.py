@@ -27,7 +27,7 @@ class RampStage(Section):
     def checks(self) -> Iterator[Check]:
         """Check that exactly one limit is given."""
         limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
-        rule = f"must be given or until_tokens, exactly one of the two, got {len(limits)}"
+        rule = f"or until_tokens must be given, exactly one of the two, got {len(limits)}"
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
@@ -67,7 +67,7 @@ def ramp_checks(
     """Check that batches increase from stage to stage, and that every stage has a step.
 
     final  global batch after the ramp
-    steps  of the run
+    steps  steps of the run
     """
     step = tokens = 0
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
@@ -80,14 +80,14 @@ def ramp_checks(
         limit = "until_tokens" if stage.until_steps is None else "until_steps"
         key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
         count = stage.steps_left(step, tokens, sequence_length)
-        rule = f"must be above {step:,} steps and {tokens:,} tokens, which are over then"
+        rule = f"must be above {step:,} steps and {tokens:,} tokens, where the stage begins"
         yield key, not count, f"{rule}, got {value:,}"
         step, tokens = step + count, tokens + count * stage.batch * sequence_length
         yield (
             key,
             step >= steps,
             f"must end before the last of steps = {steps:,}, got {value:,}, {step:,} steps: "
-            "a shorter run is exit_step, which leaves the ramp as it is",
+            "for a shorter run set exit_step, which does not change the ramp",
         )
 
 

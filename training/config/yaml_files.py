@@ -230,7 +230,7 @@ def _override(text: str) -> Content:
         ends = yaml.StreamEndToken, yaml.BlockEndToken
         *_, last = (each for each in yaml.scan(value) if not isinstance(each, ends))
         if value[last.end_mark.index :].strip():
-            raise yaml.YAMLError("what follows # is a comment; quote a string with #")
+            raise yaml.YAMLError("text after # is a comment; quote a string that contains #")
         _checked(value)
         return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 

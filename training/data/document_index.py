@@ -48,7 +48,7 @@ class DocumentIndex:
 
     places     first token of each sequence, in bytes, ascending
     borders    first sequence of each document, and the number of sequences
-    tokens     of all documents
+    tokens     number of tokens of all documents
     itemsize   bytes of a token
     """
 

@@ -160,7 +160,7 @@ class TrainingData(Dataset[Tensor]):
         sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
             it is positive in a phase.
         sequence_length: tokens the model predicts per sample.
-        seed: of the order within the sets.
+        seed: seed of the order within the sets.
         open_set: opens a set by name and prefix; the default reads files.
         phases: steps before each later phase, ascending, and its weights by set.
         borders: treatment of the borders between documents.

@@ -52,7 +52,7 @@ class Request:
 class Task:
     """The examples of a file as tokens.
 
-    requests   of all choices, example by example
+    requests   requests of all choices, example by example
     answers    index of the right choice of each example
     sizes      characters of each example's choices
     cut        examples with a request that is longer than the window and loses its beginning

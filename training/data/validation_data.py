@@ -20,7 +20,7 @@ class ValidationData:
     """The first windows of a validation set, each counted exactly once on any layout.
 
     Args:
-        name: of the set, as in the config.
+        name: name of the set, as in the config.
         prefix: path of the .bin/.idx pair without its suffix.
         sequence_length: tokens the model predicts per window. The tokens after the last full window
             are left out.

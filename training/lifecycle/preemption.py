@@ -92,5 +92,5 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can continue later."""
         if self.first:
-            with Aid(f"{STOP} is not removed, and stops no other start"):
+            with Aid(f"{STOP} is not removed; later starts ignore it"):
                 self.stop_file.unlink(missing_ok=True)

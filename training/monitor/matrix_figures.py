@@ -244,11 +244,11 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
     """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
 
-    condition_number/geometric_mean  PC Layer's GMCN, over whole matrices, each role and layer with
-                                     the same weight, of PC(W) in PC layers; with /pc that of the
-                                     roles that it makes PC layers, with /qkv that of q, k and v
+    condition_number/geometric_mean  PC Layer's GMCN: the mean over whole matrices with equal
+                                     weights of roles and layers; PC layers use PC(W). /pc covers
+                                     the paper's PC layers, /qkv covers q, k and v
     criterion_ratio/geometric_mean   nr(G) / st(A)
-    criterion_ratio/share            share of units where it is at least 1
+    criterion_ratio/share            share of units with a ratio of at least 1
     spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
     applied_rms/max
     """

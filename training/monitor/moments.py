@@ -24,7 +24,7 @@ class Moments:
     gram           `[units, n, n]`, the smaller of W W^T and W^T W
     total          `[units]`, sum of the entries
     off_diagonal   `[units]`, ||W^T W - Diag(W^T W)||_F^2
-    entries        of a matrix
+    entries        number of entries of a matrix
     """
 
     gram: Tensor

@@ -382,8 +382,8 @@ def steps_compared(section: MonitorsConfig) -> int:
 def inspected_elements(section: MonitorsConfig) -> int:
     """Return the number of elements that a rank inspects at a time, unless one matrix is larger.
 
-    Weights, gradients and the previous step's gradients are gathered and stacked; later, so are the
-    weights before all compared steps and after the last.
+    Weights, gradients and the previous step's gradients are gathered and stacked first; then the
+    weights before all compared steps and after the last step.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

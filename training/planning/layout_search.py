@@ -79,7 +79,7 @@ class Layouts:
     """Planner for variants of a config, which plans a stage once for all variants that do not
     change it.
 
-    gpus     of all variants
+    gpus     number of GPUs of all variants
     """
 
     def __init__(self, config: Config, gpus: int, device: Device) -> None:

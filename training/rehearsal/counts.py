@@ -11,16 +11,16 @@ class Counts:
     """Sums over a part of a run. Places are `name at file:line`.
 
     launches            kernels (also Triton's), copies and fills, without collectives
-    collective_bytes    that this rank sends
+    collective_bytes    bytes that this rank sends
     host_reads          values that the host waits for, by place
     synchronizations    other waits of the host for the device, by place
     kernels             launches by name
-    kernel_seconds      modelled
+    kernel_seconds      modelled seconds of launches
     sending             modelled seconds of collectives: of activations, gradients and weights, and
                         of the exchange between owners and shards
     peak_memory_bytes   the largest memory at any moment of the part
-    flops               of launches
-    elementwise_bytes   that launches without FLOPs move
+    flops               FLOPs of launches
+    elementwise_bytes   bytes that launches without FLOPs move
     """
 
     launches: int = 0

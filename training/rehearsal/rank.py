@@ -32,7 +32,7 @@ class RankReport:
     """The record of one rank.
 
     error    the first error with its place, None if there was none
-    counts   by step and part of the run
+    counts   counts by step and part of the run
     marks    counts of the plain step at the beginning of each forward pass
     findings unordered accesses, and products that are not IEEE, by text
     calls    collectives in the order of the program
@@ -106,7 +106,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)
-    # Whatever is drawn, it comes to the device in the same way.
+    # The drawn values do not matter, only their way to the device.
     replace(initial_weights.draws, undrawn)
     return mode
 

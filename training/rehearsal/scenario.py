@@ -22,7 +22,7 @@ class Scenario:
     """A config changed for a rehearsal.
 
     last           the monitored, validated and saved step
-    microbatches   of a step of the real run, on this rank
+    microbatches   micro-batches of a step of the real run, on this rank
     rehearsed      rehearsed micro-batches of these
     stages         pipeline stages
     chunks         model chunks of a rank

@@ -41,7 +41,7 @@ class Call:
     group     global ranks of the group, in its order
     channel   name of the group: several may have the same ranks
     kind      all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, receive
-    dtype     of the elements
+    dtype     dtype of the elements
     numel     elements of the larger side: the whole buffer of gathers and scatters
     size      bytes that this rank sends
     on_device whether the tensors are the device's
@@ -49,7 +49,7 @@ class Call:
     peer      global rank of the other side of a send or receive
     batch     number of the batch that a send or receive is part of, None by itself
     out, into elements that go to each rank of the group, and come from it, of an all-to-all
-    place     where it is called
+    place     line of the call
     step      in which, from 1 on; 0 before the first
     phase     part of the run in which
     waits     whether the current stream waits for its end

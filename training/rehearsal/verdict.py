@@ -26,10 +26,10 @@ class Report:
     phases     a step without periodic work (forward_backward and optimizer), the additional work
                of a monitored and logged step (monitors), a validation of two micro-batches of each
                set, and a save
-    planned_memory_bytes, planned_seconds   by the plan, of a step
-    modelled_seconds   of a step without periodic work
+    planned_memory_bytes, planned_seconds   memory and time of a step in the plan
+    modelled_seconds   modelled time of a step without periodic work
     mfu        model FLOPs over the FLOPs that the device could compute in that time
-    micro_batch_elementwise_bytes   that a micro-batch moves in addition to its products
+    micro_batch_elementwise_bytes   bytes that a micro-batch moves in addition to its products
     """
 
     gpus: int

@@ -41,7 +41,7 @@ BESIDE: dict[str, ModelConfig] = {
     **{f"init.{key}": tiny_model("llama", init=PLAIN) for key in ("std", "depth_scaled")},
     "init.depth_scaling": tiny_model("llama", init=replace(PLAIN, depth_scaled=True)),
 }
-"""Models in which options act that do not act in the section's own."""
+"""Models for options that have no effect in the model of their section."""
 OTHER: dict[str, Any] = {
     "family": "gemma2",
     "heads": 2,

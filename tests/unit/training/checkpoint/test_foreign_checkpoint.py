@@ -53,7 +53,7 @@ def test_a_file_outside_is_refused(name: str, checkpoint: Path) -> None:
     (checkpoint.parent / "outside").write_text("secret")
     (checkpoint / "link").symlink_to(checkpoint.parent / "outside")
     reseal(checkpoint, lambda meta: meta["files"].update({name: SECRET_FACTS}))
-    with pytest.raises(BrokenCheckpointError, match="which is not inside"):
+    with pytest.raises(BrokenCheckpointError, match="which is outside"):
         read_checkpoint(checkpoint)
 
 

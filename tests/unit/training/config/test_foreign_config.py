@@ -149,7 +149,7 @@ def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
 @pytest.mark.parametrize("text", ["/x/a #1", "#1", "x\n#y", "[a] # b", "b: c #d", "'#1' # b"])
 def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
     (problem,) = problems(minimal, f"run.dir={text}")
-    assert problem.endswith("what follows # is a comment; quote a string with #")
+    assert problem.endswith("text after # is a comment; quote a string that contains #")
     assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
 
 

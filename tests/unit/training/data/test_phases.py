@@ -186,7 +186,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_steps: 9, weights: {txt: 1}}]", "must name one of text, got 'txt'; did you mean"),
         ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
         ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
-        ("[{weights: {text: 1}}]", "[0].after_steps must be given, or after_share or with_decay"),
+        ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be given"),
         (
             "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
             "exactly one of the three, got 2",
@@ -197,7 +197,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
         (
             "[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
-            "phases[1].after_share must begin after step 60, where the part before it begins",
+            "phases[1].after_share must begin after step 60, the start of the part before it",
         ),
         ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
     ],
