@@ -87,7 +87,7 @@ def ramp_checks(
             key,
             step >= steps,
             f"must end before the last of steps = {steps:,}, got {value:,}, {step:,} steps: "
-            "for a shorter run set exit_step, which does not change the ramp",
+            "set exit_step for a shorter run, which does not change the ramp",
         )
 
 

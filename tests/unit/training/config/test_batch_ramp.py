@@ -243,7 +243,7 @@ WRONG = [
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"], None, "must be above 9 steps"),
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_tokens: 500}]"], None, "and 576 tokens"),
     (["[{batch: 2, until_steps: 100}]"], None, "must end before the last of steps = 100"),
-    (["[{batch: 2, until_tokens: 6369}]"], None, "got 6,369, 100 steps: for a shorter run set exit_ste"),
+    (["[{batch: 2, until_tokens: 6369}]"], None, "got 6,369, 100 steps: set exit_step for a "),
     (["[{batch: 2}]"], None, "[0].until_steps or until_tokens must be given"),
     (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2"),
     (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
