@@ -102,6 +102,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "train.sequence_length": 32,
         "schedule.warmup_steps": 4,
         "checkpoint.interval": 0,
+        "validation.samples": 8,
         "validation.samples_interval": 0,
         "tasks.files": None,  # these keys need a tokenizer
         "log.profile": None,
