@@ -1,4 +1,4 @@
-/* Lets a call below a folder fail, or wait, in programs that load this library by LD_PRELOAD.
+/* Lets a call below a folder fail in programs that load this library by LD_PRELOAD.
 
 FAULT_FOLDER   the folder
 FAULT_CONTROL  a file of the struct below, which other processes read and change
@@ -24,7 +24,7 @@ enum { WRITE, FSYNC, RENAME, STAT, OPEN, MKDIR, UNLINK, KINDS };
 static const char *names[] = {"write", "fsync", "rename", "stat", "open", "mkdir", "unlink"};
 
 static struct {
-    int64_t kind, number, error, period, microseconds, counts[KINDS];
+    int64_t kind, number, error, period, counts[KINDS];
 } *control;
 static char folder[PATH_MAX];
 static size_t length;
@@ -66,7 +66,6 @@ static int fails(int kind, int at, const char *name) {
         int size = snprintf(line, sizeof line, "%s %s\n", names[kind], path + length);
         syscall(SYS_write, lines, line, size);
     }
-    if (kind == FSYNC && control->microseconds) usleep(control->microseconds);
     errno = before;
     if (kind != control->kind) return 0;
     int64_t later = number - control->number;

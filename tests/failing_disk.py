@@ -39,24 +39,22 @@ class Fault:
     """The failing calls: the `number`-th of a kind and every `period`-th later one, 0 for none.
 
     error    number of the error
-    seconds  for which each fsync waits
     """
 
     kind: str | None = None
     number: int = 0
     error: int = 0
     period: int = 0
-    seconds: float = 0.0
 
     def __bytes__(self) -> bytes:
         """Return the control file of a run that has not started."""
         kind = KINDS.index(self.kind) if self.kind else -1
-        head = kind, self.number, self.error, self.period, round(1e6 * self.seconds)
-        return struct.pack("12q", *head, *[0] * len(KINDS))
+        head = kind, self.number, self.error, self.period
+        return struct.pack("11q", *head, *[0] * len(KINDS))
 
 
 class FailingDisk:
-    """Runs in folders below `folder`/runs, in which calls fail or wait."""
+    """Runs in folders below `folder`/runs, in which calls fail."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.data.folder import AtomicFolder
+from tests.disk_calls import DiskCalls
 from training.errors import InputError
 
 
@@ -36,6 +37,16 @@ def test_a_place_that_is_none_is_refused(place: str) -> None:
     """Neither prepared data nor an export is written to a local folder named `s3:`."""
     with pytest.raises(InputError, match="the output must be (a local path|written out)"):
         new(Path(place))
+
+
+def test_a_crash_loses_no_file_and_no_name(output, tmp_path, monkeypatch) -> None:
+    calls = DiskCalls(tmp_path, monkeypatch)
+    with AtomicFolder(output, lambda: None, "key") as folder:
+        (folder.path / "file").write_text("new")
+        folder.save({"count": 1})
+        assert [*calls.lost(folder.state / "progress.json")] == []
+        folder.commit()
+    assert [*calls.lost(output)] == []
 
 
 def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> None:

@@ -1,9 +1,10 @@
 """Failures of optional files do not end a run, and a disk that fails once costs no steps."""
 
+import json
 import os
-import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from parallel.checkpoint.state_writer import write_plain
+from tests.disk_calls import DiskCalls
 from tests.failing_disk import largest_file
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
@@ -170,38 +172,33 @@ def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatc
     check_equal(tmp_path)
 
 
-def test_every_file_is_on_disk_before_its_folder_has_a_name(run, tmp_path, monkeypatch):
+def test_a_crash_after_a_save_loses_none_of_its_files_and_names(run, tmp_path, monkeypatch):
     """Ranks do not wait for the disk while they train: other threads and processes sync files."""
-    sync, rename, ours, calls = os.fsync, os.rename, os.getpid(), tmp_path / "calls"
-
-    def note(text: str) -> None:
-        with calls.open("a") as file:  # also by the process that writes tensors
-            file.write(text + "\n")
-
-    def noted(descriptor: int) -> None:
-        main = threading.current_thread() is threading.main_thread() and os.getpid() == ours
-        note(f"{'wait' if main else 'sync'} {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        sync(descriptor)
-
-    def renamed(source: Path, target: Path) -> None:
-        note(f"rename {source}")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "rename", renamed)
+    calls = DiskCalls(tmp_path, monkeypatch)
     assert run().step == END
-    lines = calls.read_text().splitlines()
-    assert not [line for line in lines if line.startswith("wait ")]
+    assert not [line for line in calls.lines() if line.startswith("wait ")]
     saved = tmp_path / "run" / "checkpoints" / f"step_{END:08d}"
-    (place,) = (
-        i for i, line in enumerate(lines) if re.search(rf"^rename .*/.writing-{END}-\w+$", line)
-    )
-    folder = Path(lines[place].removeprefix("rename "))
-    # torch writes the index under another name.
-    synced = {line.removeprefix("sync ").removesuffix(".tmp") for line in lines[:place]}
-    files = [path.relative_to(saved) for path in (saved, *saved.rglob("*"))]
-    assert len(files) > 8 and not [each for each in files if str(folder / each) not in synced]
-    assert f"sync {saved.parent}" in lines[place:]
+    assert len([*saved.rglob("*")]) >= 8
+    assert [*calls.lost(saved), *calls.lost(saved.parent / "latest")] == []
+    # The run cannot continue before the logs' lines of a saved step.
+    logs = [tmp_path / "run" / name for name in ("", "metrics.jsonl", "events.jsonl")]
+    place = next(i for i, line in enumerate(calls.lines()) if line.endswith(f" {saved}"))
+    assert {f"sync {path}" for path in logs} <= {*calls.lines()[:place]}
+
+
+@pytest.mark.parametrize(("hang", "timeout"), [(8.0, 600.0), (600.0, 100.0), (50.0, 60.0)])
+def test_a_heartbeat_is_of_now_and_stacks_precede_the_timeout(hang, timeout, tmp_path, monkeypatch):
+    armed: list[float] = []
+    call = "faulthandler.dump_traceback_later"
+    monkeypatch.setattr(call, lambda seconds, file: armed.append(seconds))
+    began, config = time.time(), WatchdogConfig(hang_seconds=hang)
+    with Watchdog(tmp_path, config, rank=0, timeout_seconds=timeout) as watchdog:
+        watchdog.beat(7)
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert began <= beat["time"] <= time.time()
+    assert (beat["step"], beat["pid"]) == (7, os.getpid())
+    (limit,) = armed
+    assert 0 < limit < timeout - 10 and (limit == hang or hang > timeout / 2)
 
 
 def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeypatch):
@@ -275,15 +272,3 @@ def test_a_lock_that_has_another_name_is_refused(tmp_path):
     ):
         pass
     assert (tmp_path / "kept").read_text() == "precious"
-
-
-@pytest.mark.parametrize("name", ["stacks", "checkpoints", "tensorboard"])
-def test_a_run_folder_whose_folders_are_elsewhere_is_refused(name, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    with (
-        pytest.raises(FolderError, match=f"must have plain files, {name} is a link"),
-        locked(tmp_path / "run"),
-    ):
-        pass

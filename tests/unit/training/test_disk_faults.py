@@ -3,7 +3,6 @@ docs/running.md."""
 
 import errno
 import re
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -155,21 +154,3 @@ def test_calls_that_fail_now_and_then_cost_nothing(kind, number, runs):
     calls."""
     fault = Fault(kind, number, ERRORS[kind], PERIOD)
     assert list(runs.problems_of(f"{kind}{number} and later", fault, 0)) == []
-
-
-def stall(said: str) -> float:
-    """Return the longest time of a step, in seconds."""
-    return max(float(ms) / 1000 for ms in re.findall(r"\| (\d+) ms", said))
-
-
-def test_ranks_wait_for_no_slow_disk(disk, runs):
-    """A sync takes 3 s, and a save has 15 syncs; the run waits only at its end, for its last
-    save."""
-    seconds = 3.0
-    began = time.monotonic()
-    code, said = disk.run(
-        "slow", [*runs.arguments, "checkpoint.interval=16"], Fault(seconds=seconds)
-    )
-    assert code == 0, said
-    assert stall(said) < seconds
-    assert time.monotonic() - began > seconds

@@ -54,7 +54,7 @@ def config_of(folder: Path, **keys: Any) -> Any:
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
     """Steps 6 and 7 are not finite; steps 5, 6, ... are repeated without the samples of steps 6 and
     7 (40 to 55)."""
-    monitors = {"monitors__interval": 1, "monitors__groups": "[weights]"}
+    monitors = {"monitors__interval": 1, "monitors__groups": "[weights,gradients,updates]"}
     config = config_of(folder, spikes__rewinds=1, **monitors)
     data, _ = build_data(config)
     windows = [data[i].tolist() for i in range(200)]
@@ -81,6 +81,10 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     lines = metrics_of(folder / "run")
     for log in (lines, json_lines(folder / "run" / "monitors.jsonl")):
         assert [line["step"] for line in log] == list(range(1, 11))
+    # The step before step 5, which is repeated, is not the last one taken.
+    for figure in ("gradient_alignment", "update_alignment"):
+        compared = [line["step"] for line in log if figure in line["units"]["layers.0.o"]]
+        assert compared == [2, 3, 4, *range(6, 11)], figure
     assert lines[-1]["optim/skipped_steps"] == 2
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
@@ -348,7 +352,7 @@ def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> No
     assert taken == [False, False, False, True]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "lock", ".heartbeat.json", "events.jsonl"])
+@pytest.mark.parametrize("name", ["lock", ".heartbeat.json", "stacks", "checkpoints"])
 def test_a_run_folder_whose_files_are_elsewhere_is_refused(name, folder) -> None:
     kept = folder / "kept"
     kept.write_text("precious")

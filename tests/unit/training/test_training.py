@@ -217,12 +217,6 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
         process_groups.chunk_specs(9, layout, 0)
 
 
-def test_the_last_step_is_logged_whatever_the_interval(folder, world):
-    train(tiny_config(folder, "adamw", train__steps=7, train__micro_batch=8), world)
-    logged = [line["step"] for line in lines(folder, "metrics.jsonl") if "train/loss" in line]
-    assert logged == [5, 7]
-
-
 def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
     zero = {f"optimizer__{group}__lr": 0.0 for group in ("matrix", "embedding", "head", "scalar")}
     train(tiny_config(folder, "adamw", train__exit_step=1, **zero), world)
@@ -230,19 +224,6 @@ def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
     one = zero | {"optimizer__head__lr": 1e-3}
     train(tiny_config(folder, "adamw", train__exit_step=1, **one), world)
     assert "learning rates" not in capsys.readouterr().out
-
-
-def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folder, world):
-    """After a rewind the previous gradient belongs to a dropped step."""
-    keys = {"monitors__interval": 1, "monitors__groups": "[gradients]"}
-    config = tiny_config(folder, "muon", **keys)
-    trainer = build_trainer(config, world, *build_data(config))
-    Loop(trainer).step_and_report()
-    state = trainer.checkpoint()
-    Loop(trainer).step_and_report()
-    assert trainer.monitors.earlier
-    trainer.restore(Progress(**state["progress"]), state["trainer"])
-    assert trainer.monitors.earlier == []
 
 
 def test_the_logged_rates_are_those_that_the_step_was_taken_with(folder, world):
