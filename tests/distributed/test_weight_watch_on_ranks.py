@@ -43,9 +43,3 @@ def test_a_flipped_bit_ends_the_run_and_is_named(found, case):
             assert rank >= 0 and step == 4
             assert said.startswith(f"weights have changed between steps: rank {rank} (")
             assert f"{KINDS[what]} {name}" in said.split(";")[0]
-
-
-@pytest.mark.slow
-def test_copies_of_a_tied_embedding_that_differ_are_found():
-    said = run_on_ranks(2, "tests.distributed.workers", "differing_copies", {})
-    assert said == ["copies differ between ranks: embedding"] * 2

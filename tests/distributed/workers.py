@@ -10,9 +10,10 @@ import torch.distributed as dist
 from models.initialize import normal_
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import CommVolume, all_gather_
+from parallel.comm.collectives import CommVolume, all_gather_, from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
+from parallel.observe import weight_watch
 from parallel.observe.weight_watch import check_replicas
 from parallel.optimizer.distributed_optimizer import (
     DisagreementError,
@@ -20,6 +21,7 @@ from parallel.optimizer.distributed_optimizer import (
     build_optimizer,
     check_agreement,
 )
+from parallel.storage.stage_units import named_buffers
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
@@ -28,6 +30,7 @@ from training.config.schema import ParallelConfig
 from training.data.build_data import build_data
 from training.data.tasks import Request, made_task
 from training.loop import Hooks, Loop
+from training.run import all_owners
 from training.samples import next_tokens
 from training.step import StepResult, Trainer
 from training.task_scores import log_likelihoods
@@ -88,6 +91,8 @@ def followed(trainer: Trainer) -> dict[str, Any]:
     tokens           most probable ones after some positions, before the first step
     initial, units   weights of this rank's whole units, before and after
     kept             number of weights that this rank keeps in float32 as their owner
+    owned, owners    matrices that this rank steps, and the ranks that the routing table names
+    copies, named    what has copies on another rank, and what is found after these have changed
     logged, lines    metrics and the monitors' lines by step, on the first rank
     """
     groups, vocab = trainer.groups, trainer.config.model.vocab_size
@@ -116,7 +121,32 @@ def followed(trainer: Trainer) -> dict[str, Any]:
     found["units"] = whole_units(trainer.model, groups)
     check_replicas(trainer.model)
     found["kept"] = checked_kept(trainer)
+    units = [unit for stack in trainer.optimizer.stacks for unit in stack.units]
+    found["owned"] = {unit.name for unit in units if not unit.is_copy}
+    found["owners"] = all_owners(trainer.optimizer)
+    found["copies"], found["named"] = changed_copies(trainer.model)
     return found
+
+
+def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
+    """Return what this rank has an equal copy of on another rank, and the names in the error after
+    all copies on the last rank have changed."""
+    units = {unit.name: unit for unit in model.units}
+    copies = {name: unit.view(model.parameters[unit.parameter]) for name, unit in units.items()}
+    copies |= dict(named_buffers(model.chunks, model.parameters))
+    mine = {name: value.detach().float().numpy().tobytes() for name, value in copies.items()}
+    others = [each for rank, each in enumerate(from_all(mine)) if rank != dist.get_rank()]
+    equal = {name for name in mine if any(each.get(name) == mine[name] for each in others)}
+    for name in equal if dist.get_rank() == len(others) else ():
+        copies[name].data[..., -1] += 1
+    weight_watch.SHOWN = len(copies)
+    named = set[str]()
+    try:
+        check_replicas(model)
+    except DisagreementError as error:
+        named = set(str(error).removeprefix("copies differ between ranks: ").split(", "))
+    parameters = {name: unit.parameter for name, unit in units.items() if not unit.tied_stage}
+    return {parameters.get(name, name) for name in equal}, named
 
 
 def task_scores(
@@ -281,24 +311,6 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
         normal_(torch.empty(count, cols), f"gradient {step} {name}", 0) for name, count in draws
     ]
     return torch.cat(rows).double().reshape(unit.shape)
-
-
-def differing_copies() -> str:
-    """Return this rank's error about a tied embedding whose copy on the last stage differs in an
-    element."""
-    layout_groups = start({"pipeline": 2})
-    tied = replace(TINY, tie_embeddings=True)
-    model = parallel_model(tied, layout_groups, assign_matrices("adamw"))
-    check_replicas(model)
-    if "head" in model.parameters:
-        model.parameters["head"].data[3, 5] += 1
-    try:
-        check_replicas(model)
-    except DisagreementError as error:
-        return str(error)
-    finally:
-        process_groups.shutdown()
-    return "equal"
 
 
 def disagree() -> str:
