@@ -17,7 +17,9 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from training import errors
+from training.lifecycle.preemption import REASONS
 from training.lifecycle.terminal import _stop_with_launcher
+from training.loop import Outcome
 
 
 @pytest.fixture
@@ -53,6 +55,15 @@ def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
     for word in words:
         assert word in printed.err, printed.err
     assert not (folder / "run").exists()
+
+
+def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
+    """A rank that another rank's error stopped fails too."""
+    expected = {reason: 0 for reason in (None, *REASONS.values())}
+    expected |= {"Ctrl-C": 130, "an error between steps": 1}
+    for reason, code in expected.items():
+        monkeypatch.setattr("training.run.train", lambda *_, end=reason, **__: Outcome(1, {}, end))
+        assert run(folder) == code, reason
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.families import all_units
 from parallel.comm import groups
 from scripts.convert_hf import main
 from scripts.generate import main as generate
@@ -346,14 +347,15 @@ def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, capsys) -> None:
 
 
 def test_a_consolidated_file_has_our_parameters(run, tmp_path) -> None:
-    folder, out = run(pc__level=4), tmp_path / "out"
-    assert main(["export", str(folder), str(out), "--format", "consolidated"]) == 0
+    folder, out = run(**MOE, pc__level=4, pc__blocks="[o]"), tmp_path / "out"
+    options = ["--format", "consolidated", "--dtype", "bfloat16"]
+    assert main(["export", str(folder), str(out), *options]) == 0
     found = load_file(out / "model.safetensors")
     assert (out / "config.yaml").exists()
-    stored = read_checkpoint(folder).tensors()
-    gate_up, qkv = found["layers.1.mlp.gate_up"], found["layers.1.attention.qkv"]
-    assert gate_up.shape == (192, 64) and qkv.shape == (128, 64)
-    assert torch.equal(qkv[:16], stored["weight/layers.1.q.0"])
-    assert torch.equal(qkv[32:48], stored["weight/layers.1.k.0"])
-    assert found["embedding"].shape == (384, 64)
-    assert not torch.equal(gate_up[:96], stored["weight/layers.1.gate"])  # PC(W)
+    stored, buffers = (read_checkpoint(folder).tensors(kind) for kind in ("weight/", "buffer/"))
+    for unit in all_units(read_checkpoint(folder).config.model):
+        part = unit.view(found[unit.parameter].view(unit.view_shape))
+        same = torch.equal(part, stored[f"weight/{unit.name}"].bfloat16().view(part.shape))
+        assert same != (unit.role == "o"), unit.name  # PC(W)
+    assert buffers and all(each.any() for each in buffers.values())
+    assert all(torch.equal(found[name[7:]], value) for name, value in buffers.items())

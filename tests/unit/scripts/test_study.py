@@ -1,6 +1,7 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -13,6 +14,7 @@ import yaml
 from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.search import begin, run_of
+from scripts.studies.trainer import summary
 from scripts.study import main
 from tests.paths import ROOT
 from tests.run_results import json_lines
@@ -57,7 +59,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
     assert main([str(study_file), str(output)]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(f"wrote {output}: results.json, runs.jsonl and table.md\n")
-    assert "0:00:00 plain-1: " in printed.err
+    assert re.search(r"\d:\d\d:\d\d \w+-\d: ", printed.err)
     result = json.loads((output / "results.json").read_text())
     plain, other = result["rows"]
     assert result["complete"] and result["budget"] == {"plain": 0.0, "lr": 0.0}
@@ -120,6 +122,26 @@ def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, 
         RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
     assert main([str(study_file), str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("do not contain hashes of their data") == 1
+
+
+def test_a_record_is_that_of_the_merged_config(study_file, minimal):
+    def keys(label: str | None = None) -> list[str]:
+        study = read_study(study_file)
+        return [run_of(study, name, [], 1, label=label).key for name in study.variants]
+
+    before = keys()
+    minimal.write_text(f"{minimal.read_text()}# a comment\n")
+    assert keys() == keys("another label") == before
+    minimal.write_text(minimal.read_text().replace("ffn: 48", "ffn: 64"))
+    assert not {*before} & {*keys()}
+
+
+def test_the_loss_of_a_run_is_the_last_validation_s(tmp_path):
+    course = [[1, 3.0], [2, 2.0], [4, 2.5]]
+    lines = [{"step": step, "val/loss": loss} for step, loss in course]
+    lines += [{"step": 5, "progress/tokens": 50}, {"step": 6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert summary(tmp_path) == {"loss": 2.5, "tokens": 50, "course": course}
 
 
 @pytest.mark.parametrize(

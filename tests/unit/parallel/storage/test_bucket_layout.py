@@ -91,6 +91,17 @@ def test_every_element_lies_in_one_place(case):
     assert sum(int((count == 2).sum()) for count in claimed) == sum(sizes.values())
 
 
+@given(models(), st.sampled_from([2, 4]), st.sets(st.sampled_from(["q", "k", "v", "gate", "o"])))
+def test_owners_step_buckets_of_pc_layers_alone(units, size, roles):
+    """A parameter with both kinds of units has shards that are stepped."""
+    planner = BucketPlanner(parameter_bytes=size, preconditioned=lambda unit: unit.role in roles)
+    for bucket in planner.layout(units).buckets:
+        names = {slot.parameter for slot in bucket.slots}
+        others = {unit.parameter for unit in units if unit.role not in roles}
+        assert names <= others or not names & others or size == 4
+        assert bucket.stepped_by_owners == (size == 2 and not names & others)
+
+
 @given(bucket_layouts())
 def test_spans_are_the_unit_as_its_view_orders_it(case):
     units, bucket_layout = case

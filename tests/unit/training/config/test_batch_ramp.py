@@ -86,19 +86,6 @@ def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: lis
     assert tokens == [sum(BATCHES[: i + 1]) * LENGTH for i in range(12)]
 
 
-@pytest.mark.slow
-def test_by_tokens_it_is_a_run_cut_by_hand(config_folder: str, world) -> None:
-    """Each part's config has the same 64 sequences, warm-up over 8 and decay over 32."""
-    ramp = "[{batch: 2, until_steps: 4}, {batch: 4, until_steps: 8}]"
-    common = {**TOKENS, "train__steps": 13, "schedule__warmup_steps": 1}
-    trained(config_folder, "ramp", world, 13, **{**common, "train__batch_ramp": ramp})
-    change = {"checkpoint__allow_change": "[train,schedule]", "train__batch_ramp": "[]"}
-    for until, batch, steps in ((4, 2, 32), (8, 4, 4 + 56 // 4), (13, 8, 13)):
-        keys = {"train__global_batch": batch, "schedule__warmup_steps": 8 // batch}
-        trained(config_folder, "cut", world, until, **TOKENS, **change, **keys, train__steps=steps)
-    equal(config_folder, "ramp", "cut", 13)
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sequences of each micro-batch of runs."""

@@ -66,7 +66,6 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("base=other.yaml", "unknown key base; the config has the keys run, seed,"),
         ("train.steps='10'", "train.steps must be an integer, got '10'"),
         ("train.steps=true", "train.steps must be an integer, got true"),
-        ("train.exit_step=soon", "train.exit_step must be an integer or null, got 'soon'"),
         ("optimizer.matrix.lr=.nan", "optimizer.matrix.lr must be a number, got nan"),
         ("run.name=3", "run.name must be a string, got 3"),
         ("model.init.spectral=1", "model.init.spectral must be true or false, got 1"),
@@ -75,7 +74,6 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.rules.muon.momentum=1.5", "optimizer.rules.muon.momentum must be in [0, 1)"),
         ("optimizer.matrix.rule=muno", "optimizer.matrix.rule must be one of adamw,"),
         ("optimizer.matrix.rule=sso", "got 'sso'; did you mean spectral_sphere?"),
-        ("optimizer.matrix.rule=SPECTRALSPHERE", "did you mean spectral_sphere?"),
         ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
         (
             "optimizer.matrix.rule=mine",
@@ -106,11 +104,6 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
         (
-            "model={layers: 4, tie_embeddings: true, init: {head_std: 0.1}}",
-            "model.init.head_std must keep its default 0.02, as it has no effect with "
-            "model.tie_embeddings true, got 0.1",
-        ),
-        (
             "model.rope_scaling={kind: longrope, factor: 4.0}",
             "model.rope_scaling.kind must be one of linear, llama3, yarn, got 'longrope'",
         ),
@@ -126,17 +119,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
             "model.rope_scaling={kind: linear, factor: 2.0, low_freq_factor: 1.0}",
             "model.rope_scaling.low_freq_factor must be null with kind linear, got 1.0",
         ),
-        (
-            "model.rope_scaling={kind: linear, factor: 2.0, attention_factor: 1.5}",
-            "model.rope_scaling.attention_factor must keep its default null",
-        ),
         ("model.rope_scaling={kind: linear, factor: 0.5}", "factor must be at least 1, got 0.5"),
-        ("model.rope_scaling={kind: linear}", "model.rope_scaling.factor is required (a number)"),
         (
             "model={layers: 4, attention_backend: transformer_engine, attention_bias: all}",
             "model.attention_bias must be none or qkv with transformer_engine, got 'all'",
         ),
-        ("pc.blocks=[bias]", "pc.blocks must name one of"),
         ("optimizer.roles.bias.rule=muon", "optimizer.roles.bias.rule must be an elementwise rule"),
         ("train.=1", "an override must be key=value, got 'train.=1'"),
         ("run.name=${run.nam}", "run.nam"),

@@ -58,6 +58,7 @@ def test_many_matrices_in_all_layers_together_are_too_many(minimal: Path) -> Non
 CASES = [
     ("pc.polynomial.kind=over_flattening", "pc.level", "null", 2),
     ("pc.polynomial.kind=fitted", "pc.level", "null", 2),
+    ("model.tie_embeddings=true", "model.init.head_std", 0.02, 0.1),
     ("model.init.spectral=true", "model.init.std", 0.02, 0.03),
     ("model.init.spectral=true", "model.init.depth_scaled", "false", "true"),
     ("model.init.spectral=true", "model.init.depth_scaling", "'layers'", "layer"),

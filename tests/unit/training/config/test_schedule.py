@@ -48,12 +48,6 @@ def test_equals_torch_after_the_warm_up(
     )
 
 
-def test_warm_up_is_a_line_to_one() -> None:
-    schedule = ScheduleConfig(warmup_steps=4)
-    factors = [learning_rate_factor(step, 100, schedule) for step in range(5)]
-    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
 def test_wsd_is_constant_and_then_a_line() -> None:
     schedule = ScheduleConfig(kind="wsd", warmup_steps=2, min_ratio=0.2, cooldown_fraction=0.4)
     factors = [learning_rate_factor(step, 10, schedule) for step in range(12)]

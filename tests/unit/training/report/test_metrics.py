@@ -3,7 +3,6 @@
 import json
 import math
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,11 +14,6 @@ from training.report.metrics import MetricsWriter, performance
 
 def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
-
-
-def read(path: Path) -> list[dict[str, object]]:
-    """Return the lines of a metrics file, by a parser that refuses NaN and Infinity."""
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
 @given(st.lists(st.dictionaries(st.text().filter(lambda n: n != "step"), st.floats())))
@@ -36,16 +30,6 @@ def test_every_line_is_json_and_floats_come_back_exactly(
     # Split only at newlines: JSON escapes them, but not Unicode's other line separators.
     lines = writer.path.read_text(encoding="utf-8").split("\n")[:-1]
     assert [json.loads(line, parse_constant=refuse) for line in lines] == expected
-
-
-def test_a_second_run_appends_and_an_unfinished_line_goes(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.log({"train/loss": 1.0}, step=1)
-    with writer.path.open("a") as file:
-        file.write('{"step": 2, "train/lo')
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.log({"train/loss": 3.0}, step=2)
-    assert [line["train/loss"] for line in read(writer.path)] == [1.0, 3.0]
 
 
 def test_performance_of_a_known_case() -> None:
