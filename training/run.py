@@ -385,7 +385,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
     if groups.rank == 0:
         mark_done(config.run.dir, start.step >= config.train.steps)
         longer = "train.steps and set checkpoint.allow_change=[schedule]"
-        if config.train.last < config.train.steps:
+        if config.train.exits_early:
             longer = "train.exit_step"
         print(
             f"nothing to do: the run ends at {start.path}; to train on, raise {longer}; to start "

@@ -147,6 +147,11 @@ class TrainConfig(Section):
         """Step after which the run ends, `exit_step` or `steps`."""
         return self.exit_step or self.steps
 
+    @property
+    def exits_early(self) -> bool:
+        """Whether the run ends before its schedule."""
+        return self.last < self.steps
+
     def equal_steps(
         self, step: int = 0, tokens: int = 0, until: int | None = None
     ) -> Iterator[EqualSteps]:
@@ -202,16 +207,17 @@ class ScheduleConfig(Section):
         """Return the length of a run in steps, or in tokens over the tokens of a full step."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
-    def cooldown_steps(self, total_steps: float) -> int:
-        """Return the steps over which wsd decays in a run of `total_steps`."""
-        return round(self.cooldown_fraction * total_steps)
+    def cooldown_steps(self, total_steps: float) -> float:
+        """Return the steps over which wsd decays in a run of `total_steps`: a whole number, unless
+        the whole run decays."""
+        return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:
         """Return the steps of a run before wsd decays."""
         cooldown = self.cooldown_steps(self.length(train))
         if self.unit == "steps":
-            return train.steps - cooldown
-        left = train.samples() - cooldown * train.global_batch
+            return train.steps - round(cooldown)
+        left = train.samples() - round(cooldown * train.global_batch)
         for part in train.equal_steps():
             if left <= part.samples:
                 return part.first + -(-left // part.batch)

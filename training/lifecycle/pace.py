@@ -80,7 +80,7 @@ class Pace:
         )
         times = self.agreement.gather([local_seconds])[:, 0]
         self.stragglers = list(self._stragglers.new(times.tolist(), count))
-        ahead = train.samples(progress.step, progress.tokens) * train.sequence_length
+        ahead = train.samples(progress.step, progress.tokens, train.last) * train.sequence_length
         metrics["progress/pct"] = 100.0 * progress.step / train.steps
         metrics["progress/eta_s"] = ahead / read * count * seconds
         if self.groups.device.type == "cuda":

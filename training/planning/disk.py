@@ -27,7 +27,7 @@ def checkpoint_bytes(config: Config) -> int:
 def checkpoints_text(config: Config) -> str:
     """Return size, interval and number of the checkpoints that a run keeps, and their disk
     space."""
-    section, steps = config.checkpoint, config.train.steps
+    section, steps = config.checkpoint, config.train.last
     if section.interval == 0:
         return "none: checkpoint.interval is 0"
     size = checkpoint_bytes(config) / 1e9

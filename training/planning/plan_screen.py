@@ -81,6 +81,9 @@ def run_table(config: Config, planned: Plan) -> str:
         ),
         ("checkpoints", checkpoints_text(config)),
     ]
+    if train.exits_early:
+        text = f"after step {train.last:,}, train.exit_step, which only the checkpoints count to"
+        rows.insert(-1, ("early end", text))
     if config.data.document_mask:
         whose = (
             "lengths of the training sets"

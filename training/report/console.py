@@ -34,7 +34,8 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
         for each in train.equal_steps()
     )
     total = short(train.samples() * train.sequence_length)
-    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all"
+    early = f"; train.exit_step ends it after step {train.last:,}" if train.exits_early else ""
+    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all{early}"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
         names["embedding"] = "embedding and head, which are one"

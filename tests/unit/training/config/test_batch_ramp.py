@@ -194,6 +194,17 @@ def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: flo
     assert by_steps.decay_start(config) == 20 - round(20 * fraction)
 
 
+def test_a_run_that_only_decays_begins_at_the_peak(minimal: Path) -> None:
+    """Its 18.75 full steps are fewer than 19, the next whole number."""
+    keys = ["train.steps=20", "schedule.kind=wsd", "schedule.unit=tokens"]
+    keys += ["schedule.cooldown_fraction=1", "schedule.min_ratio=0", "train.global_batch=8"]
+    config = load_config(minimal, [*keys, "train.batch_ramp=[{batch: 3, until_steps: 2}]"])
+    train, schedule = config.train, config.schedule
+    assert schedule.decay_start(train) == 0
+    factors = [step_factor(i, 3 * i * 32, train, schedule) for i in (0, 1, 2)]
+    assert factors == pytest.approx([1, 147 / 150, 144 / 150])
+
+
 def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
     """Steps with a batch take as long as in a run with that batch from the start."""
     ramp = "train.batch_ramp=[{batch: 4, until_steps: 30}, {batch: 8, until_tokens: 15000}]"

@@ -30,6 +30,7 @@ def test_a_saved_state_is_as_large_as_planned(rule, keys, folder, world):
         ({"checkpoint__interval": 3}, 3),  # of 3, 6, ..., 18, 20
         ({"checkpoint__interval": 3, "checkpoint__keep_last": "null"}, 7),
         ({"checkpoint__interval": 3, "checkpoint__keep_every": 6}, 5),  # 6, 12, and 15, 18, 20
+        ({"checkpoint__interval": 3, "train__exit_step": 4}, 2),
         ({"checkpoint__interval": 30}, 1),
         ({"checkpoint__interval": 20, "checkpoint__keep_last": 5}, 1),
     ],

@@ -49,7 +49,7 @@ CHECKED: dict[str, Callable[[Line, re.Match[str], Config], float]] = {
     r"optim/skipped_steps|optim/refused|spectral/unconverged": lambda *_: 0,
     r"progress/tokens": lambda line, *_: line["step"] * BATCH * LENGTH,
     r"progress/pct": lambda line, *_: 100 * line["step"] / STEPS,
-    r"progress/eta_s": lambda line, *_: (STEPS - line["step"]) * line["perf/step_time_s"],
+    r"progress/eta_s": lambda line, *_: (LAST - line["step"]) * line["perf/step_time_s"],
     r"perf/tokens_per_sec(_per_gpu)?": lambda line, *_: BATCH * LENGTH / line["perf/step_time_s"],
     r"perf/tflops_per_gpu": lambda line, _, config: (
         flops_per_token(config) * BATCH * LENGTH / line["perf/step_time_s"] / 1e12
