@@ -164,7 +164,7 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
                 try:
                     yield where, parse_json(line)
                 except ValueError as error:
-                    raise DataError(f"{where}: not JSON: {error}") from None
+                    raise DataError(f"{where}: invalid JSON: {error}") from None
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from errno import EINVAL
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +15,10 @@ UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError, also for deep nesting or text that is not UTF-8."""
+    """Parse a JSON text. Raises ValueError, also for deep nesting, for text that is not UTF-8 and
+    for a key that is twice in one object, of which `json` would drop the first value."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_mapping)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError:
@@ -24,6 +26,14 @@ def parse_json(text: str | bytes) -> Any:
         if head in (POINTER, POINTER.decode()):
             raise ValueError(f"it is {UNFETCHED}") from None
         raise
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the keys of an object must differ, got {key!r:.80} twice")
+    return mapping
 
 
 def is_pointer(path: Path) -> bool:

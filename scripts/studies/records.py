@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from training.errors import InputError
-from training.json_file import check_shape
+from training.json_file import check_shape, parse_json
 from training.report.log_lines import drop_unfinished_line
 
 RECORDS = "runs.jsonl"
@@ -59,9 +59,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise InputError(f"{path}, line {number}, is not JSON") from None
+            records.append(parse_json(line))
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: invalid JSON: {error}") from None
         check_shape(records[-1], SHAPE, f"{path}, line {number}")
     return records
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from training.data.hashes import file_sha256
 from training.errors import DataError
+from training.json_file import parse_json
 
 KEYS: Final = ("context", "choices", "answer")
 DELIMITER: Final = " "
@@ -115,9 +116,9 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
 
 def _example(line: str, where: str) -> Example:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
+        row = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where}: invalid JSON: {error}") from None
     return example_of(row, where)
 
 

@@ -147,7 +147,8 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
     "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3: no key 'text', .* --text-key"),
     "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType; fix"),
-    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON.*remove the line"),
+    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"line 2: invalid JSON.*remove the line"),
+    "twice.jsonl": (b'{"text": "a", "text": "b"}\n', r"line 1: invalid JSON: .*'text' twice; fix"),
     "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not Unicode text: surrogates.*; fix"),
 }  # fmt: skip
 

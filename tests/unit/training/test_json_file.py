@@ -18,6 +18,12 @@ def test_what_cannot_be_read_is_a_value_error(text: bytes) -> None:
         parse_json(text)
 
 
+@pytest.mark.parametrize("text", ['{"a": 1, "b": 2, "b": 2}', '[{"c": {"b": null, "b": 0}}]'])
+def test_a_key_that_is_twice_in_an_object_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="^the keys of an object must differ, got 'b' twice$"):
+        parse_json(text)
+
+
 @pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\noid sha256:0\n"])
 def test_a_pointer_of_git_lfs_is_named(text: str) -> None:
     for each in (text, text.encode()):

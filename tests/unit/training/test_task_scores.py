@@ -183,7 +183,8 @@ def test_made_tokens_score_made_tasks(world, folder, capsys):
 
 GOOD = {"context": "one", "choices": ["a", "b"], "answer": 1}
 WRONG: dict[str, tuple[Any, str]] = {
-    "not JSON": ('{"context": ', "line 2: not JSON"),
+    "not JSON": ('{"context": ', "line 2: invalid JSON"),
+    "a key twice": ('{"answer": 0, "answer": 1}', "line 2: invalid JSON: .* 'answer' twice"),
     "no object": ("[1]", "line 2: must have the keys context, choices, answer, got"),
     "another key": (GOOD | {"label": 1}, "line 2: must have the keys"),
     "no context": (
