@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from models.families import all_units
 from models.pc_config import PCConfig, PCOverride, PolynomialConfig
 from models.section import Section
 from tests.models import drawn, losses_of
+from tests.other_values import another
 from tests.step_trace import without_eigensolvers
 from tests.tiny_families import MIXTURE, SETTINGS, tiny_model
 
@@ -65,16 +66,6 @@ WALK = [
     for field in fields(kind)
     if prefix + field.name not in ELSEWHERE
 ]
-
-
-def another(kind: type[Section], name: str, value: Any) -> Any:
-    """Return a value of an option that differs from `value`."""
-    annotation = get_type_hints(kind)[name]
-    if get_origin(annotation) is Literal:
-        return next(choice for choice in get_args(annotation) if choice != value)
-    if isinstance(value, bool):
-        return not value
-    return value * 2 if value else 0.5
 
 
 def changed(model: ModelConfig, key: str) -> ModelConfig:

@@ -5,7 +5,7 @@ An unused option, or an entry that a load leaves out, would change no result.
 
 import copy
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from spectral import SpectralOptimizer
 from spectral.rules import RULES, Rule
 from spectral.rules.base import take_step
+from tests.other_values import another
 from tests.step_trace import without_eigensolvers
 
 SHAPE = (3, 6, 10)
@@ -36,19 +37,6 @@ OTHER: dict[str, Any] = {
     "schedule": "simple",
 }
 """Values to try for types without an obvious value."""
-
-
-def another(rule: type[Rule], name: str, value: Any) -> Any:
-    """Return a valid value of a field that differs from `value`."""
-    if name in OTHER:
-        return OTHER[name]
-    annotation = get_type_hints(rule)[name]
-    for kind in (annotation, *get_args(annotation)):
-        if get_origin(kind) is Literal:
-            return next(choice for choice in get_args(kind) if choice != value)
-    if isinstance(value, bool):
-        return not value
-    return value * 0.5 if isinstance(value, float) else value + 1
 
 
 def stepped(rule: Rule) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -81,7 +69,8 @@ WALK = [
 def test_every_option_of_a_rule_changes_its_steps(name: str, option: str) -> None:
     kind = RULES[name]
     base = kind(**BESIDE.get((name, option), {}))
-    changed = replace(base, **{option: another(kind, option, getattr(base, option))})
+    other = OTHER.get(option) or another(kind, option, getattr(base, option))
+    changed = replace(base, **{option: other})
     with without_eigensolvers():  # these need no steps
         (one, before), (other, after) = stepped(base), stepped(changed)
     same = all(map(torch.equal, one, other))
