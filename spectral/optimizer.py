@@ -18,6 +18,7 @@ from itertools import compress
 from numbers import Number
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -103,6 +104,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
     _replicas: "ProcessGroup | None" = None  # a copied optimizer has no hooks
     _exchange_dtype: torch.dtype | None = None
+    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # of the split; a copy has none
 
     def __init__(
         self,
@@ -119,6 +121,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
     ) -> None:
         if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
             raise TypeError("params must be parameters or split_parameters(model), got the model")
+        if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+            raise TypeError(
+                "params must be parameters, a list of groups or split_parameters(model), got "
+                f"{params!r:.60}"
+            )
         if isinstance(params, set | frozenset):
             raise TypeError("params must be an ordered collection, got a set: ranks would differ")
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
@@ -155,6 +162,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._exchange_dtype = exchange_dtype
         if isinstance(params, ParameterSplit):
             self._replicas = replicas or params.replicas
+            self._frozen = [(name, ref(parameter)) for name, parameter in params.frozen]
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
@@ -211,6 +219,21 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
         self._kinds |= dict.fromkeys(group["params"], (group["rule"], division))
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
+
+    def _warn_unfrozen(self) -> None:
+        """Warn once of parameters that were frozen in the split and have gradients now."""
+        for name, frozen in self._frozen:
+            parameter = frozen()
+            if parameter is None or not parameter.requires_grad or parameter.grad is None:
+                continue
+            if parameter not in self._kinds:
+                warnings.warn(
+                    f"{name} has a gradient but is not stepped: it was frozen when "
+                    "split_parameters made the groups; add_param_group adds it",
+                    stacklevel=4,
+                )
+                self._frozen = ()
+                return
 
     def _rename(self) -> None:
         """Update the names of groups whose parameters another program has removed or added.
@@ -399,8 +422,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: on any rank, a state of other rules, units, shapes or order of parameters,
-            or a nonfinite state; nothing is changed then.
+            a parameter without state, or a nonfinite state; nothing is changed then.
+            TypeError: not a mapping.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a mapping, got {type(state_dict).__name__}")
         settings = [dict(group) for group in self.param_groups]
         saved: dict[str, Any] = {}
 
@@ -453,6 +479,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; returns the closure's result, or None."""
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise TypeError(f"closure must be a function or None, got {closure!r:.60}")
             with torch.enable_grad():
                 loss = closure()
         self._step()
@@ -464,6 +492,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             rename_(group["rule"], group)  # values written by a scheduler or a loop
             _check_rates(group)
+        if self._frozen:
+            self._warn_unfrozen()
         snapshot = self._share()
         active = self._gate(snapshot)
         self.last_reports = []
@@ -601,6 +631,8 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
     for parameter, name in zip(group["params"], names, strict=True):
         if not parameter.is_floating_point():
             raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
+        if parameter.element_size() < 2:
+            raise ValueError(f"parameters must have 16 bits or more, got {parameter.dtype}")
         if rule.whole_matrix:
             _check_matrices(rule, division, parameter, name)
             if group["units"] is None:

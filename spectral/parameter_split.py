@@ -46,6 +46,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         groups: the groups. The groups of the optimizer's rule come first and have `units`.
         rows: the assignment of each parameter.
         replicas: the process group of a DDP model, else None.
+        frozen: the names and parameters in no group, as they were frozen.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         groups: Sequence[dict[str, Any]],
         rows: Sequence[Row],
         replicas: "ProcessGroup | None" = None,
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self.groups = list(groups)
         self.rows = list(rows)
         self.replicas = replicas
+        self.frozen = list(frozen)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a copy of a group."""
@@ -78,7 +81,8 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table with joined rows of equal numbered layers."""
+        """Return a table with joined rows of equal numbered layers, and a line about frozen
+        parameters."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
@@ -86,6 +90,8 @@ class ParameterSplit(Sequence[dict[str, Any]]):
             shown = "x".join(map(str, shape)) or "scalar"
             row = f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what:16}  {reason}"
             lines.append(row.rstrip())
+        if self.frozen:
+            lines.append(f"{len(self.frozen):4} frozen, in no group: {self.frozen[0][0]} ...")
         return "\n".join(lines)
 
 
@@ -121,11 +127,11 @@ def split_parameters(
             one parameter differently; elementwise parts of another model; flattened parameters; no
             parameter for the optimizer's rule; a weight that the pass of `example` did not use, or
             whose division it does not show.
-        TypeError: `module` or an elementwise part has a wrong type.
+        TypeError: `module`, `units` or an elementwise part has a wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    overrides = {} if units is None else dict(units)
+    overrides = _divisions({} if units is None else units)
     weights, apart = [*weights_of(module)], _apart(module, elementwise)
     given, unused = dict[str, Seen](), set(overrides)
     for weight in weights:
@@ -175,7 +181,8 @@ def split_parameters(
     from torch.nn.parallel import DistributedDataParallel
 
     replicas = module.process_group if isinstance(module, DistributedDataParallel) else None
-    return ParameterSplit(chosen, rows, replicas)
+    frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+    return ParameterSplit(chosen, rows, replicas, frozen)
 
 
 def check_name(name: str) -> None:
@@ -192,6 +199,19 @@ def check_name(name: str) -> None:
             f"{name} looks like several matrices in one; give its group units, as "
             "split_parameters does, or units={'rows': [n], ...} with the rows of each matrix"
         )
+
+
+def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
+    """Return the divisions of `units`. Raises TypeError and ValueError with the pattern."""
+    if not isinstance(units, Mapping):
+        raise TypeError(f"units must be a mapping of patterns to divisions, got {units!r:.80}")
+    divisions = {}
+    for pattern, value in units.items():
+        try:
+            divisions[pattern] = Division.of(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"units of {pattern!r:.80}: {error}") from None
+    return divisions
 
 
 def _apart(
@@ -231,10 +251,10 @@ def _refuse_unfit(weight: Weight) -> None:
         )
 
 
-def _given(weight: Weight, units: Mapping[str, Mapping[str, Any]], apart: set[int]) -> Seen | None:
+def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
     """Return the kind of a parameter from its shape, its embedding and the arguments of
     `split_parameters`, or None if these do not determine it."""
-    divisions = {Division.of(value) for value in units.values()}
+    divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(
             f"{weight.name} must match entries of units with equal values, got "

@@ -241,6 +241,9 @@ def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any])
 
 def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield the reasons why a saved `state_dict` does not fit the parameters of groups."""
+    if not {"state", "param_groups"} <= saved.keys():
+        yield f"a saved state must have the keys state and param_groups, got {[*saved]!r:.80}"
+        return
     saved_groups = saved["param_groups"]
     for i, (group, other) in enumerate(zip(groups, saved_groups, strict=False)):
         rule, units = other.get("rule"), other.get("units", group["units"])
@@ -255,7 +258,10 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
             yield f"parameter {i} of the state is {name}, here it is {index[name]}"
     keys = listed_in(saved_groups, "params")
     for member, key in zip(members_of(groups), keys, strict=False):
-        yield from _saved_entry_problems(member, saved["state"].get(key, {}), f"parameter {key}")
+        entries = saved["state"].get(key, {})
+        if not entries and entry_names(member.rule):
+            yield f"parameter {key} of the state must have entries, got none"
+        yield from _saved_entry_problems(member, entries, f"parameter {key}")
 
 
 def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) -> Iterator[str]:

@@ -10,10 +10,10 @@ pass, and its only state is gamma: the top singular pair comes from a cold start
 recomputed activations, ranks and resumed runs use the same pair. See `spectral.effective_weight`.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,12 +92,18 @@ class DividedWeight(EffectiveWeight):
         boxes = division.boxes(weight.shape)
         super().__init__([preconditioner] * len(boxes))
         self.division, self.boxes = division, boxes
+        self.is_identity = False
+        """Whether the weight is W itself, while a layer draws it."""
         self.gamma = nn.Parameter(torch.ones(len(boxes), dtype=weight.dtype, device=weight.device))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set gamma to 1, as at the start."""
         self.gamma.fill_(1)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return PC(W), or W itself while a layer draws it."""
+        return weight if self.is_identity else super().forward(weight)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """Return the matrices of the gathered weight."""
@@ -138,19 +144,6 @@ class PCLinear(nn.Linear):
         super().__init__(in_features, out_features, bias)
         _register(self, Division(), Preconditioner(level=level))
 
-    def reset_parameters(self) -> None:
-        """Draw W and the bias as nn.Linear does, and set gamma to 1."""
-        if not parametrize.is_parametrized(self):  # in nn.Linear's own `__init__`
-            return super().reset_parameters()
-        chain = self.get_submodule("parametrizations.weight")
-        nn.init.kaiming_uniform_(chain.get_parameter("original"), a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
-        for part in chain.children():
-            part.reset_parameters()  # type: ignore[operator]
-        return None
-
 
 def preconditioned(
     model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
@@ -159,7 +152,8 @@ def preconditioned(
 
     The matrices of a weight (`split_parameters`) are preconditioned separately. The
     weight's own name becomes `parametrizations.weight.original`, until `merge_`. Initialise or load
-    the weights before: `layer.weight` is then PC(W), which `nn.init` would change without effect.
+    the weights before, or by the layers' `reset_parameters`: `layer.weight` is then PC(W), which
+    `nn.init` would change without effect.
 
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
@@ -167,18 +161,25 @@ def preconditioned(
         level: level of the polynomial, see `Preconditioner`.
 
     Raises:
-        ValueError: no layer matches; the weight of a layer is already parametrized, sharded, or
-        shared with another module. Nothing is changed then.
+        ValueError: no layer matches one of the given blocks; the weight of a layer is already
+        parametrized, sharded, or shared with another module. Nothing is changed then.
+        TypeError: `model` is not a module, or `blocks` not a collection of names.
     """
+    _check_module(model)
+    optional = blocks is BLOCKS
+    if isinstance(blocks, str):
+        raise TypeError(f"blocks must be a collection of names, got {blocks!r}")
     blocks = list(blocks)
-    weights = {}
+    weights, unused = {}, set(blocks)
     for weight in weights_of(model):
         layer, parametrized, _ = weight.name.partition(".parametrizations.weight.")
         layer = layer.removesuffix(".weight")
         if weight.parameter.ndim < 2 or not (parametrized or weight.name.endswith(".weight")):
             continue
-        if not any(weight.own_name == block or fnmatchcase(layer, block) for block in blocks):
+        matching = {b for b in blocks if weight.own_name == b or fnmatchcase(layer, b)}
+        if not matching:
             continue
+        unused -= matching
         if parametrized:
             raise ValueError(
                 f"{layer} must have no parametrization of its weight, such as a PC layer"
@@ -187,8 +188,9 @@ def preconditioned(
             raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
         _refuse_shared(model, weight.parameter)
         weights[layer] = weight
-    if not weights:
-        raise ValueError(f"blocks must name layers that can be preconditioned, got {blocks}")
+    if not weights or (unused and not optional):
+        names = [block for block in blocks if block in unused]
+        raise ValueError(f"blocks must name layers that can be preconditioned, got {names}")
     weights_by_name = KnownWeights(model)
     divisions = {layer: weights_by_name.division(weight)[0] for layer, weight in weights.items()}
     for layer, division in divisions.items():
@@ -199,20 +201,32 @@ def preconditioned(
 def merge_(model: nn.Module) -> None:
     """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
 
-    Tensor-parallel ranks call it together. Raises ValueError for a model that `fully_shard` has
-    sharded, and for a weight shared with another module.
+    Tensor-parallel ranks call it together. Raises ValueError for a model without PC layers or one
+    that `fully_shard` has sharded, and for a weight shared with another module.
     """
+    _check_module(model)
     if _is_sharded_by_fsdp(model):
         raise ValueError("merge_ needs an unsharded model: load the state into one")
-    for module in list(model.modules()):
-        if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
-            chain = module.parametrizations["weight"]  # type: ignore[index]
-            if any(isinstance(part, EffectiveWeight) for part in chain):
-                _refuse_shared(model, chain.original)  # type: ignore[union-attr]
-                # A copy of the module uses the same class, which loses its property `weight`.
-                kind = type(module)
-                module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
-                parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    layers: list[tuple[nn.Module, Any]] = [
+        (module, chain)
+        for module in model.modules()
+        if parametrize.is_parametrized(module, "weight")
+        for chain in [module.get_submodule("parametrizations.weight")]
+        if any(isinstance(part, EffectiveWeight) for part in chain.children())
+    ]
+    if not layers:
+        raise ValueError(f"merge_ needs a model with PC layers, got a {type(model).__name__}")
+    for module, chain in layers:
+        _refuse_shared(model, chain.original)
+        # A copy of the module uses the same class, which loses its property `weight`.
+        kind = type(module)
+        module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _is_sharded_by_fsdp(model: nn.Module) -> bool:
@@ -239,3 +253,20 @@ def _register(module: nn.Module, division: Division, preconditioner: Preconditio
     weight = module.get_parameter("weight")
     effective = DividedWeight(weight, division, preconditioner)
     parametrize.register_parametrization(module, "weight", effective)
+    if hasattr(module, "reset_parameters"):
+        kind: Any = type(module)  # torch's, of this module and its copies
+        kind.reset_parameters = _reset_parameters
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    """Draw W, which PC(W) hides, and the bias as the ordinary layer does, and set gamma to 1."""
+    chain: Any = module.get_submodule("parametrizations.weight")
+    parts = [part for part in chain if isinstance(part, DividedWeight)]
+    for part in parts:
+        part.is_identity = True
+    try:
+        type(module).__bases__[0].reset_parameters(module)  # type: ignore[attr-defined]
+    finally:
+        for part in parts:
+            part.is_identity = False
+            part.reset_parameters()

@@ -301,6 +301,18 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
     [
         (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
         (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* of anot"),
+        (
+            MODEL,
+            {"units": ["0.weight"]},
+            TypeError,
+            r"units must be a mapping .* got \['0.weight'\]",
+        ),
+        (
+            MODEL,
+            {"units": {"0*": {"row": []}}},
+            ValueError,
+            r"units of '0\*': .* key row, only rows",
+        ),
         (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
     ],
 )
@@ -312,6 +324,26 @@ def test_a_split_of_something_else_is_refused(
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):
         Muon(MODEL)
     Muon(nn.ParameterList([MODEL[0].weight]))  # a module with only parameters
+
+
+def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    split = split_parameters(model)
+    assert str(split).endswith("\n   2 frozen, in no group: 1.weight ...")
+    optimizer, batch = Muon(split), torch.ones(1, 2)
+    model(batch).sum().backward()
+    optimizer.step()
+    model[1].weight.requires_grad_(True)
+    optimizer.step()  # without a gradient
+    model(batch).sum().backward()
+    with pytest.warns(UserWarning, match=r"^1.weight has a gradient but is not stepped: .* frozen"):
+        optimizer.step()
+    optimizer.step()
+    later = Muon(split)
+    later.add_param_group({"params": [("1.weight", model[1].weight)]})
+    before = model[1].weight.clone()
+    later.step()
+    assert not torch.equal(model[1].weight, before)
 
 
 @pytest.mark.parametrize("example", [None, torch.tensor([[1, 2]])])

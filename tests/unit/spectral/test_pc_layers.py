@@ -45,10 +45,16 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(bias: bool) -> None:
+@pytest.mark.parametrize("made", [PCLinear, nn.Linear])
+def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(
+    bias: bool, made: type[nn.Linear]
+) -> None:
     """`reset_parameters` of every module, as for FSDP2; nn.Linear's would draw a copy, PC(W)."""
     with torch.device("meta"):
-        layer = PCLinear(12, 20, bias)
+        layer = made(12, 20, bias)
+        if made is nn.Linear:
+            model = nn.ModuleDict({"up": layer})
+            preconditioned(model, blocks=["up"])
     layer.to_empty(device="cpu")
     for parameter in layer.parameters():
         parameter.detach().fill_(torch.nan)
@@ -111,6 +117,15 @@ def test_a_model_trains_and_is_merged() -> None:
 def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"blocks must name layers .* got \['ffn'\]"):
         preconditioned(gpt2(), blocks=["ffn"])
+    with pytest.raises(ValueError, match=r"blocks must name layers .* got \['c_fx'\]"):
+        preconditioned(gpt2(), blocks=["c_fc", "c_fx"])
+    with pytest.raises(TypeError, match="blocks must be a collection of names, got 'c_fc'"):
+        preconditioned(gpt2(), blocks="c_fc")
+    for call in (preconditioned, merge_):
+        with pytest.raises(TypeError, match="model must be a torch.nn.Module, got list"):
+            call([gpt2()])  # type: ignore[operator]
+    with pytest.raises(ValueError, match="merge_ needs a model with PC layers, got a GPT2LMHead"):
+        merge_(gpt2())
     model = gpt2()
     preconditioned(model, blocks=["*.mlp.*"])
     with pytest.raises(ValueError, match=r"h.0.mlp.c_fc must have no parametrization"):
