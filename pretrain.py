@@ -211,11 +211,14 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     """Run the chosen mode on this rank and return the exit code."""
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
+    from training.config.yaml_files import replaced
     from training.machine.device import prepare
 
     try:
         check_launched()
         config = load_config(options.config, options.overrides)
+        for text in replaced(options.overrides) if own_rank() == 0 else ():
+            print(f"warning: {text}", file=sys.stderr)
         if options.print_config:
             print(to_yaml(config), end="")
             return 0

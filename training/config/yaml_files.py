@@ -113,6 +113,17 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
     return _merged(map(_override, overrides))
 
 
+def replaced(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each override of which a later one changes a key's value."""
+    keys = [dict(flat(_override(text))) for text in overrides]
+    for i, text in enumerate(overrides):
+        for later in range(i + 1, len(overrides)):
+            common = keys[i].keys() & keys[later].keys()
+            if any(keys[i][key] != keys[later][key] for key in common):
+                yield f"the override {overrides[later]} replaces {text}"
+                break
+
+
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     """Return the dotted keys that `path` itself or an override sets, without the bases."""
     sources = _sources(path, overrides)
@@ -300,6 +311,8 @@ def _checked(text: str) -> yaml.Node | None:
         if isinstance(node, yaml.MappingNode):
             if scalar:  # yaml would use the value of its key =
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
+            if [key.value for key, _ in node.value].count("<<") > 1:  # other keys: OmegaConf
+                raise yaml.YAMLError("a mapping must have << once, with a list of mappings")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value

@@ -15,6 +15,7 @@ from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments, config_routes
 from training.config import InvalidConfigError, load_config, to_yaml
 from training.config.optimizer_section import GroupConfig
+from training.config.yaml_files import replaced
 from training.report.console import opening
 
 
@@ -362,6 +363,11 @@ def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     assert problems(overlay, "data.train=null") == [
         "data.train must name at least one set, got none"
     ]
+
+
+def test_an_override_that_another_one_replaces_is_named() -> None:
+    overrides = ["train.steps=5", "seed=1", "train={steps: 9}", "seed=1"]
+    assert [*replaced(overrides)] == ["the override train={steps: 9} replaces train.steps=5"]
 
 
 def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> None:
