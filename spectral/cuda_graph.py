@@ -102,7 +102,7 @@ class CapturedStep:
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
         self._captured = CapturedCall(lambda: optimizer.step(), device)
-        self._first: dict[str, object] | None = None  # what must stay from the first step on
+        self._first: dict[str, object] | None = None  # at the first step: later steps must agree
 
     def __call__(self) -> None:
         """Take one step; raises RuntimeError if something that a graph repeats has changed."""

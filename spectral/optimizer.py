@@ -247,8 +247,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "a parameter must be added to a group with names by add_param_group, with "
-                        f"its name, got one of {tuple(parameter.shape)} without"
+                        "a parameter of a group with names must be added by add_param_group, with "
+                        f"its name, got one of {tuple(parameter.shape)}"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 

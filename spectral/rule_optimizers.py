@@ -346,8 +346,8 @@ class SpectralSphere(SpectralOptimizer):
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
             not negative.
         tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None:
-            2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16, the rounding error of
-            f. In 16 bits the step subtracts the rounding error along u v^T; more than 0.05 in
+            2e-4, or in 16 bits the rounding error of f: 1e-3 with msign_dtype float16, 5e-3 with
+            bfloat16. The step subtracts this error, which is along u v^T; an error above 0.05 in
             float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
         max_evaluations (default None): Largest number of msign evaluations per unit and step,
             all of which run without early exit; None: 8 with early exit, else 1, or 2 for

@@ -208,7 +208,7 @@ def agreed_facts(
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
-    """Check the config against the checkpoint that the run continues from, None for a new run.
+    """Check the config against `start`, the checkpoint to continue from (None: a new run).
 
     Raises ResumeError for initial weights that the checkpoint's run did not begin with,
     InvalidConfigError for a later batch that does not fit the ranks.

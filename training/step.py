@@ -147,7 +147,7 @@ class Trainer:
         return StepResult(loss, norm, active, z_loss)
 
     def rate_factor(self, index: int) -> float:
-        """Return the present step's learning rate over its peak; its index counts from 0."""
+        """Return the learning rate of step `index`, from 0, over its peak."""
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:

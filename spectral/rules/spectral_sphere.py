@@ -27,10 +27,10 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
-    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
-    float16 and 5e-3 with bfloat16, the rounding error of f. In 16 bits the step
-    subtracts the rounding error along u v^T; more than 0.05 in float16 or 0.1 in bfloat16 is a
-    miss, whatever the tolerance."""
+    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or in 16 bits the rounding
+    error of f: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The step subtracts this error,
+    which is along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss, whatever the
+    tolerance."""
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step, all of which run without early exit;
     null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU whose

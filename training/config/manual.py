@@ -117,7 +117,7 @@ MANUAL_HEAD: Final = """\
 
 Every key of a run config, a YAML file. `base: other.yaml`, or a list of files, names what the file
 extends, relative to the file itself: sections are merged, lists and single values replaced.
-`key=value` arguments after `--config FILE` come last. `${section.key}` is the value of another key;
+`key=value` arguments after `--config FILE` override files. `${section.key}` is another key's value;
 in keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of data are relative to
 the working directory.
 
