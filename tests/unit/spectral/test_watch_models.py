@@ -1,7 +1,6 @@
 """The detected matrices in models of transformers, against the rows of heads and gates.
 
-Changing the rows of one matrix must change exactly one head of the queries, keys and values that
-reach attention, which are captured at transformers' attention interface.
+test_watch_sweep.py changes matrices one by one, and must see one head change.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from spectral import split_parameters
-from spectral.division import Division, narrowed
+from tests.slow_cases import slow_but
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -143,7 +142,6 @@ MODELS: dict[str, tuple[dict[str, Any], str, Wanted]] = {
 }
 FAST = ("Llama", "Phi3", "GPT2", "DeepseekV3", "Mixtral", "GptOss")
 WITHOUT_SDPA = ("Bloom", "GptOss", "Mamba", "Mpt", "Qwen3Next", "T5")
-CAPTURED = ("Llama", "Qwen3", "Phi3", "GPT2", "GPTNeoX", "Bert", "ViT", "DeepseekV3", "Qwen3Next")
 
 
 def build(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -158,13 +156,8 @@ def build(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, inputs
 
 
-def slow_unless(names: tuple[str, ...]) -> list[Any]:
-    marks = {False: [pytest.mark.slow], True: []}
-    return [pytest.param(name, marks=marks[name in names]) for name in MODELS]
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", slow_unless(FAST))
+@pytest.mark.parametrize("name", slow_but(FAST, MODELS))
 def test_the_matrices_of_models(name: str, attention: str) -> None:
     if attention == "sdpa" and name in WITHOUT_SDPA:
         pytest.skip(f"{name} has no sdpa")
@@ -180,52 +173,3 @@ def test_the_matrices_of_models(name: str, attention: str) -> None:
         for row in own:
             found = (row.matrices, row.matrix) if row.rule == "spectral" else None
             assert found == wanted, str(row)
-
-
-captured: list[Tensor] = []
-
-
-def capture(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-) -> Any:
-    captured.extend((query, key, value))
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(repeat, 1) for t in (key, value))
-    scores = (query @ key.mT).softmax(-1)
-    return (scores @ value).transpose(1, 2).contiguous(), scores
-
-
-def heads_of_the_first_layer(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
-    captured.clear()
-    with torch.no_grad():
-        model(**inputs)
-    return [head for t in captured[:3] for head in t.unbind(1)]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CAPTURED]
-)
-def test_a_matrix_makes_one_head(name: str) -> None:
-    transformers.AttentionInterface.register("captured", capture)
-    model, inputs = build(name, "captured")
-    split = split_parameters(model, example=inputs)
-    units = {n: g["units"] for g in split if "rule" not in g for n, _ in g["params"]}
-    before = heads_of_the_first_layer(model, inputs)
-    makers = ("q_proj", "k_proj", "v_proj", "qkv", "c_attn", "query", "key", "value", "_b_proj")
-    first = "layers.3." if name == "Qwen3Next" else ".0."
-    seen = 0
-    for row in split.rows:
-        if first not in row.name or not any(m in row.name for m in makers) or row.matrices < 2:
-            continue
-        weight = model.get_parameter(row.name)
-        for box in Division.of(units[row.name]).boxes(row.shape):
-            part = narrowed(weight.data, box)
-            saved = part.clone()
-            part += torch.rand_like(part)
-            after = heads_of_the_first_layer(model, inputs)
-            part.copy_(saved)
-            changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            gate = name == "Qwen3Next" and changed == 0
-            assert changed == 1 or gate, (row, box, changed)
-            seen += 1
-    assert seen >= 8
