@@ -414,13 +414,9 @@ class Watch(TorchDispatchMode):
         axes = {axis % columns.ndim for axis in given}
         sums = name == "sum"
         sides = self.factors.get(source.untyped_storage(), []) if sums else []
-        if axes and len(sides) == 2 and len(sides[0].shape) == source.ndim:
-            if self._inner(sides, axes):
-                return
-            for side, other in permutations([side for side in sides if side.counts], 2):
-                vectors = {*side.vectors(other)}
-                if vectors and axes.isdisjoint(side.moving):
-                    self.numbers.consume(side.columns, vectors, INNER)
+        products = axes and len(sides) == 2 and len(sides[0].shape) == source.ndim
+        if products and self._inner(sides, axes):
+            return
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if out.numel() == 1:
             self.end_with([source])
@@ -430,10 +426,8 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif rest and EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of a part of its columns")
-        else:  # in a norm or a loss
-            self.numbers.join(columns, self.numbers.beneath(columns))
-            if not rest:
-                self.end_with([source])
+        elif not rest:  # in a norm or a loss
+            self.end_with([source])
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow the sum of an elementwise product along axes if it is one of inner products.
@@ -573,7 +567,7 @@ class Watch(TorchDispatchMode):
         other = 2 * columns.ndim - 3 - axis
         if kind == INNER and other in others and columns.shape[axis] > 1:
             steps = [float(columns.diff(dim=a).abs().min()) for a in (other, axis)]
-            if 0 < steps[0] < steps[1] and not self._is_outer(columns, [other], {axis}):
+            if 0 < steps[0] < steps[1]:
                 return [other]
         return [axis]
 
