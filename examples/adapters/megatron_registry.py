@@ -8,7 +8,7 @@ Needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, wi
 does not read it. Heads of q, k and v and both halves of a gated layer are stepped separately,
 embeddings, output heads and gains by Megatron's Adam. Pipeline and data parallelism need no
 changes; under tensor parallelism one rank steps each whole matrix, routed experts are refused, and
-checkpoints do not contain the optimizer's state: `--no-save-optim`.
+checkpoints do not contain the optimizer's state: set `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

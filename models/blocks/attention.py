@@ -360,6 +360,6 @@ def hidden_keys(
 
 
 def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tensor:
-    """Return the mask of a block's keys before the query's document, `[b, rows, keys]`."""
+    """Return the mask that hides keys before a query's document, `[b, rows, keys]`."""
     key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
     return key < documents.firsts[:, rows, None]

@@ -15,7 +15,7 @@ WINDOWS = 1 << 20
 """Windows of a set; the order of samples continues with another permutation after them."""
 
 VOCABULARY = 50_304
-"""Default size of the vocabulary without one in the config or a manifest."""
+"""Size of the vocabulary if neither the config nor a manifest states it."""
 
 BLOCK = 1 << 12
 """Tokens per random draw."""

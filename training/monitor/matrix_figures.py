@@ -166,7 +166,7 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
 
 
 def gram_root(gram: Tensor) -> Tensor:
-    """Return R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 of its trace."""
+    """Return R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 tr(`gram`) I."""
     wide = gram.double()
     shift = ROOT_SHIFT * wide.trace()
     shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))

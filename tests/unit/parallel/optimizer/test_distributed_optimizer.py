@@ -122,7 +122,7 @@ def test_a_range_that_an_elementwise_rule_refuses_is_named_by_its_first_element(
 
 
 def test_gradients_of_weights_and_gammas_of_pc_layers_are_measured_and_clipped(world):
-    """The gradient of PC(W), in the model, is pulled back by autograd."""
+    """Autograd turns the model's gradient of PC(W) into the expected gradients."""
     assign = assign_matrices("muon", pc_level=4)
     model, optimizer = stepped_model(TINY, world, assign, apart=True)
     fill(model, 0)
