@@ -27,7 +27,7 @@ NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
 CORPUS_ARGS ?=
-STUDIES ?= llama qwen3
+STUDIES ?= llama llama_neighbours qwen3 qwen3_neighbours
 
 ENGINE ?= 0.19.2
 
@@ -111,7 +111,7 @@ data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/c
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus_large
 	@touch $@
 
-study: data/corpus/manifest.json  ## tune and compare the optimizers: about two hours of one core each; JOBS=2
+study: data/corpus/manifest.json  ## tune and compare the optimizers: about six hours of one core; JOBS=2
 	for name in $(STUDIES); do \
 	    $(PY) scripts/study.py studies/optimizers/$$name.yaml runs/optimizers/$$name \
 	        --results studies/optimizers/results/$$name --jobs $(JOBS); \

@@ -1,11 +1,14 @@
 """Tables of pages contain the figures of the committed files that they name."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from scripts.studies.tables import comparison, half_width, read_results, tokens_to_loss
 from tests.paths import ROOT
 
 Rows = list[list[str]]
@@ -160,3 +163,48 @@ def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
     more = {f"{hours[rule] / hours['adamw'] - 1:.0%}" for rule in ("muon", "sso")}
     for page in ("planning.md", "performance.md"):
         assert more == {"2%"} and "computes 2% for both" in (ROOT / "docs" / page).read_text()
+
+
+def known_figures() -> list[tuple[float, ...]]:
+    """Return mean and error, and mean and interval, of every variant of every committed study, and
+    of the difference of any two with the same seeds, also the first three; and tokens that AdamW
+    needs, with their interval."""
+    groups: dict[tuple[int, ...], list[list[float]]] = {}
+    known: list[tuple[float, ...]] = []
+    for path in (ROOT / "studies").rglob("results.json"):
+        content = read_results(path)
+        rows = [row["losses"] for row in content["rows"] if None not in row["losses"]]
+        for first in {3, len(content["seeds"])} if len(content["seeds"]) > 1 else ():
+            seeds = tuple(content["seeds"][:first])
+            groups.setdefault(seeds, []).extend(losses[:first] for losses in rows)
+        if content["points"]:
+            known += tokens_to_loss(content, comparison(content)).to_numpy()[:, 1:].tolist()
+    for path in (ROOT / "benchmarks/results/papers").glob("*.json"):
+        for row in json.loads(path.read_text()).values():
+            if row.get("difference") is not None:
+                difference = row["difference"]
+                known += [(difference, row["low"], row["high"])]
+                known += [(difference, row["difference_error"])]
+    for seeds, losses in groups.items():
+        table = np.array(losses)
+        for each in (table, (table[:, None] - table[None]).reshape(-1, len(seeds))):
+            mean, error = each.mean(1), each.std(1, ddof=1) / len(seeds) ** 0.5
+            ends = [mean - half_width(len(seeds)) * error, mean + half_width(len(seeds)) * error]
+            known += np.stack([mean, error], 1).tolist() + np.stack([mean, *ends], 1).tolist()
+    return known
+
+
+@pytest.mark.parametrize("page", ["results.md", "papers.md"])
+def test_figures_with_errors_or_intervals_are_those_of_committed_studies(page: str) -> None:
+    text, number = (ROOT / "docs" / page).read_text(), r"([+-]?\d\.\d{3,})"
+    shown = re.findall(rf"{number} ± {number}", text)
+    shown += re.findall(rf"{number},? \(?{number} to {number}", text)
+    shown += re.findall(r"(\d\.\d\d) \((\d\.\d\d) to (\d\.\d\d)\)", text)
+    known = known_figures()
+    tables = {n: np.array([each for each in known if len(each) == n]) for n in (2, 3)}
+    wrong = [
+        each for each in shown
+        if np.abs(tables[len(each)] - np.array(each, float)).max(1).min()
+        > 0.501 * 10.0 ** -len(each[0].split(".")[1])
+    ]  # fmt: skip
+    assert len(shown) > 30 and not wrong

@@ -138,6 +138,13 @@ def lower(variant: Any, other: Any) -> bool | None:
     return None if ends["low"] <= 0 <= ends["high"] else ends["high"] < 0
 
 
+def unclipped_muon() -> Any:
+    """Return Muon of figure 8 of SSO before its bound of clipping was tuned, without gain."""
+    rows = json.loads((ROOT / "studies/optimizers/results/qwen3/results.json").read_text())["rows"]
+    (losses,) = (row["losses"] for row in rows if row["variant"] == "Muon")
+    return SimpleNamespace(losses=pd.Series(losses))
+
+
 def within(variant: Any, most: float) -> bool | None:
     """Return whether a variant's loss differs by less than `most`, or None if its interval is too
     wide."""
@@ -187,6 +194,8 @@ def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -
 
 # The papers' statements about statistics of the runs or variants of a row.
 STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
+    ("pc_layer", "figure_3"): lambda none, pc: [below(pc)],
+    ("pc_layer", "figure_4"): lambda none, pc: [below(pc)],
     ("pc_layer", "figure_5"): conditioned_better,
     ("pc_layer", "figure_6"): quantiles_higher,
     ("pc_layer", "figure_11"): lambda pc: [
@@ -205,8 +214,8 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("sso", "figure_7"): lambda heads, fused: [above(fused)],
     ("sso", "figure_8"): lambda adamw, muon, muon_sphere, sso: [
         *map(below, (muon, muon_sphere, sso)),
-        lower(muon_sphere, muon),
-        lower(sso, muon),
+        *[lower(sso, each) for each in (muon, unclipped_muon())],
+        *[lower(muon_sphere, each) for each in (muon, unclipped_muon())],
     ],
     ("sso", "figure_9"): lambda adamw, muon, muon_sphere, sso: [
         below(muon_sphere),
