@@ -432,10 +432,6 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
         "to_qkv.weight looks like .*its name is to_qkv",
     ),
-    "six chunks": (
-        lambda: holder(ada=nn.Sequential(nn.SiLU(), linear(8, 48)), f=linear(8, 8), g=linear(8, 8)),
-        "ada.1.weight looks like .*takes its 48",
-    ),
     "nine chunks in a block": (
         lambda: holder(norm=holder(linear=linear(8, 72)), attn=attention(num_heads=2)),
         "norm.linear.weight looks like .*takes its 72",
@@ -760,13 +756,11 @@ ENDINGS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ),
         ["class_embed.0", "class_embed.1", "boxes.layers.1"],
     ),
-    "MAE": (lambda: trunk(("decoder_pred", linear(8, 12))), ["decoder_pred"]),
     "as many pixels as channels": (lambda: trunk(("pred", linear(8, 8))), ["pred"]),
     "SAM": (
         lambda: trunk(("iou", holder("MLP", proj_in=linear(8, 8), proj_out=linear(8, 4)))),
         ["iou.proj_out"],
     ),
-    "segmentation": (lambda: trunk(("mask", nn.Conv2d(8, 19, 1))), ["mask"]),
     "upsampled": (lambda: trunk(("mask", nn.ConvTranspose2d(8, 3, 2))), ["mask"]),
     "behind a hidden layer": (
         lambda: trunk(("top", nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40)))),

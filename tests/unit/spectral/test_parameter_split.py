@@ -346,14 +346,15 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
     assert not torch.equal(model[1].weight, before)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("example", [None, torch.tensor([[1, 2]])])
-def test_a_table_that_is_tied_to_a_layer_before_it_stays(example: Tensor | None) -> None:
+def test_a_table_that_is_tied_to_a_layer_before_it_stays(example: Tensor | None, kind: Any) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.last = nn.Linear(4, 7, bias=False)
             self.inner = nn.Linear(4, 4, bias=False)
-            self.table = nn.Embedding(7, 4)
+            self.table = kind(7, 4)
             self.last.weight = self.table.weight
 
         def forward(self, tokens: Tensor) -> Any:

@@ -252,8 +252,6 @@ def test_elementwise_rules_work_on_any_slice(name: str) -> None:
         ("muon_plus_plus", {"algorithm": "rescale"}),
         ("muon_plus_plus", {"correlation_threshold": 0}),
         ("muon_plus_plus", {"correlation_rescale": True}),
-        ("spectral_descent", {"steps": 0}),
-        ("spectral_descent", {"schedule": "newton"}),
     ],
 )
 def test_bad_fields_are_named(name: str, fields: dict[str, object]) -> None:
