@@ -1,6 +1,5 @@
 """Modules wait for the new weights that they use."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ IN_GRAPH = PCConfig(level=4, evaluator="in_graph")
 CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     **{name: (model, {}) for name, model in MODELS.items()},
     "grouped experts": (mixture(backend="grouped"), {}),
-    "loss by chunks": (replace(MODELS["tied"], layers=1), {"loss_chunk": 16}),
+    "loss by chunks": (MODELS["tied"], {"loss_chunk": 16}),
+    "one function of heads": (MODELS["qwen3"], {"fused_backward": True}),
     "in the graph": (MODELS["llama"], {"pc": IN_GRAPH}),
 }
 

@@ -12,6 +12,7 @@ from spectral.polar import CACHE_ELEMENTS, SCHEDULES, coefficients, is_bounded, 
 from spectral.rules import RULES, Rule, State
 from spectral.rules.base import refused, take_step, taken
 from spectral.sphere import spectral_init_
+from tests.step_trace import without_eigensolvers
 
 BATCH, ROWS, COLS = 3, 12, 40
 POISONS = [float("nan"), float("inf"), 1e30]
@@ -143,6 +144,7 @@ def stepped_around(rule: Rule, place: str | None) -> tuple[Tensor, Tensor]:
     return start, weight[1]
 
 
+@without_eigensolvers()
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_step_leaves_no_trace_in_the_state(case: str) -> None:
     """Lost singular vectors are computed again, also after a weight was not finite."""
