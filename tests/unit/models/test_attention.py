@@ -170,6 +170,7 @@ def test_the_largest_logit_of_a_layer_is_one_that_its_mask_lets_through(
     together = documents_of(documents(20, 20).firsts, Tensor.clone)
     for length, given in ((2 * ROWS + 5, None), (20, together)):
         query, key, _ = problem(length, length)
+        key[0, 0] = 3 * query[-1, 0, ::2]  # the largest score, of another document
         apart = torch.tensor(True) if given is None else same_document(length, length)[:, None]
         for i, layer in enumerate(layers):
             core = layer.self_attention.core_attention

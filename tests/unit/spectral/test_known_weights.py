@@ -308,7 +308,6 @@ def test_every_piece_is_a_matrix_of_the_case() -> None:
 
 ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "depthwise": (lambda: nn.Conv1d(64, 64, 4, groups=64), "weight"),
-    "depthwise and transposed": (lambda: nn.ConvTranspose2d(4, 4, 2, groups=4), "weight"),
     "router": (lambda: holder(gate=linear(6, 3), experts=nn.ModuleList([linear(6, 6)])), "gate"),
     "torchtitan's": (
         lambda: holder(router=holder("R", gate=linear(6, 3)), experts=holder(w=linear(6, 6))),
