@@ -5,13 +5,14 @@ several, and a nearby layer has as many inputs as the weight has outputs. A weig
 known nor plainly one matrix is an error with a remedy.
 """
 
+import dis
 import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from types import CodeType
@@ -19,7 +20,7 @@ from types import CodeType
 from torch import nn
 
 from .division import Division
-from .model_weights import CONVOLUTIONS, Layers, Weight, is_transposed, kind_of
+from .model_weights import CONVOLUTIONS, Layer, Layers, Weight, is_transposed, kind_of
 from .weight_use import Seen
 
 HEADS = re.compile(
@@ -46,14 +47,8 @@ FILLERS = re.compile(
     r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
 """Additional parts of the names of attention projections."""
-PROJECTIONS = {
-    **dict.fromkeys(("q", "query", "queries", "wq"), "q"),
-    **dict.fromkeys(("k", "key", "keys", "wk"), "k"),
-    **dict.fromkeys(("v", "value", "values", "wv"), "v"),
-    **dict.fromkeys(("qkv", "wqkv", "querykeyvalue"), "qkv"),
-    **dict.fromkeys(("kv", "wkv", "keyvalue"), "kv"),
-    **dict.fromkeys(("qk", "querykey"), "qk"),
-}
+PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
+"""Words in the names of attention projections, which their first letters shorten."""
 HEAD_SIZES = (
     "head_dim attention_head_size head_size d_kv key_value_proj_dim dim_head dim_per_head "
     "attn_head_size hidden_size_per_attention_head d_head"
@@ -82,13 +77,15 @@ ATTENTION = re.compile(
 ranks."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
-AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "..."}
+AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis"}
 """Functions, and an index, that may divide a layer's outputs."""
 SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
 HEADWISE |= {"softmax", "sum", "norm", "normalize"}
 """Functions one of which works on heads after one of SHAPES."""
+PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
+"""Operators and functions that multiply the outputs of two layers."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 """Names that adapters insert between a layer's name and the parameter's name."""
 
@@ -98,6 +95,7 @@ class KnownWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks, self.cutter = Layers(model), _blocks(model), _cutter(model)
+        self.repeated = {x.module for block in self.blocks for x in self.layers.within(block)}
         self.single = sum(p.numel() > max(p.shape, default=0) for p in model.parameters()) == 1
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
@@ -153,12 +151,9 @@ class KnownWeights:
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
             return (module.hidden_size if gated else outputs,), "gates" if gated else "one matrix"
-        groups = _first(module, "n_groups num_groups groups")
-        if (
-            weight.is_layer
-            and isinstance(module, nn.Linear)
-            and outputs % max(groups, 1) == 0 < groups
-        ):
+        grouped = weight.is_layer and isinstance(module, nn.Linear)
+        groups = _first(module, "n_groups num_groups groups") if grouped else 0
+        if groups and outputs % groups == 0:
             return (outputs // groups,), f"{groups} groups"
         for name, around in self._names(weight):
             if name == "gate_up_proj":
@@ -168,17 +163,20 @@ class KnownWeights:
                 return rows, KNOWN[name].replace(" ", ", ")
             part = projection_of(name)
             size = _head_size(part, around, outputs) if part else None
-            if size:
+            if size and not _joins(part or "", name, around):
                 return (size,), f"heads of {size}"
-            if size == 0:
-                problem = f": the heads of {kind_of(around)} do not divide its {outputs} outputs"
+            if size is not None:
+                kind = kind_of(around)
+                problem = (
+                    f": the heads of {kind} do not divide its {outputs} outputs, or are joined"
+                )
             elif part or is_fused(name):
                 problem = problem or f": its name is {name}"
             elif _is_attention(around) and not ATTENTION.search(name):
                 problem = ": it is next to projections of heads"
         if problem:
             raise _unclear(weight, f" looks like several matrices in one{problem}")
-        if not weight.is_layer and not weight.own.endswith("_weight"):
+        if not weight.is_layer:
             why = "either its rows or its columns may be outputs"
             raise _unclear(weight, f" is not a layer's weight, so {why}")
         return (outputs,), "one matrix"
@@ -214,21 +212,19 @@ class KnownWeights:
         (_, inner), *scopes = weight.path[_base(weight) :]
         if self.single:
             return False, "one matrix"
-        later = self.layers.after(inner, weight.path[-1][1])
+        later, mixer = self._later(weight)
         inside = any(module in self.blocks for _, module in scopes)
-        if not inside and not any(x.inputs == outputs for x in later):
-            used = any(x.inputs == outputs for x in self.layers.layers)
-            inputs = _inputs(weight, outputs)
-            made = (inputs, *(x.outputs for x in later))
-            if any(HEADS.search(name) for name, _ in weight.path):
-                return True, "an output head by its name"
-            parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # as a shift and a scale are
-            cut = parts and any(x.inputs == inputs for x in later)
-            others = self.blocks and not cut and all(x.inputs in made for x in later)
-            if others or not (later or used):
-                return True, f"no later layer takes its {outputs} outputs: a head"
-            if not later:
-                return False, "one matrix, unless it is a head"
+        takers = {x.module for x in later if x.inputs == outputs}
+        pools = any("pool" in name for name, _ in weight.path)
+        if not inside and pools and takers and takers <= self.repeated:
+            raise _unclear(weight, " looks like a head or one matrix: other blocks run after it")
+        if not inside and not takers:
+            reason = self._head(weight, outputs, later)
+            if reason.endswith(": a head") and mixer:
+                why = f"{mixer} adds or multiplies activations after it"
+                raise _unclear(weight, f" looks like a head or one matrix: {why}")
+            if reason or not later:
+                return bool(reason), reason or "one matrix, unless it is a head"
         if why := self._contained(weight, outputs):
             raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
@@ -242,30 +238,54 @@ class KnownWeights:
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
-    def _runner(self, weight: Weight) -> nn.Module | None:
-        """Return the module whose forward pass takes the outputs of a layer, if it is known.
+    def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
+        """Return the evidence that a layer whose outputs no later layer takes is a head, or ""."""
+        if any(HEADS.search(name) for name, _ in weight.path):
+            return "an output head by its name"
+        inputs = _inputs(weight, outputs)
+        parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # as a shift and a scale are
+        cut = parts and any(x.inputs == inputs for x in later)
+        made = (inputs, *(x.outputs for x in later))
+        others = all(x.inputs in made and x.module not in self.repeated for x in later)
+        used = any(x.inputs == outputs for x in self.layers.layers)
+        ends = (self.blocks and not cut and others) or not (later or used)
+        return f"no later layer takes its {outputs} outputs: a head" if ends else ""
 
-        The last layer of a module has no known one, because its outputs may be the module's.
-        """
-        for _, module in weight.path[1:]:
+    def _later(self, weight: Weight) -> tuple[list[Layer], str]:
+        """Return the layers with a matrix after a weight's layer, in the model's order or in a
+        forward pass, and the class that adds or multiplies activations after it, or ""."""
+        steps, mixer = weight.path[_base(weight) :], ""
+        later = [*self.layers.after(steps[0][1], steps[-1][1])]
+        for (name, inner), (_, scope) in pairwise(steps):
+            words = _functions(scope, name)
+            for child in (m for n, m in scope.named_children() if f".{n}" in words):
+                later += self.layers.within(child) if child is not inner else []
+            if words & PRODUCTS or ("+" in words and self.blocks.isdisjoint(scope.modules())):
+                mixer = mixer or kind_of(scope)
+        return [x for x in later if x.multiplies], mixer
+
+    def _cuts(self, weight: Weight) -> str:
+        """Return the class whose forward pass takes the outputs of a layer and may divide them."""
+        for (name, _), (_, module) in pairwise(weight.path):
             last = self._last(module) is weight.module
             sequential = isinstance(module, nn.Sequential)
             if not sequential and type(module).forward is not nn.Module.forward:
-                return None if last else module
+                used = _functions(module, name if last else "")
+                apart, parts = (PRODUCTS, PARTS) if last else (HEADWISE, PARTS | AXES)
+                cut = used & parts or (used & SHAPES and used & apart)
+                return kind_of(module) if cut and not ATTENTION.search(name) else ""
             if sequential and not last:
-                return None
-        return None
+                break
+        return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
         """Return a sign that a layer which no name divides contains several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
-        runner = None if ATTENTION.search(weight.own_name) else self._runner(weight)
-        if not cutter and runner is not None:
-            used = _functions(runner)
-            if used & (PARTS | AXES) or (used & SHAPES and used & HEADWISE):
-                cutter = kind_of(runner)
-        if cutter:
+        if cutter := cutter or self._cuts(weight):
             return f"{cutter} takes channels apart"
+        heads = [_first(module, HEAD_COUNTS) for _, module in weight.path[1:3]]
+        if outputs == _inputs(weight, outputs) and outputs in heads:
+            return f"it mixes the {outputs} heads of attention"
         for name, other in weight.around.named_parameters(recurse=False):
             axes = [size for size in other.shape if size > 1]
             if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
@@ -297,8 +317,10 @@ def projection_of(name: str) -> str | None:
     "qkv"."""
     if name in ("c_attn", "att_proj", "in_proj_weight"):
         return "qkv"
-    part = PROJECTIONS.get(FILLERS.sub("", name.lower()))
-    return None if part != "q" and re.search(r"_(b|up)(_|$)", name) else part
+    words = FILLERS.sub("", name.lower()).removeprefix("w")
+    part = PROJECTIONS.sub(lambda word: word[0][0], words)
+    factor = part != "q" and re.search(r"_(b|up)(_|$)", name)
+    return None if factor or part not in ("q", "k", "v", "qk", "kv", "qkv") else part
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
@@ -320,6 +342,14 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     return 0 if not count or outputs % count else outputs // count
 
 
+def _joins(part: str, name: str, around: nn.Module) -> bool:
+    """Return whether a projection, or attention after it, may join its heads with others."""
+    inner, words = getattr(around, name, None), [w for w in _words(_code(around)) if w != "torch"]
+    passes = isinstance(inner, nn.Module) and "cat" in _functions(inner)
+    pairs = any(cut in PARTS and then == "cat" for cut, then in pairwise(words))
+    return passes or (part == "v" and pairs)
+
+
 def _first(module: nn.Module, names: str) -> int:
     """Return the first of some attributes that a module has, or 0 if there is none."""
     values = (getattr(module, name, None) for name in names.split())
@@ -328,11 +358,9 @@ def _first(module: nn.Module, names: str) -> int:
 
 def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
     """Return the rows of successive matrices as given by attributes, () if one is missing."""
-    rows: list[int] = []
-    for attribute in attributes.split():
-        *count, size = (_first(around, name) for name in attribute.split("*"))
-        rows += [size] * (count[0] if count else 1)
-    return tuple(rows) if rows and all(rows) else ()
+    sizes = ([_first(around, name) for name in part.split("*")] for part in attributes.split())
+    rows = tuple(size for *count, size in sizes for _ in range(*count or [1]))
+    return rows if all(rows) else ()
 
 
 def _base(weight: Weight) -> int:
@@ -376,32 +404,62 @@ def _inputs(weight: Weight, outputs: int) -> int:
 def _cutter(model: nn.Module) -> str:
     """Return the class of a module with convolutions that splits a tensor, or "" without one."""
     for module in model.modules():
-        convolves = any(isinstance(m, CONVOLUTIONS) for m in module.modules())
-        if convolves and _functions(module) & PARTS:
-            return kind_of(module)
+        if any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
+            own = (c if isinstance(c, nn.Sequential) else [c] for c in module.children())
+            convolves = any(isinstance(m, CONVOLUTIONS) for layers in own for m in layers)
+            if _functions(module) & PARTS or (convolves and ":" in _words(_code(module))):
+                return kind_of(module)
     return ""
 
 
-def _functions(module: nn.Module) -> set[str]:
-    """Return the names in a module's forward pass and in the functions that it calls, and "..." for
-    an index with it."""
-    forward = inspect.unwrap(module.forward)
-    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType)]
-    names = _words(code, *inner).difference(name for name, _ in module.named_children())
-    places = [(getattr(type(module), n, None), vars(module).get(n), known.get(n)) for n in names]
-    called = [next(filter(callable, found), None) for found in places]
-    called = [f.func if isinstance(f, partial) else f for f in called]
-    names.update(getattr(f, "__name__", "") for f in called)
-    return names.union(_words(*(getattr(f, "__code__", None) for f in called)))
+def _functions(module: nn.Module, child: str = "") -> set[str]:
+    """Return the words in a module's forward pass and in the functions that it calls, the names of
+    children with a dot before them; with a child, the words after its name."""
+    known = getattr(inspect.unwrap(module.forward), "__globals__", {})
+    children, words = {name for name, _ in module.named_children()}, list[str]()
+    for word in _words(_code(module)):
+        words.append(f".{word}" if word in children else word)
+        if word not in children:
+            found = (getattr(type(module), word, None), vars(module).get(word), known.get(word))
+            called = next(filter(callable, found), None)
+            called = called.func if isinstance(called, partial) else called
+            inner = _words(getattr(called, "__code__", None), False)
+            words.append(getattr(called, "__name__", ""))
+            words += [f".{word}" if word in children else word for word in inner]
+    if child:
+        words = words[words.index(f".{child}") + 1 :] if f".{child}" in words else []
+    return {*words}
 
 
-def _words(*codes: CodeType | None) -> set[str]:
-    """Return the names in the code of functions, and "..." if it indexes with it."""
-    words = set[str]()
-    for code in filter(None, codes):
-        words.update(code.co_names, ["..."] if Ellipsis in code.co_consts else [])
-    return words
+def _code(module: nn.Module) -> CodeType | None:
+    return getattr(inspect.unwrap(module.forward), "__code__", None)
+
+
+@cache
+def _words(code: CodeType | None, deep: bool = True) -> list[str]:
+    """Return the names, operators and ellipses of a function, and of functions in it, in the order
+    of their execution, and ":" for a part of the second axis."""
+    words, calls, slices = list[str](), list[list[str]](), list[bool]()
+    steps = [] if code is None else [*dis.get_instructions(code)]
+    for i, step in enumerate(steps):
+        value, name = step.argval, step.opname
+        if name in ("PUSH_NULL", "LOAD_METHOD") or "NULL" in step.argrepr:
+            calls.append([])  # its function runs after the arguments
+        current = calls[-1] if calls else words
+        if isinstance(value, CodeType):
+            current += _words(value) if deep else []
+        elif step.opcode in dis.hasname:
+            current.append(value)
+        elif value is Ellipsis or name == "BINARY_OP":
+            current.append(step.argrepr.rstrip("="))
+        elif name == "BUILD_SLICE":
+            slices.append([s.argval for s in steps[i - 2 : i]] != [None, None])
+        elif name in ("BUILD_TUPLE", "BINARY_SUBSCR"):
+            current += [":"] if slices[:2] == [False, True] else []
+            slices = []
+        elif name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") and calls:
+            words += calls.pop()
+    return words + sum(calls, [])
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -431,7 +489,7 @@ def _is_table(weight: Weight) -> bool:
         linear = isinstance(weight.module, CONVOLUTIONS) or "Linear" in kind_of(weight.module)
         return not linear and EMBEDDINGS.search(weight.own_name) is not None
     alone = weight.parameter.ndim == 3 and weight.parameter.shape[0] == 1
-    return alone or TABLES.search(weight.own) is not None
+    return (alone and "weight" not in weight.own) or TABLES.search(weight.own) is not None
 
 
 def _unclear(weight: Weight, why: str) -> ValueError:

@@ -84,20 +84,19 @@ def _weight(
 class Layer(NamedTuple):
     """A module with inputs of one size: a linear layer, a convolution or a norm."""
 
-    name: str
     module: nn.Module
     inputs: int
     outputs: int
 
     @classmethod
-    def of(cls, name: str, module: nn.Module) -> "Layer | None":
+    def of(cls, module: nn.Module) -> "Layer | None":
         """Return a module as a layer, or None if it is not a layer."""
         if isinstance(module, CONVOLUTIONS):
-            return cls(name, module, module.in_channels, module.out_channels)
+            return cls(module, module.in_channels, module.out_channels)
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            return cls(name, module, module.input_size, module.hidden_size)
+            return cls(module, module.input_size, module.hidden_size)
         if isinstance(module, nn.Linear):
-            return cls(name, module, module.in_features, module.out_features)
+            return cls(module, module.in_features, module.out_features)
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         weight = dict(own).get("weight")
         if parametrize.is_parametrized(module, "weight"):
@@ -107,7 +106,7 @@ class Layer(NamedTuple):
         outputs, inputs = weight.shape[-2:] if weight.ndim > 1 else 2 * weight.shape
         if is_transposed(module):
             outputs, inputs = inputs, outputs
-        return cls(name, module, inputs, outputs)
+        return cls(module, inputs, outputs)
 
     @property
     def multiplies(self) -> bool:
@@ -129,15 +128,15 @@ class Layers:
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []
         self.slices: dict[nn.Module, slice] = {}
-        self._add("", model)
+        self._add(model)
 
-    def _add(self, name: str, module: nn.Module) -> None:
+    def _add(self, module: nn.Module) -> None:
         start = len(self.layers)
-        if (layer := Layer.of(name, module)) is not None:
+        if (layer := Layer.of(module)) is not None:
             self.layers.append(layer)
-        for short, child in module.named_children():
+        for child in module.children():
             if child not in self.slices:
-                self._add(f"{name}.{short}" if name else short, child)
+                self._add(child)
         self.slices[module] = slice(start, len(self.layers))
 
     def within(self, module: nn.Module) -> list[Layer]:
