@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from typing import Any
 
 import pytest
@@ -233,34 +232,25 @@ def test_a_state_of_other_parameters_is_refused(other: Any, message: str) -> Non
         optimizer.load_state_dict(saved.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("saved", "error", "message"),
-    [
-        (None, TypeError, "state_dict must be a mapping, got NoneType"),
-        (nn.Linear(2, 2).state_dict(), ValueError, r"must have the keys state .*'weight', 'bias'"),
-        (
-            {**Muon([nn.Parameter(torch.ones(3, 3))]).state_dict(), "state": {}},
-            ValueError,
-            "parameter 0 of the state must have entries, got none",
-        ),
-    ],
-)
-def test_what_is_no_whole_state_is_refused(
-    saved: Any, error: type[Exception], message: str
-) -> None:
+def test_what_is_no_whole_state_is_refused() -> None:
     optimizer = Muon([nn.Parameter(torch.ones(3, 3))])
     optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum"].fill_(2)
-    with pytest.raises(error, match=message):
-        optimizer.load_state_dict(saved)
+    saved = {
+        "keys state and param_groups, got .'weight', 'bias'": nn.Linear(2, 2).state_dict(),
+        "parameter 0 of .* must have entries, got none": {**optimizer.state_dict(), "state": {}},
+    }
+    for message, state in saved.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+    with pytest.raises(TypeError, match="state_dict must be a mapping, got NoneType"):
+        optimizer.load_state_dict(None)  # type: ignore[arg-type]
     assert optimizer.state_dict()["state"][0]["momentum"].eq(2).all()
 
 
-@pytest.mark.parametrize("params", [None, 3, "weights", {"params": []}])
-def test_what_is_no_list_of_parameters_is_refused(params: Any) -> None:
-    with pytest.raises(
-        TypeError, match=f"params must be parameters, .* got {re.escape(repr(params))}$"
-    ):
-        Muon(params)
+def test_arguments_of_other_kinds_are_refused() -> None:
+    for params in (None, 3, "weights", {"params": []}):
+        with pytest.raises(TypeError, match="params must be parameters, a list of groups or"):
+            Muon(params)
     with pytest.raises(TypeError, match=r"closure must be a function or None, got tensor"):
         Muon([nn.Parameter(torch.ones(3, 3))]).step(torch.ones(()))  # type: ignore[arg-type]
 
