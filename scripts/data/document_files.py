@@ -163,7 +163,7 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
                 f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; without these "
                 f"bytes: {_as_text(path, NO_ZEROS)}"
             )
-        yield text
+        yield text if offset else text.removeprefix("\ufeff")  # a byte order mark is no text
         offset += len(block)
 
 

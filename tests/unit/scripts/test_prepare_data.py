@@ -179,6 +179,17 @@ def test_text_is_cut_at_blank_lines(tokenizer: Path, tmp_path: Path) -> None:
     assert texts(tmp_path / "out", "set.train") == expected
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tokenizer: Path, tmp_path: Path, name: str) -> None:
+    """Inside a text it remains, as a space of width zero."""
+    text = "one\ufefftwo"
+    rows = (f'{{"text": "{text}"}}' if name == "a.jsonl" else text).encode()
+    marked = b"\xef\xbb\xbf" + rows
+    (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith("gz") else marked)
+    prepare(f"a={tmp_path / name}", "--tokenizer", tokenizer, "--output", tmp_path / "out")
+    assert texts(tmp_path / "out", "a.train") == [text]
+
+
 @pytest.mark.parametrize("vocab_size", [1, 65_499, 65_500, 200_000])
 def test_integer_type_is_megatrons(vocab_size: int) -> None:
     assert token_dtype(vocab_size) == DType.optimal_dtype(vocab_size).__name__
