@@ -136,7 +136,7 @@ def product_check(device: torch.device) -> Check:
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
     result, expected = torch.empty_like(left), left @ right
-    expected[:4] = exact.to(device, dtype)  # the other rows must repeat
+    expected[:4] = exact.to(device, dtype)  # other rows: a second product must be equal
     name = f"product, {str(dtype).removeprefix('torch.')}"
     run = partial(torch.matmul, left, right, out=result)
     return Check(name, "TFLOP/s", 2e-12 * n**3, run, result, expected)

@@ -375,7 +375,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="encoding processes, without effect on the result (default: %(default)s)",
+        help="encoding processes; the result does not depend on it (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

@@ -52,8 +52,8 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 }
 """Options of torch's optimizers that are fixed here: the allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
-    "adjust_lr_fn": "scale='spectral_kaiming' is torch's 'original', "
-    "scale='align_adam_rms' its 'match_rms_adamw'",
+    "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
+    "scale='align_adam_rms' replaces 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
 }

@@ -115,7 +115,7 @@ def plan_run(config: Config, world_size: int, device: Device | None = None) -> P
 
 
 def step_flops(config: Config) -> float:
-    """Return the FLOPs of forward and backward of one step over all ranks."""
+    """Return the FLOPs of the forward and backward passes of one step over all ranks."""
     train = config.train
     tokens = train.global_batch * train.sequence_length
     return model_size(config.model, attended_length(config)).flops_per_token * tokens

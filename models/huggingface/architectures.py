@@ -91,7 +91,7 @@ def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> It
     for key in dict.fromkeys([*both[0], *both[1]]):
         value, other = (values.get(key) for values in both)
         if value != other:
-            yield f"{key} is {other!r}, the config's model has {value!r}"
+            yield f"{key} is {other!r}, but the config's model has {value!r}"
 
 
 def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> lis
     elsewhere = {key: settings[key]} if key in settings else {}
     causal = {key: value for key, value in CAUSAL.items() if settings.get(key) is not None}
     return [
-        f"{key} is {settings.get(key)!r}, the config's model has {value!r}"
+        f"{key} is {settings.get(key)!r}, but the config's model has {value!r}"
         for key, value in {**expected, **causal}.items()
         if key not in ROPE_KEYS and settings.get(key) != value
     ] + [*rope_differences(expected["rope_parameters"], {**elsewhere, **rope})]

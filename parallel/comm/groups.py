@@ -96,7 +96,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
     Layers are split into `pipeline * virtual_pipeline` equal pieces; piece `v * pipeline + rank` is
     chunk v of the rank. The first piece has the embedding and the last the head. The layout may set
     the number of layers of the first and the last stage; the other stages share the rest equally.
-    Raises ValueError if the layers do not divide.
+    Raises ValueError if the layers cannot be split equally.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
     pieces = size * virtual
@@ -249,7 +249,7 @@ def _groups(
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # Each micro-batch's loss is a mean over its rank's tokens, on any rank's experts.
+    # A micro-batch's loss is a mean over its rank's tokens, whichever rank's experts process them.
     divisor = replicas.size
     return Groups(
         layout=layout,

@@ -92,7 +92,7 @@ class StagePlan:
 class Plan:
     """The plan of a run on `gpus` devices.
 
-    model_flops   FLOPs of forward and backward per step and rank
+    model_flops   FLOPs of the forward and backward passes per step and rank
     time          modelled, of a step
     """
 
@@ -161,7 +161,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
     Args:
         shape: model, layout, batch and devices.
         assign: rule, rates and penalty of each unit.
-        step_flops: FLOPs of forward and backward of one step over all ranks.
+        step_flops: FLOPs of the forward and backward passes of one step over all ranks.
         **unit_options: options of the family's `units`.
     """
     inputs = shape.inputs

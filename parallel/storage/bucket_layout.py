@@ -262,7 +262,7 @@ class BucketPlanner:
         """Lay out the parameters `members`, given in backward order."""
         slots, offset = [], 0
         names = list(members)
-        # Layers have equal parameters. Each bucket starts with a different parameter, so that
+        # Layers have the same parameters. Each bucket starts with a different one, so that
         # parameters with much state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]

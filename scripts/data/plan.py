@@ -17,7 +17,7 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
-"""Number of characters that a tokenizer trains on, an equal share from every set."""
+"""Largest number of characters to train a tokenizer on, an equal share from every set."""
 _EMPTY = hashlib.sha256().hexdigest()
 _METHOD = 1  # increase when a code change alters the tokens of the same inputs and options
 

@@ -108,7 +108,7 @@ def descend(
 
 
 def first_steps(problem: Regression) -> list[Check]:
-    """Check the first step of both descents from an SVD of the gradient."""
+    """Check the first step of both descents against an SVD of the gradient."""
     n = problem.a.shape[1]
     start = problem.start()
     gradient = (start @ problem.a - problem.y) @ problem.a.mT / n

@@ -259,8 +259,8 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
         (folder / name).write_bytes(content)
     if TOKENIZER_FILE not in files:
         print(
-            f"no tokenizer: {source} has no {TOKENIZER_FILE}, so an export of the import needs "
-            f"--tokenizer PATH; if it has one of another kind, first write its {TOKENIZER_FILE}: "
+            f"no tokenizer: {source} has no {TOKENIZER_FILE}, so an export of this model needs "
+            f"--tokenizer PATH; for a tokenizer in other files, first write {TOKENIZER_FILE}: "
             f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{source}")'
         )
         return {}

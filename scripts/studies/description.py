@@ -33,7 +33,10 @@ def settings(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def tuned_value(keys: str, overrides: Sequence[str]) -> float:
-    """Return the value of the first of `keys` in `overrides`; raises InvalidConfigError without."""
+    """Return the value of the first of `keys` in `overrides`.
+
+    Raises InvalidConfigError if there is none.
+    """
     value = settings(overrides).get(first_key(keys))
     if value is None:
         raise InvalidConfigError([f"factors: no tuned value of {first_key(keys)} in {overrides}"])

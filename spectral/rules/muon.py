@@ -267,7 +267,7 @@ class PolarRule(MomentumRule, MsignRule):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRule(PolarRule):
-    """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
+    """Muon on whole matrices; equals `torch.optim.Muon` with the same coefficients and dtype."""
 
     reads_weight: ClassVar[bool] = False
 

@@ -218,7 +218,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that the layers left by stages of given sizes can be divided over the other stages."""
+    """Check that the stages without a given size can share the remaining layers equally."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}

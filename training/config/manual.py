@@ -122,7 +122,7 @@ in keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of da
 the working directory.
 
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
-problems. The run folder gets the resolved config, itself a valid config. Names in bold are
+problems. The run folder contains the resolved config, which `--config` accepts. Names in bold are
 subsections; `*` stands for the names at the end of a row.
 """
 

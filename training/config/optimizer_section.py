@@ -108,8 +108,8 @@ class DistributedConfig(Section):
     """Step of matrices that tensor parallelism splits: owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Groups of buckets to step in turn; each is gathered while the next steps. null = the fewest,
-    up to four, with at most 2^27 elements per rank and group."""
+    """Number of groups of buckets, stepped in turn; a group's weights are gathered during the next
+    group's step. null = the fewest, up to four, with at most 2^27 elements per rank and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type of momentum and updates of split matrices during the exchange; null =
     train.precision."""
@@ -139,8 +139,8 @@ class OptimizerConfig(Section):
 
     qkv_units: QKVUnits = "head"
     """Split of the fused QKV weight into matrices: head: one per head; group: one per set of query
-    heads that share a key, and per key and value head; component: one each for q, k and v; fused:
-    no split."""
+    heads that share a key head, one per key head and one per value head; component: one each for q,
+    k and v; fused: no split."""
     split_gate_up: bool = True
     """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
     clip: ClipConfig = ClipConfig()

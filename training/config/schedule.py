@@ -112,7 +112,7 @@ class TrainConfig(Section):
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of forward and backward; master weights and optimizer state are fp32."""
+    """Data type of the forward and backward passes; master weights and optimizer state are fp32."""
     fp8: Literal["hybrid", "e4m3"] | None = None
     """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -312,7 +312,7 @@ def _checked(text: str) -> yaml.Node | None:
             if scalar:  # yaml would use the value of its key =
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             if [key.value for key, _ in node.value].count("<<") > 1:  # other keys: OmegaConf
-                raise yaml.YAMLError("a mapping must have << once, with a list of mappings")
+                raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value

@@ -272,7 +272,7 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of a unit's whole matrix; NaN without."""
+    """Return the condition number of a unit's whole matrix, NaN if it was not logged."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )

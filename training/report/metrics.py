@@ -47,7 +47,7 @@ def performance(
 
     tokens           tokens per step over all devices
     seconds          time of a step
-    flops_per_token  FLOPs of forward and backward, without recomputation
+    flops_per_token  FLOPs of the forward and backward passes, without recomputation
     peak             peak FLOP/s of one device; None omits `perf/mfu`
     """
     rate = tokens / seconds

@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
         (source / "config.json").write_text(json.dumps(settings))
         return line
 
-    assert "hidden_size is 128, the config's model has 64" in changed(hidden_size=128)
+    assert "hidden_size is 128, but the config's model has 64" in changed(hidden_size=128)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
@@ -356,7 +356,7 @@ def test_a_model_of_transformers_comes_back_as_it_was(name, tokens, tmp_path, wo
 def test_a_tied_head_and_a_head_are_different_models(tokens, tmp_path, refusal) -> None:
     apart = config_in(tmp_path, tokens)
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
-    tied = "tie_word_embeddings is {}, the config's model has {}"
+    tied = "tie_word_embeddings is {}, but the config's model has {}"
     their_model(source, apart)
     line = refused(refusal, source, run, apart, "model.tie_embeddings=true")
     assert tied.format(False, True) in line

@@ -108,7 +108,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "a number of many digits": (written("a: " + "1" * 5000), "is not valid YAML: Exceeds"),
     "not UTF-8": (written(b"a: \xff"), "is not valid YAML"),
     "a tag": (written("a: !!python/object/apply:os.system [id]"), "is not valid YAML"),
-    "two merges": (written("a: {<<: {b: 1}, <<: {b: 2}}"), "a mapping must have << once"),
+    "two merges": (written("a: {<<: {b: 1}, <<: {b: 2}}"), "a mapping must have at most one <<"),
     "a mapping as a truth": (written("a: !!bool {=: foo}"), "must not have the tag !!bool"),
     "no truth": (written("a: !!bool foo"), "must match its tag, got !!bool 'foo'"),
     "no time": (written("a: [!!timestamp x]"), "must match its tag, got !!timestamp 'x'"),
