@@ -450,13 +450,17 @@ def _words(code: CodeType | None, deep: bool = True) -> list[str]:
             current += _words(value) if deep else []
         elif step.opcode in dis.hasname:
             current.append(value)
-        elif value is Ellipsis or name == "BINARY_OP":
+        elif name in ("BUILD_TUPLE", "BINARY_SUBSCR") or step.argrepr == "[]":
+            current += [":"] if slices[:2] == [False, True] else []
+            slices = []
+        elif name == "BINARY_OP":
             current.append(step.argrepr.rstrip("="))
         elif name == "BUILD_SLICE":
             slices.append([s.argval for s in steps[i - 2 : i]] != [None, None])
-        elif name in ("BUILD_TUPLE", "BINARY_SUBSCR"):
-            current += [":"] if slices[:2] == [False, True] else []
-            slices = []
+        elif name == "LOAD_CONST":  # constant indices are tuples, since Python 3.14 with slices
+            parts = value if isinstance(value, tuple) else (value,)
+            current += ["Ellipsis" for part in parts if part is Ellipsis]
+            slices += [(p.start, p.stop) != (None, None) for p in parts if isinstance(p, slice)]
         elif name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") and calls:
             words += calls.pop()
     return words + sum(calls, [])

@@ -614,6 +614,11 @@ def positions(m: Any, x: Tensor) -> Any:
     return m.out((q @ q.mT @ q).reshape(x.shape))
 
 
+def interleaved(m: Any, x: Tensor) -> Any:
+    pairs = m.wide(x).view(len(x), 4, 2)
+    return m.out(pairs[..., 0] * pairs[..., 1])
+
+
 def kept(m: Any, x: Tensor) -> Any:
     gate, up = m.cut(m.wide(x))
     return m.out(gate * up)
@@ -624,6 +629,7 @@ def kept(m: Any, x: Tensor) -> Any:
     [
         lambda: branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
         lambda: branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
+        lambda: branch(interleaved, 4),
         lambda: branch(heads),
         lambda: branch(heads_in_a_loop),
         lambda: branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
