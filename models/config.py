@@ -26,7 +26,7 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Largest total number of heads, and of experts, over all layers; all have separate matrices."""
+"""Largest total number of heads, and of experts, over all layers; each has its own matrices."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
@@ -73,7 +73,8 @@ class MoEConfig(Section):
     expert_ffn: Width
     """Width of one expert's feed-forward block."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
-    """Experts that every token uses, fused into one of width `shared_experts * expert_ffn`."""
+    """Experts that every token uses, fused into one expert of width `shared_experts *
+    expert_ffn`."""
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
     dense_layers: Whole = 0
@@ -145,11 +146,12 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Count | None = None
     """Length of the sequences of the first training, in tokens; null with linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer turns than this over that length are slow; otherwise null."""
+    """llama3: frequencies with fewer turns than this over the original length are slow; otherwise
+    null."""
     high_freq_factor: Positive | None = None
     """llama3: frequencies with more turns than this are unchanged; otherwise null."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies with fewer turns than this over that length are slow."""
+    """yarn: frequencies with fewer turns than this over the original length are slow."""
     beta_fast: Positive = 32.0
     """yarn: frequencies with more turns than this are unchanged."""
     truncate: bool = True
@@ -239,8 +241,9 @@ class ModelConfig(Section):
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of the sdpa attention: auto: a kernel of PyTorch; otherwise the FlashAttention package
-    of that name, in bf16 on GPUs, which auto does not choose because it was not timed."""
+    """Kernel of the sdpa attention: auto: a kernel of PyTorch; other values: the FlashAttention
+    package of that name, in bf16 on GPUs. auto does not choose these packages because they were not
+    timed."""
 
     def checks(self) -> Iterator[Check]:
         """Check the shape for any family."""

@@ -161,8 +161,9 @@ class HeadParameter:
     infix: str = ""
 
     def units(self, split: Split) -> list[Unit]:
-        """Return the units on one rank: every head; with `group` the heads of a role that share a
-        group are one; with `component` all heads of a role; with `fused` the parameter.
+        """Return the units on one rank. Each head is one unit; with `group` the heads of a role in
+        each group are one, with `component` all heads of a role, and with `fused` the whole
+        parameter.
 
         Raises ValueError for other `qkv_units`.
         """
@@ -225,8 +226,8 @@ def decoder_units(
     """Return the units of a chunk on one rank, in forward order.
 
     With `post_norms` a norm follows attention, and another follows the feed-forward block. The
-    gains of norms begin with `gain_start`. A tied embedding is one unit; a chunk with the head
-    alone holds a copy of it in the head's parameter.
+    gains of norms begin with `gain_start`. A tied embedding is one unit; a chunk that has only the
+    head holds a copy of it in the head's parameter.
     """
 
     def gain(name: str) -> Unit:

@@ -154,8 +154,8 @@ def layer_spec(
     """Return the spec of a layer with Megatron's linears and this project's RMSNorm and core
     attention.
 
-    `core_attention` None means the one of `model.attention_kernel`; `row_linear` is the last linear
-    of attention and of the feed-forward block.
+    `core_attention` None selects the module of `model.attention_kernel`; `row_linear` is the last
+    linear of attention and of the feed-forward block.
     """
     if model.latent is None:
         core = core_attention or plain_attention(model)
@@ -230,7 +230,7 @@ def assemble(
 
     Args:
         sequence_length: the longest sequence.
-        virtual_stage: index of the chunk on its rank, None without virtual pipeline stages.
+        virtual_stage: index of the chunk on its rank, None if there are no virtual pipeline stages.
         **loss: the options of `DecoderModel`'s loss.
     """
     built = DecoderModel(
@@ -289,8 +289,7 @@ def declared_name(
     """Return the declared name of one parameter of a chunk that holds global layers `layers`.
 
     `in_layer(index of the layer in the chunk, name in the layer)` returns the declared name in the
-    layer, or None.
-    Raises ValueError if it has none.
+    layer, or None. Raises ValueError if there is no declared name.
     """
     name = plain_name(name)
     if name.endswith(GAMMA):

@@ -76,8 +76,8 @@ def import_engine() -> None:
     a missing CUDA toolkit on machines without a GPU (such as a login node), and newer torch's
     warning about collectives that the engine calls by older names. Functions that the engine
     compiles are compiled at their first call: compiling at import would load the compiler for
-    functions that most models never call. The engine's inference imports wandb, which no program of
-    this project needs from it. Raises EngineError if the engine is not installed.
+    functions that most models never call. The engine's inference code imports wandb, which no
+    program of this project needs there. Raises EngineError if the engine is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"

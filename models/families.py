@@ -223,7 +223,7 @@ def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
 @lru_cache(maxsize=64)
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     """Return the size of `model` and the training FLOPs of one token in a sequence of
-    `sequence_length`, or in documents of such an attended length.
+    `sequence_length`, or in documents with this attended length.
 
     Forward and backward of every active matrix take 6 FLOPs per element; an embedding that is not
     tied to the head (a lookup) takes none. Attention scores and their values take 6 * heads * (key

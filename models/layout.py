@@ -94,7 +94,8 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
     """Return the part of `whole` on context rank `rank` of `size`; dimension `dim` is the sequence.
 
-    `whole` itself for one rank. Raises ValueError if the length is not divisible by `2 * size`.
+    This is `whole` itself for one rank. Raises ValueError if the length is not divisible by `2 *
+    size`.
     """
     if size == 1:
         return whole

@@ -84,7 +84,7 @@ class PCConfig(Section):
     gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = the decay of optimizer.scalar."""
     init_compensation: bool = False
-    """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
+    """Start gamma at the value that gives PC(W) the Frobenius norm of W; false = start at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
     """materialized: a matrix's owner computes PC(W) once per optimizer step; in_graph: every rank
     computes it in every forward pass. The results are the same."""

@@ -2,7 +2,7 @@
 
 
 def described(error: OSError, place: object = None) -> str:
-    """Return the reason of an OSError and its file, or `place` without a file."""
+    """Return the reason of an OSError and its file, or `place` if it names no file."""
     where = error.filename or place
     return f"{error.strerror or str(error) or type(error).__name__}" + (
         f": {where}" if where else ""
@@ -10,13 +10,13 @@ def described(error: OSError, place: object = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, plus the next line if it ends in a colon;
-    without a message, the error's type."""
+    """Return the first line of an error's message, plus the next line if it ends in a colon; if
+    there is no message, the error's type."""
     line, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return f"{line} {rest[0].strip()}" if rest and line.endswith(":") else line
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, which in a worker's error is the actual error;
-    without a message, the error's type."""
+    """Return the last line of an error's message, which in a worker's error is the actual error; if
+    there is no message, the error's type."""
     return (str(error).strip() or repr(error)).splitlines()[-1]

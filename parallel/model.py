@@ -118,7 +118,8 @@ class ParallelModel:
         """Yield each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and
         its tracked norm `[]`.
 
-        Yielded on one of the ranks that hold the unit. All ranks of a stage call it together.
+        They are yielded on one of the ranks that hold the unit. All ranks of a stage call it
+        together.
         """
         for effective in self.in_graph:
             domain = self.domain_of(effective.units[0])
@@ -393,8 +394,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`; the ranks of the axis divide the common units, each
-    computing every `axis.size`-th."""
+    """Return `compute(units)` `[units]`; the ranks of the axis divide the common units, and each
+    computes every `axis.size`-th unit."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
@@ -428,7 +429,7 @@ def install_hooks(model: ParallelModel) -> None:
 
 
 def wait_before_forward(model: ParallelModel) -> None:
-    """Make every module wait for its new weights before its forward."""
+    """Make every module wait for its new weights before its forward pass."""
     place = {
         id(model.parameters[name]): (i, bucket.index)
         for i, part in enumerate(model.domains)

@@ -1,8 +1,8 @@
 """Batches of items with equal keys and of stacks with equal rows, and copies in few launches.
 
-Stacks of matrices with equal rows and different columns are one batch: quantities that do not
-depend on the columns are tensors `[sum of batches, ...]`, computed once for all stacks; products
-with the matrices `[batch, rows, cols]` are launched once per stack.
+Stacks of matrices with equal numbers of rows but different numbers of columns form one batch:
+quantities whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed
+once for all stacks; products with the matrices `[batch, rows, cols]` are launched once per stack.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by their key, keys in the order of their first items."""
+    """Return the items by their key, with the keys in the order of their first items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -32,7 +32,7 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the rows of `x` `[sum of batches, ...]` that belong to each stack, views."""
+    """Return views of the rows of `x` `[sum of batches, ...]` that belong to each stack."""
     return (x,) if len(stacks) == 1 else torch.split(x, [len(stack) for stack in stacks])
 
 
@@ -73,14 +73,14 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 def copy_all_(pairs: Pairs) -> None:
-    """Copy the second tensor of each pair to the first, launched together."""
+    """Copy the second tensor of each pair to the first, in few launches."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, sources = lists
         torch._foreach_copy_(targets, sources)
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair, of the same dtype, to the first, launched together."""
+    """Add the second tensor of each pair to the first, of the same dtype, in few launches."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

@@ -19,7 +19,8 @@ class Sums(NamedTuple):
     beneath: frozenset[Use]  # the weights of these columns
 
     def added(self, numbers: Tensor) -> Tensor:
-        """Return the columns that sums add; one in all of them only scales or shifts the others."""
+        """Return the columns that sums add, except a column in all sums, which only scales or
+        shifts."""
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
         return torch.cat(moving or [*pairs])
@@ -51,7 +52,8 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def matrix(self, number: int) -> Any:
-        """Return an identifier of the weights, and of the entries of stacks, of a column."""
+        """Return an identifier of the weights, and the entries of stacks, that a column belongs
+        to."""
         if number not in self.matrices:
             record = self.record(number)
             place = number - record.start
@@ -63,14 +65,15 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether columns along an axis are of different weights or entries of a stack."""
+        """Return whether columns along an axis belong to different weights or entries of a
+        stack."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = line.long().tolist()
-        firsts = (vector[:2], vector)  # the first two are of one matrix in most vectors
+        firsts = (vector[:2], vector)  # the first two mostly share a matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
-        """Yield the record of each run of consecutive numbers, with these numbers."""
+        """Yield each run of consecutive numbers that share a record, after the record."""
         while len(numbers):
             record = self.record(numbers[0])
             other = (numbers < record.start) | (numbers >= record.end)
@@ -79,7 +82,7 @@ class Columns:
             numbers = numbers[size:]
 
     def beneath(self, columns: Tensor | None) -> set[Use]:
-        """Return the weights of columns."""
+        """Return the weights that the columns belong to."""
         if columns is None or not columns.numel():
             return set()
         record = self.record(columns.max())
@@ -111,7 +114,7 @@ class Columns:
         return high.masked_scatter(both, (places + self.sums[key].start).double())
 
     def settle(self, rows: Tensor, kind: str) -> None:
-        """Record that an operation uses the columns of each row, `[rows, n]`, as one vector."""
+        """Record that an operation uses each row of the columns `[rows, n]` as one vector."""
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             numbers = row[row >= 0].unique()
             if (key := (kind, *numbers.tolist())) in self.settled:
@@ -138,5 +141,5 @@ class Columns:
             self.settle(rows.reshape(-1, rows.shape[-1]).long().cpu(), kind)
 
     def uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
-        """Yield the weights of elements, as in `parts`."""
+        """Yield the weights that the elements belong to, as in `parts`."""
         return ((use, own) for use, own in self.parts(elements) if isinstance(use, Use))

@@ -67,7 +67,7 @@ def tangent_cost(
     msign: float,
     dtype: torch.dtype,
 ) -> float:
-    """Count the FLOPs of a tangent solve: its model and `evaluations` of `msign` FLOPs each.
+    """Count the FLOPs of a tangent solve: its model, and `evaluations` times `msign` FLOPs.
 
     The model takes a Gram matrix, a factorisation per shift, and a projection on its basis. `dtype`
     is the dtype of msign's products.
@@ -84,7 +84,7 @@ def factorization_cost(rows: int) -> float:
     total = 0.0
     for part in blocks_of(rows):
         size, rest = part.stop - part.start, rows - part.stop
-        # A Cholesky factor costs a sixth of a product, its inverse by a triangular solve half.
+        # A Cholesky factor costs a sixth of a product, and its inverse by triangular solve a half.
         total += product_flops(size, size, size) * 2 / 3
         total += product_flops(size, part.start, rows - part.start)
         total += product_flops(size, size, rest)
@@ -94,6 +94,6 @@ def factorization_cost(rows: int) -> float:
 
 
 def gram_cost(rows: int, cols: int) -> float:
-    """Count the FLOPs of half a symmetric product, as in the model of a tangent solve."""
+    """Count the FLOPs of half a symmetric product, as the model of a tangent solve computes it."""
     parts = blocks_of(rows, TRIANGLE)
     return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

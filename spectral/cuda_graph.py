@@ -88,8 +88,8 @@ class CapturedStep:
         step = CapturedStep(optimizer)
 
     Change learning rates by `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
-    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must stay as they
-    are, and parameters and state where they are: after `load_state_dict`, call `release`.
+    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must keep their
+    values, and parameters and state must stay in place; after `load_state_dict`, call `release`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
@@ -105,7 +105,7 @@ class CapturedStep:
         self._first: dict[str, object] | None = None  # at the first step: later steps must agree
 
     def __call__(self) -> None:
-        """Take one step; raises RuntimeError if something that a graph repeats has changed."""
+        """Take one step; raises RuntimeError if anything that the graph relies on has changed."""
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()

@@ -91,7 +91,7 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Return whether all elements are finite, a 0-d bool on `device` (None: of the first tensor).
 
-    It checks the extremes, which cannot overflow, unlike a norm.
+    It checks the largest and the smallest element, which cannot overflow, unlike a norm.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no extremes

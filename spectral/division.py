@@ -1,8 +1,8 @@
 """Division of a parameter into matrices, and the units that an optimizer steps.
 
 A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
-gate, one expert's down projection. A parameter may contain several matrices,
-or be transposed. A division states, as data, where each matrix is.
+gate, one expert's down projection. A parameter may contain several matrices, or be transposed. A
+division states, as data, where each matrix is.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ from .local_part import local_of
 from .rules.base import Rule
 
 Box = tuple[range, ...]
-"""A part of a tensor: one range of indices per axis, whose step may exceed 1."""
+"""A part of a tensor: one range of indices per axis, with a step that may exceed 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,13 @@ class Division:
 
     Attributes:
         rows: numbers of rows of successive matrices, a pattern that repeats along the outputs;
-            empty if the parameter is one matrix (of each entry of a stack, group and stride).
+            empty if the parameter is one matrix (or one per entry of a stack, group and stride).
         transposed: the parameter is `[in, out]` instead of `[out, in]`. With more axes (a
-        transposed convolution) the matrix is `[out, in * ...]`. stacked: the first axis numbers
-        matrices, such as the experts of a layer. stride: matrix j contains the outputs j, j +
-        stride, ..., as in an interleaved gate and up; `rows` divides these outputs. groups: number
-        of consecutive parts of the parameter's first axis (after that of a stack)
+            transposed convolution) the matrix is `[out, in * ...]`.
+        stacked: the first axis numbers matrices, such as the experts of a layer.
+        stride: matrix j contains the outputs j, j + stride, ..., as in an interleaved gate and up;
+            `rows` divides these outputs.
+        groups: number of consecutive parts of the parameter's first axis (after that of a stack)
             that contain separate matrices, such as the groups of a transposed convolution.
     """
 
@@ -51,9 +52,9 @@ class Division:
         """Parse the `units` of a parameter group; None means one matrix per parameter.
 
         Raises:
-            TypeError: `units` is not a mapping. ValueError: an unknown key; `rows` is not a list of
-            positive integers; `stride` or `groups` is not a positive integer; `transposed` or
-            `stacked` is not a bool.
+            TypeError: `units` is not a mapping.
+            ValueError: an unknown key; `rows` is not a list of positive integers; `stride` or
+                `groups` is not a positive integer; `transposed` or `stacked` is not a bool.
         """
         if value is None:
             return cls()
@@ -172,7 +173,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a part of a tensor with a part of step 1, or None if empty."""
+    """Return the intersection of a part of a tensor with a part of step 1; None if it is empty."""
     common = tuple(
         places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
         for places, whole in zip(box, contiguous, strict=True)
@@ -228,7 +229,7 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped as one; under an elementwise rule, the whole local
+    """A part of a parameter that is stepped as a whole: under an elementwise rule, the whole local
     part.
 
     division   division of the parameter

@@ -209,8 +209,8 @@ class Preconditioner:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
         That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
-        it is right where the tracked pair is not. If the argument is outside the map's domain `[0,
-        DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
+        it is right even where the tracked pair is wrong. If the argument is outside the map's
+        domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":

@@ -1,8 +1,8 @@
 """IEEE float32 products, whatever the settings of the process or its environment.
 
-TF32 has 11 bits of precision, bfloat16, to which `torch.autocast` rounds factors, has 8, and
-float32 has 24. With fewer bits msign's singular values and the solver of the Spectral Sphere
-silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
+Float32 has 24 bits of precision, TF32 has 11, and bfloat16, to which `torch.autocast` rounds the
+factors of products, has 8. With fewer bits msign's singular values and the solver of the Spectral
+Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
 TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both are meant for the forward pass; the mathematics
 of an optimizer runs inside `ieee_products()`.
 """
@@ -20,7 +20,7 @@ MATMUL: tuple[Any, ...] = tuple(
     if hasattr(place, "fp32_precision")
 )
 """PyTorch's settings of the precision of float32 products, on GPUs and CPUs; torch 2.6 has only the
-older call."""
+older function, `set_float32_matmul_precision`."""
 REDUCTIONS = [
     name
     for name in (
@@ -50,8 +50,8 @@ def without_autocast(device: torch.device) -> torch.autocast:
 def ieee_products() -> Iterator[None]:
     """Run a block with IEEE float32 products and 16-bit products that sum in float32.
 
-    The previous settings are restored afterwards, whichever call made them. Threads may enter it
-    together: the last to leave restores them.
+    The previous settings are restored afterwards, whichever function made them. If several threads
+    are inside at once, the last to leave restores them.
     """
     global _inside, _restore
     with _lock:
@@ -75,7 +75,7 @@ def _set_ieee() -> Callable[[], None]:
     legacy = _legacy_precision()
     precisions = [place.fp32_precision for place in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    # The older call sets all settings; cuBLAS refuses settings that disagree with it.
+    # This older function sets all settings; cuBLAS refuses settings that disagree with it.
     torch.set_float32_matmul_precision("highest")
     for name in REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
@@ -98,7 +98,7 @@ def is_ieee() -> bool:
 
 
 def _legacy_precision() -> str:
-    """Return the precision of the older call; PyTorch refuses if the newer call was used."""
+    """Return the older function's precision; PyTorch raises if the newer settings were used."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:

@@ -1,8 +1,8 @@
 """Facts about a weight from names, classes and attributes of the model.
 
 Nothing here sees what the model computes. A weight counts as one matrix only if nothing suggests
-several, and a nearby layer has as many inputs as the weight has outputs. A weight that is neither
-known nor plainly one matrix is an error with a remedy.
+several, and a nearby layer has as many inputs as the weight has outputs. For a weight that is
+neither known nor plainly one matrix, an error names a remedy.
 """
 
 import dis
@@ -41,14 +41,14 @@ FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
     r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
-"""Parts of the names of weights that contain several matrices, without underscores."""
+"""Parts, without underscores, of the names of weights that contain several matrices."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
     r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
 """Additional parts of the names of attention projections."""
 PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
-"""Words in the names of attention projections, which their first letters shorten."""
+"""Words in the names of attention projections, which are shortened to their first letters."""
 HEAD_SIZES = (
     "head_dim attention_head_size head_size d_kv key_value_proj_dim dim_head dim_per_head "
     "attn_head_size hidden_size_per_attention_head d_head"
@@ -68,13 +68,14 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Rows of successive matrices by the name of a weight, as attributes of the module around it."""
+"""Rows of successive matrices by the name of a weight, given as attributes of the enclosing
+module."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
 )
-"""Names of layers next to attention projections that are not divided by heads: output, gates,
-ranks."""
+"""Names of layers that are next to attention projections but not divided by heads: output, gates,
+low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis"}
@@ -83,7 +84,7 @@ SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
 HEADWISE |= {"softmax", "sum", "norm", "normalize"}
-"""Functions one of which works on heads after one of SHAPES."""
+"""Functions of which one, after one of SHAPES, works on heads."""
 PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
 """Operators and functions that multiply the outputs of two layers."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
@@ -198,12 +199,12 @@ class KnownWeights:
                 return
 
     def _last(self, module: nn.Module) -> nn.Module | None:
-        """Return the last layer of a module that has a matrix."""
+        """Return a module's last layer that has a matrix."""
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that no name divides ends the model, and the evidence.
+        """Return whether a layer that is undivided by its names ends the model, and the evidence.
 
         The evidence is its name or the inputs of other layers. Raises ValueError if no nearby layer
         takes all of its outputs.
@@ -239,11 +240,11 @@ class KnownWeights:
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
-        """Return the evidence that a layer whose outputs no later layer takes is a head, or ""."""
+        """Return the evidence that a layer is a head as no later layer takes its outputs, or ""."""
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
         inputs = _inputs(weight, outputs)
-        parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # as a shift and a scale are
+        parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # e.g. shift and scale
         cut = parts and any(x.inputs == inputs for x in later)
         made = (inputs, *(x.outputs for x in later))
         others = all(x.inputs in made and x.module not in self.repeated for x in later)
@@ -252,8 +253,8 @@ class KnownWeights:
         return f"no later layer takes its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], str]:
-        """Return the layers with a matrix after a weight's layer, in the model's order or in a
-        forward pass, and the class that adds or multiplies activations after it, or ""."""
+        """Return the layers with a matrix that follow a weight's layer in the model's order or in a
+        forward pass, and the class that adds or multiplies activations after that layer, or ""."""
         steps, mixer = weight.path[_base(weight) :], ""
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
         for (name, inner), (_, scope) in pairwise(steps):
@@ -279,7 +280,7 @@ class KnownWeights:
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
-        """Return a sign that a layer which no name divides contains several matrices, or ""."""
+        """Return a sign that a layer contains several matrices although no name shows it, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
         if cutter := cutter or self._cuts(weight):
             return f"{cutter} takes channels apart"
@@ -324,8 +325,8 @@ def projection_of(name: str) -> str | None:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return the rows per head of a projection, None without any evidence, or 0 if the evidence
-    is unclear."""
+    """Return the rows per head of a projection, None if there is no evidence, or 0 if it is
+    unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -351,7 +352,7 @@ def _joins(part: str, name: str, around: nn.Module) -> bool:
 
 
 def _first(module: nn.Module, names: str) -> int:
-    """Return the first of some attributes that a module has, or 0 if there is none."""
+    """Return the first of some attributes that a module has, or 0 if it has none of them."""
     values = (getattr(module, name, None) for name in names.split())
     return next((value for value in values if type(value) is int and value > 0), 0)
 
@@ -371,7 +372,7 @@ def _base(weight: Weight) -> int:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the output heads that the modules of a model name."""
+    """Yield the output heads that the modules of a model return on request."""
     for module in model.modules():
         for name in ("get_output_embeddings", "get_classifier"):
             heads: object = None
@@ -383,7 +384,7 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that a model repeats, as its layers."""
+    """Return the modules that a model repeats, such as its layers."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
     for outer in lists:
@@ -402,7 +403,8 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that splits a tensor, or "" without one."""
+    """Return the class of a module with convolutions that splits a tensor, or "" if there is
+    none."""
     for module in model.modules():
         if any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
             own = (c if isinstance(c, nn.Sequential) else [c] for c in module.children())
@@ -413,8 +415,8 @@ def _cutter(model: nn.Module) -> str:
 
 
 def _functions(module: nn.Module, child: str = "") -> set[str]:
-    """Return the words in a module's forward pass and in the functions that it calls, the names of
-    children with a dot before them; with a child, the words after its name."""
+    """Return the words in a module's forward pass and in the functions that it calls, where names
+    of children begin with a dot; with a child, only the words after its name."""
     known = getattr(inspect.unwrap(module.forward), "__globals__", {})
     children, words = {name for name, _ in module.named_children()}, list[str]()
     for word in _words(_code(module)):

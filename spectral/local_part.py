@@ -1,4 +1,4 @@
-"""This rank's part of parameters and gradients, which may be sharded, without torch.distributed."""
+"""This rank's part of parameters and gradients that may be sharded, without torch.distributed."""
 
 import sys
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the gradients of parameters with one, only this rank's parts if `sharded`.
+    """Return the gradients of the parameters that have one; if `sharded`, only this rank's parts.
 
     `shapes` are the parameters' shapes. Raises ValueError for gradients that cannot be used in a
     step.

@@ -3,9 +3,9 @@
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
 from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
 logging steps; `correlation` may run in any step. A zero matrix has ranks, norms and correlations 0;
-a matrix with NaN has NaN. For several figures of one matrix, the functions whose names end in `_of`
-take its singular values. `stable_rank_of_gram` and `nuclear_norm` use only products, and neither
-waits.
+a matrix with NaN has NaN. To compute several figures of one matrix, pass its singular values to the
+functions whose names end in `_of`. `stable_rank_of_gram` and `nuclear_norm` use only products and
+do not wait.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ def singular_values(w: Tensor) -> Tensor:
 
 
 def gram(w: Tensor) -> Tensor:
-    """Compute the smaller of W W^T and W^T W, float64."""
+    """Compute the smaller of W W^T and W^T W in float64."""
     wide = w.double()
     return wide @ wide.mT if w.shape[-2] <= w.shape[-1] else wide.mT @ wide
 
@@ -133,9 +133,9 @@ def modified_condition_number_of(values: Tensor) -> Tensor:
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` has any shape; without any such number the mean is NaN. Source: "PC Layer", GMCN: over
-    the q, k, v, o, gate, up and down matrices of all layers, with the effective weight in PC
-    layers.
+    `numbers` has any shape; if it contains no such number, the mean is NaN. Source: "PC Layer",
+    where GMCN is the mean over the q, k, v, o, gate, up and down matrices of all layers, with the
+    effective weight in PC layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -185,8 +185,8 @@ def correlation(w: Tensor) -> Tensor:
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). It is unbiased for entries of the
     model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so
     even for a large matrix the estimate scatters like the square of a Gaussian, and it detects only
-    spikes with constant entries. 0 for a zero matrix and for a single entry. Source: "Towards a
-    Principled Muon under muP", eq. 4.13.
+    spikes with constant entries. It is 0 for a zero matrix and for a single entry. Source: "Towards
+    a Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     size = w.shape[-2] * w.shape[-1]

@@ -123,7 +123,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model in its order; the layers of each module are a slice."""
+    """The layers of a model in the model's order, in which each module's layers are a slice."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key in a saved state of the entries that other programs keep under numbers or tensors (which
-torch would treat as parameters) or under this name."""
+"""Key in a saved state under which are the entries that other programs keep under numbers or
+tensors, which torch would treat as parameters, or under this name."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -77,7 +77,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: the rule of groups without one.
         lr: learning rate of groups without one, a number or a 0-d tensor; None: the default of the
-            rule, which groups of other rules always use.
+            rule. Groups of other rules always use their own rule's default.
         weight_decay: decoupled decay, times lr, of groups without one.
         nonfinite: on a NaN or infinite gradient, "raise" FloatingPointError before anything
             changes, which waits for the device, or "skip" the whole step on the device and count it
@@ -86,11 +86,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
             it to the parameter. Without it such a parameter loses every update smaller than its
             rounding: half of Muon's updates at a rate of 2e-3.
         replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
-            Each matrix is then orthogonalised by one of these ranks. None: the ranks of a split DDP
-            model; otherwise every rank steps all of its matrices.
+            Each matrix is then orthogonalised by one of these ranks. None: the ranks of the DDP
+            model that was split; if there was none, every rank steps all of its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
-            updates back; None keeps their dtype. bfloat16 halves the bytes of Muon. Without shared
-            matrices nothing is sent.
+            updates are sent back; None keeps their dtype. bfloat16 halves the bytes of Muon.
+            Without shared matrices nothing is sent.
         options: fields of the default rule.
 
     Raises:
@@ -166,7 +166,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Figures of the last step per chunk of equal parameters, and 0-d counts on their devices.
+        # Figures of the last step, per chunk of parameters that were stepped together, and 0-d
+        # counts on their devices.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # The matrices that several ranks share, created when they are first needed.
@@ -221,7 +222,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _warn_unfrozen(self) -> None:
-        """Warn once of parameters that were frozen in the split and have gradients now."""
+        """Warn once about parameters that were frozen at the split and have gradients now."""
         for name, frozen in self._frozen:
             parameter = frozen()
             if parameter is None or not parameter.requires_grad or parameter.grad is None:
@@ -415,14 +416,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
-        Hyper-parameters that an earlier version did not save are unchanged, or the rule's defaults
-        after a change of the rule. Momenta alone are a sufficient state: singular vectors and
-        similar entries are computed again, and means of squares start at zero. Entries of other
+        Hyper-parameters that an earlier version did not save keep their values or, if the rule has
+        changed, take the rule's defaults. Momenta alone are a sufficient state: singular vectors
+        and similar entries are computed again, and means of squares start at zero. Entries of other
         programs are kept unchanged.
 
         Raises:
-            ValueError: on any rank, a state of other rules, units, shapes or order of parameters,
-            a parameter without state, or a nonfinite state; nothing is changed then.
+            ValueError: on any rank, a state of other rules, units, shapes or order of parameters, a
+                parameter without state, or a nonfinite state; nothing is changed then.
             TypeError: not a mapping.
         """
         if not isinstance(state_dict, Mapping):
@@ -445,7 +446,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Fill in the saved state, and entries that an earlier version did not save."""
+        """Take over the saved state, and create entries that an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
             same_rule = group["rule"] == before["rule"]
             for name, default in fields_of(group["rule"], exact=True).items():
@@ -604,7 +605,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
             finite, same = self._ranks.agree(finite, present)
-            # Ranks with other gradients would exchange other matrices, so wait after a change.
+            # Ranks with gradients of different parameters would exchange different matrices, so
+            # wait for the check after a change.
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients of the same parameters")

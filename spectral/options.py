@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest and narrowest steps of msign that
-train as well (docs/library.md has the evidence). Weights in float64, chosen for accuracy, keep the
-defaults of the rules, and so do the trainer's configs.
+`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest steps of msign, in the narrowest
+dtype, that train as well as more exact ones (docs/library.md has the evidence). Weights in float64,
+chosen for accuracy, keep the defaults of the rules, and so do the trainer's configs.
 """
 
 from collections.abc import Mapping, Sequence

@@ -46,7 +46,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         groups: the groups. The groups of the optimizer's rule come first and have `units`.
         rows: the assignment of each parameter.
         replicas: the process group of a DDP model, else None.
-        frozen: the names and parameters in no group, as they were frozen.
+        frozen: the names and parameters that are in no group because they were frozen.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table with joined rows of equal numbered layers, and a line about frozen
+        """Return a table with one row for equal numbered layers, and a line about frozen
         parameters."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
@@ -114,19 +114,19 @@ def split_parameters(
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
         example: the arguments of one small forward pass, a tensor, a tuple or a mapping, or a
-            function that runs it. The pass alone decides, without names (`watch`).
-        elementwise: modules or parameters, or one, that go to AdamW.
-        units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
+            function that runs it. The pass then decides alone, without names (see `watch`).
+        elementwise: one or several modules or parameters that go to AdamW.
+        units: divisions of parameters, by patterns of their names such as `*.attention.qkv`:
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
-            `Division`, `{}` for one matrix. It overrides the function's own findings.
+            `Division`, or `{}` for one matrix. They override the function's own findings.
         lr: learning rate of AdamW.
 
     Raises:
-        ValueError: a weight that looks like several matrices, or of unknown kind; rows that do not
-        divide a weight; a pattern that matches nothing; patterns that divide
-            one parameter differently; elementwise parts of another model; flattened parameters; no
-            parameter for the optimizer's rule; a weight that the pass of `example` did not use, or
-            whose division it does not show.
+        ValueError: a weight that looks like several matrices, or is of unknown kind; rows that do
+            not divide a weight; a pattern that matches nothing; patterns that divide one parameter
+            differently; elementwise parts of another model; flattened parameters; no parameter for
+            the optimizer's rule; a weight that the pass of `example` did not use, or whose division
+            it does not show.
         TypeError: `module`, `units` or an elementwise part has a wrong type.
     """
     if not isinstance(module, nn.Module):

@@ -45,7 +45,7 @@ def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str,
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with 0-d tensors instead of numbers, as which other programs save counts."""
+    """Return a state with 0-d tensors instead of the numbers that other programs save as counts."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -59,7 +59,7 @@ def complete_numbers(
 def entry_problems(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], parameter: Tensor, name: str
 ) -> Iterator[str]:
-    """Yield the problems of a rule's state entries of the parameter `name`."""
+    """Yield the problems with the rule's state entries of the parameter `name`."""
     local = local_of(parameter).shape
     for key in (key for key in shapes if key in state):
         value, shape = state[key], tuple(shapes[key])
@@ -76,7 +76,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return an entry of a saved state (the rule's if `own`) for the state of a parameter.
+    """Return an entry of a saved state, the rule's own if `own`, for the state of a parameter.
 
     A tensor keeps its dtype. As in torch, it is not copied if its dtype is the parameter's.
     """
@@ -108,7 +108,7 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
 
 
 def follow_weight(parameter: Tensor, master: Tensor) -> None:
-    """Update a master where its 16-bit parameter no longer equals its rounded value."""
+    """Update a master where its rounded value no longer equals the 16-bit parameter."""
     weight, master = local_of(parameter), local_of(master)
     rounded = master.to(weight.dtype)
     equal_bits = weight.is_cpu and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))

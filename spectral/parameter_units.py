@@ -55,7 +55,7 @@ class ParameterUnits(Units):
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units to `[batch, ...]` without copying a single contiguous one."""
+    """Stack units to `[batch, ...]`; a single contiguous unit is not copied."""
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))

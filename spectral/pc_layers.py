@@ -93,7 +93,7 @@ class DividedWeight(EffectiveWeight):
         super().__init__([preconditioner] * len(boxes))
         self.division, self.boxes = division, boxes
         self.is_identity = False
-        """Whether the weight is W itself, while a layer draws it."""
+        """Whether the weight is W itself, as it is while a layer initialises it."""
         self.gamma = nn.Parameter(torch.ones(len(boxes), dtype=weight.dtype, device=weight.device))
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class DividedWeight(EffectiveWeight):
         self.gamma.fill_(1)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), or W itself while a layer draws it."""
+        """Return PC(W), or W itself while a layer initialises it."""
         return weight if self.is_identity else super().forward(weight)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
@@ -150,10 +150,10 @@ def preconditioned(
 ) -> list[str]:
     """Make PC layers of a model's linear layers, in place, and return their names.
 
-    The matrices of a weight (`split_parameters`) are preconditioned separately. The
-    weight's own name becomes `parametrizations.weight.original`, until `merge_`. Initialise or load
-    the weights before, or by the layers' `reset_parameters`: `layer.weight` is then PC(W), which
-    `nn.init` would change without effect.
+    The matrices of a weight (`split_parameters`) are preconditioned separately. The weight's own
+    name becomes `parametrizations.weight.original`, until `merge_`. Initialise or load the weights
+    before this call, or initialise them after it by the layers' `reset_parameters`: `layer.weight`
+    is then PC(W), which `nn.init` would change without effect.
 
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
@@ -162,7 +162,7 @@ def preconditioned(
 
     Raises:
         ValueError: no layer matches one of the given blocks; the weight of a layer is already
-        parametrized, sharded, or shared with another module. Nothing is changed then.
+            parametrized, sharded, or shared with another module. Nothing is changed then.
         TypeError: `model` is not a module, or `blocks` not a collection of names.
     """
     _check_module(model)
@@ -259,7 +259,7 @@ def _register(module: nn.Module, division: Division, preconditioner: Preconditio
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    """Draw W, which PC(W) hides, and the bias as the ordinary layer does, and set gamma to 1."""
+    """Initialise W, which PC(W) hides, and the bias as the ordinary layer does; set gamma to 1."""
     chain: Any = module.get_submodule("parametrizations.weight")
     parts = [part for part in chain if isinstance(part, DividedWeight)]
     for part in parts:

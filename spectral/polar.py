@@ -34,10 +34,10 @@ class Schedule:
     """Coefficients of successive steps, and their continuation for more steps.
 
     Attributes:
-        coefficients: `(a, b, c)` of each step. continuation: further steps repeat the last one or
-        start over. half_margin: factor by which, in 16 bits, the input of all steps but the last
-        may exceed its interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4
-        matrices
+        coefficients: `(a, b, c)` of each step.
+        continuation: further steps repeat the last one or start over.
+        half_margin: factor by which, in 16 bits, the input of all steps but the last may exceed its
+            interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4 matrices
             diverge in bfloat16 (plain form) and float16 (Gram form); with it singular values stay
             bounded even if every rounding is twice that of the format.
     """
@@ -155,7 +155,7 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest image of a singular value in [0, 1] under the steps; 1 without steps."""
+    """Return the largest image of a singular value in [0, 1] under the steps; 1 for no steps."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
@@ -220,7 +220,7 @@ def msign(
 
     Raises:
         ValueError: an unknown schedule, steps < 1, a dtype that is not floating point, or fewer
-        than two dimensions.
+            than two dimensions.
     """
     work = x.dtype if dtype is None else dtype
     if not work.is_floating_point:
@@ -245,7 +245,7 @@ class Polar(NamedTuple):
     `bounded` is False where a value is not finite, or where a singular value is estimated to have
     grown before the last step to `EXCESS` times the largest image of [0, 1]. The estimate comes
     from the Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5
-    to 2.4 (n = 1 to 8,192), several values earlier.
+    to 2.4 (n = 1 to 8,192); several growing values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -279,7 +279,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
     """Write `x / divisor` to `out`, rounded once to its dtype; overwrites a wider `x`."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
-        out.copy_(x.div_(divisor))  # one pass that divides and rounds is slower there
+        out.copy_(x.div_(divisor))  # a single pass would be slower
     else:
         torch.div(x, divisor, out=out)
 

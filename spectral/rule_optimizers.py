@@ -38,8 +38,8 @@ class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
     Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
-    `torch.optim.AdamW` on the same betas. For embeddings, heads, gains and biases, which
-    `split_parameters` gives to it under any other rule, and as the reference.
+    `torch.optim.AdamW` with the same betas. For embeddings, heads, gains and biases, which
+    `split_parameters` assigns to it whatever the rule of the matrices, and as the reference.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -79,7 +79,7 @@ class Muon(SpectralOptimizer):
     """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M times a scale s for the shape.
 
     Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
-    on the same polynomials. The first spectral optimizer to try.
+    with the same polynomials. The first spectral optimizer to try.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
 
@@ -191,8 +191,8 @@ class AdaMuon(SpectralOptimizer):
     """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)` with O = msign(sign(M)) and its mean square V.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
-    mean square 0.2 lr. For rates tuned for AdamW, and entries of one weight that learn at very
-    different rates; it keeps V, as large as the weight, in addition to the momentum.
+    mean square 0.2 lr. For learning rates tuned for AdamW, and for weights whose entries learn at
+    very different rates; it keeps V, which is as large as the weight, in addition to the momentum.
 
         optimizer = AdaMuon(split_parameters(model), lr=1e-3)
 

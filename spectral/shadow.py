@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 NONE = -1.0
-"""The number of an unnumbered element. Numbers are float64, which every operation can move."""
+"""The number of an unnumbered element. Numbers are float64, which every operation accepts."""
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor are in its storage; a complex number is two elements."""
+    """Where the elements of a tensor are in its storage; a complex number counts as two."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -87,7 +87,7 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Return whether all smaller steps of a view together are shorter than one step of a stride."""
+    """Return whether the steps of a view below `stride` stay, in sum, within one step of it."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 
@@ -113,7 +113,7 @@ class Shadows:
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Return the number of each element of a tensor, or None without a shadow.
+        """Return the number of each element of a tensor, or None if it has no shadow.
 
         Its length is 1 on axes along which numbers do not change.
         """
@@ -160,7 +160,7 @@ def condensed(numbers: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage, as sparse ones do not."""
+    """Return whether a tensor has a storage; a sparse tensor has none."""
     return tensor.layout == torch.strided
 
 

@@ -42,7 +42,7 @@ SQUARINGS = (7, 7, 7)
 """Squarings of the projected matrix between its normalisations, within the range of float64. All
 squarings together distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
-"""Most rows at which an eigensolver of `W W^T` is faster on a CPU than the iteration."""
+"""Largest number of rows at which a CPU's eigensolver of `W W^T` beats the iteration."""
 SQUARES = 1e-25, 1e30
 """Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
@@ -102,7 +102,7 @@ def top_pairs(
     columns.
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
+        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, with equal numbers of rows.
         cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
         steps: number of block Krylov steps, at least 1.
         nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None: only `cached`
@@ -180,7 +180,8 @@ def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
     It consists of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
-    rows]`. The other fixed vectors replace cached vectors that are zero, as without a cache.
+    rows]`. The other fixed vectors replace cached vectors that are zero, as all are without a
+    cache.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
@@ -282,7 +283,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     vectors, low rank, `count steps > rows`.
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, of the same rows.
+        stacks: matrices `[batch, rows, cols]` each, with equal numbers of rows.
         start: vectors `[matrices, count, rows]` of the matrices of all stacks.
         steps: number of block steps, at least 1.
     """
@@ -310,8 +311,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the number of steps between two orthogonalisations of `count` vectors; one program
-    computes each."""
+    """Return the number of steps between two orthogonalisations of `count` vectors, of which one
+    program computes each."""
     return max(1, min(CYCLE, VECTORS // count))
 
 

@@ -1,4 +1,4 @@
-"""Steps of many units: they are grouped by shape, cut to the workspace, stepped by rule and written
+"""Steps of many units: grouped by shape, cut to fit the workspace, stepped by a rule and written
 back.
 
 Every optimizer steps its units here: the one-process library, its sharded matrices, the distributed
@@ -99,7 +99,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
-    """Return how many elements the units of `groups` in one batch may have together."""
+    """Return the number of elements of the units of a batch, which are parts of `groups`."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 

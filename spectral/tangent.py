@@ -32,7 +32,7 @@ from .polar import (
 )
 from .tangent_model import Model, is_wide
 
-# Smaller sums M + lambda Theta, in units of rounding, are rounding errors alone: see `shifted`.
+# Sums M + lambda Theta below this, in units of rounding, are rounding errors alone: see `shifted`.
 DEGENERATE_EPS = 32
 
 
@@ -138,7 +138,7 @@ class Solver:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
-        """Solve for stacks of matrices whose shorter sides are equal, together.
+        """Solve together for stacks of matrices whose shorter sides are equal.
 
         Directions are returned in the buffers of `m`, which saves a stack of matrices.
 
@@ -200,7 +200,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
 
 
 def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the evaluations for matrices with `rows` rows and an msign in `dtype` on a device."""
+    """Return the number of evaluations for an msign in `dtype` of matrices with `rows` rows."""
     rounds = torch.finfo(dtype).bits < 32
     suffices = rounds or device.type == "cpu" or is_wide(rows, dtype, device)
     return EVALUATIONS if suffices else NARROW_EVALUATIONS

@@ -137,7 +137,7 @@ def build(
     """Build the model of the matrices `M` of all stacks, projected on one space per matrix.
 
     Args:
-        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, of the same rows.
+        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal numbers of rows.
         u: `[matrices, rows]`, of all stacks, unit or zero vectors, like `v`.
         v: `[batch, cols]`, of each stack.
         steps, dtype: options of msign.
@@ -256,8 +256,8 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
 
     It is spanned by the `pair` `[batch, 2, rows]` and by powers of resolvents of `gram`, and of
-    `gram`, applied to it. Linearly dependent rows are zero. Systems solved at a time have at most
-    `elements` elements, one matrix, or the device's limit.
+    `gram`, applied to it. Linearly dependent rows are zero. The systems solved at a time belong to
+    one matrix, or have at most `elements` elements or the device's limit, whichever is larger.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)

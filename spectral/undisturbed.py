@@ -58,8 +58,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute that a pass may write to.
 
-    `copies` maps ids of originals to earlier copies. Tensors in the storages of
-    `parameters` are not copied, nor are objects of other classes.
+    `copies` maps ids of originals to earlier copies. Tensors in the storages of `parameters` are
+    not copied, nor are objects of other classes.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # fast path, as modules have many attributes

@@ -9,7 +9,7 @@ contains the number of a column (an output of a weight) at each place. Shadows p
     silu, softmax, a norm       the shadow stays
     a + b, a sum                each place has the columns of all
 
-until an operation uses columns as one vector. That is a set of columns that belong together:
+until an operation uses columns as one vector. These columns are a set that belongs together:
 
     a product with a weight     the columns of each input vector
     a product of activations    the columns of each inner product, or, where it sums over tokens,
@@ -45,14 +45,14 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Operations that multiply one argument by the next, by the position of the first."""
+"""Operations that multiply one argument by the next, with the position of the first."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
-"""Operations that choose among columns, by the position of the axis argument."""
+"""Operations that choose among columns, with the position of the axis argument."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 """Operations that add to some places, with the corresponding writes."""
 MOVES = re.compile(
@@ -84,14 +84,14 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
 
     Args:
         model: the model, whose parameters, gradients, buffers, modes and attributes (including
-        lists, mappings and generators) are restored afterwards. weights: parameters of two
-        dimensions or more. example: the arguments of the pass, a tensor, a tuple or a mapping, or a
-        function that runs
+            lists, mappings and generators) are restored afterwards.
+        weights: parameters of two dimensions or more.
+        example: the arguments of the pass, a tensor, a tuple or a mapping, or a function that runs
             it.
 
     Raises:
         ValueError: weights that the pass did not use or hides, or that no `Division` describes;
-        parameters that the pass creates.
+            parameters that the pass creates.
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
@@ -454,7 +454,7 @@ class Watch(TorchDispatchMode):
         return inner
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
-        """Return whether columns are sums with columns that change only along `axes`."""
+        """Return whether columns are sums, with one term that changes only along `axes`."""
         record = self.numbers.record(columns.max())
         if not constant or not isinstance(record, Sums) or columns.min() < record.start:
             return False
@@ -559,7 +559,7 @@ class Watch(TorchDispatchMode):
         """Return the axes of columns that a product with a sum over an axis uses together.
 
         These are the other axes if the sum weighs vectors: if it adds outputs of different matrices
-        or, in a product of activations, if the other axis has the successive outputs.
+        or, in a product of activations, if the other axis contains successive outputs.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):
@@ -629,7 +629,7 @@ def _is_continuous(tensor: Tensor) -> bool:
 
 
 def _distinct(sides: Iterable[Side]) -> list[Tensor]:
-    """Return the columns of operands, equal ones once."""
+    """Return the columns of operands without repetitions."""
     distinct: list[Tensor] = []
     for columns in (side.columns for side in sides if side.columns is not None):
         if not any(bool((columns == other).all()) for other in distinct):

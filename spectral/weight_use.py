@@ -47,10 +47,10 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
-    idle: bool = False  # a product with it had no rows, as of an expert without tokens
+    idle: bool = False  # a product with it had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights in sums with it
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
-    ended: bool = False  # its outputs are the model's outputs or in its loss
+    ended: bool = False  # its outputs are the model's outputs or enter its loss
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
@@ -229,7 +229,7 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the stride and the rows of the matrices that `labels` describe; parts are alike.
+    """Return the stride and the rows of the matrices that `labels` describe, alike in all parts.
 
     Raises ValueError if there are none.
     """

@@ -85,7 +85,7 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    documents of the queries, which see no others' keys; None for one document
+        documents    documents of the queries, which see only their own keys; None for one document
         """
         raise NotImplementedError
 
@@ -139,7 +139,8 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """Return this rank's chunks of queries, with their ends in the sequence and documents."""
+        """Return this rank's chunks of queries, with the end of each in the sequence and its
+        documents."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
         parts = [None] * len(chunks) if documents is None else documents.parts
@@ -238,7 +239,7 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    of the queries, which see no keys of other documents; None for one document
+    documents    documents of the queries, which see only keys of their own; None for one document
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))

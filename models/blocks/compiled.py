@@ -39,7 +39,7 @@ def fuse_blocks_(
     chunks: Iterable[torch.nn.Module], backend: str | None, *, backward: bool = False
 ) -> int:
     """Compile functions in the modules of `chunks` with torch.compile's `backend` (None: compile
-    nothing), and with `backward`, use the Triton kernels of backward passes.
+    nothing) and, with `backward`, use the Triton kernels of backward passes.
 
     Only modules of this project and Megatron's feed-forward block are changed. Returns the
     number of modules that changed. Raises ValueError for an activation without a compiled form.
@@ -64,8 +64,8 @@ class Fused:
     def compiled(
         self, function: Callable[..., Any], *, dynamic: bool = False
     ) -> Callable[..., Any]:
-        """Return the compiled `function`, shared by all modules, or `function` itself without a
-        backend.
+        """Return the compiled `function`, shared by all modules, or `function` itself if there is
+        no backend.
 
         `dynamic` is for functions with varying numbers of tokens.
         """

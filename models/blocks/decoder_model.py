@@ -27,7 +27,7 @@ from models.blocks.document_attention import Documents
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Return `cap * tanh(x / cap)`, elementwise, or `x` itself without a cap.
+    """Return `cap * tanh(x / cap)`, elementwise, or `x` itself if there is no cap.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
@@ -57,7 +57,7 @@ def losses_and_normalizers(
         labels: `[tokens]`, row of `weight`; any other number means that the row is on another rank.
         chunk: rows whose logits are in memory at a time.
         group: ranks that share the vocabulary, None if this rank holds all of it.
-        softcap: cap of the logits, None for none.
+        softcap: cap of the logits, None for no cap.
 
     Raises ValueError unless `chunk >= 1`.
     """
@@ -229,10 +229,10 @@ class _ChosenLogits(torch.autograd.Function):
 class DecoderModel(GPTModel):
     """Megatron's model with logits capped at `softcap`, None for no cap.
 
-    The loss processes `loss_chunk` entries of a rank's vocabulary at a time, None for all: with
-    `fused_loss` by Liger's kernels, which read the logits twice, else as Megatron does, with one
-    pass over them per operation. With `z_loss` the training output is `[2, batch, sequence]`: the
-    losses, and the squared log-sum-exp of each token's logits.
+    The loss processes `loss_chunk` entries of a rank's vocabulary at a time, None for all. With
+    `fused_loss` Liger's kernels compute it and read the logits twice; otherwise it is computed as
+    in Megatron, with one pass over the logits per operation. With `z_loss` the training output is
+    `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class DecoderModel(GPTModel):
 
     def _is_in_embd_group(self) -> bool:
         """Return False, so that the engine sends no initial weights between the stages of a tied
-        embedding: they are drawn by its name, the same on both."""
+        embedding: both stages draw the same weights, by the embedding's name."""
         return False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def check_varying(head: int, dtype: torch.dtype) -> None:
     """Raise RuntimeError unless the kernel supports heads of this size and dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
-            f"documents need {VARYING}, whose heads must be of 16 bits and size at most "
+            f"documents need {VARYING}, whose heads must have 16 bits and at most size "
             f"{LARGEST_HEAD}, got {dtype} and {head}"
         )
 
@@ -121,7 +121,7 @@ def varying_attention(
     """Return the attention output `[s, b, heads * d]` of the last s positions of sequences of t.
 
     query        `[s, b, heads, d]`
-    key, value   `[t, b, groups, d]`, t >= s; smaller heads are padded to the size that all have
+    key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned size
     lengths      the documents, whose queries see no keys of other documents
     """
     from torch.nn.attention.varlen import varlen_attn  # imported here, as it loads the compiler

@@ -247,7 +247,7 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Stack the weights for each product: a saved stack would be as large as the weights."""
+    """Stack the weights again for each product: a saved stack would be as large as the weights."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

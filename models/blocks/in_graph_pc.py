@@ -152,7 +152,7 @@ def precondition_(
 ) -> list[UnitWeight]:
     """Parametrize the weights with preconditioned units; return the parametrizations.
 
-    `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
+    `weights` are the units of each parameter, by its `id`; `tensor` are the ranks that share the
     weights of each domain.
     """
     layers = []

@@ -108,8 +108,8 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `heads` `[..., d]` times `cos` plus `heads` with swapped halves times `sin`, whose
-    first half is negated. `-sin` gives the inverse rotation."""
+    """Return `heads` `[..., d]` times `cos` plus `heads` with swapped halves times `sin`, in which
+    the first half is negated. `-sin` gives the inverse rotation."""
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 

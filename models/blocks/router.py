@@ -23,9 +23,9 @@ class Router(TopKRouter):
     """Score tokens `[s, b, hidden]`, choose the top-k experts of each and count tokens per expert.
 
     tokens_per_expert   `[experts]` float32, over the micro-batches of a step on this rank. Megatron
-                        counts for the expert bias alone; the metrics of balance need it without.
+                        counts only for the expert bias; the metrics of balance always need counts.
     earlier_load        `[experts]` float32, tokens per expert of the last step taken, over all
-                        ranks; zeros before the first. None without the global loss
+                        ranks; zeros before the first. None if there is no global loss
     """
 
     tokens_per_expert: Tensor
@@ -43,7 +43,8 @@ class Router(TopKRouter):
         """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
 
         The engine's global loss is a sum over data-parallel ranks, while gradients are a mean over
-        them, so that its weight would fall with their number; this corrects it.
+        them, so its weight would fall with the number of ranks; the returned coefficient corrects
+        this.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -53,7 +54,7 @@ class Router(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, **_: Any
     ) -> Tensor:
-        """Return `probs` with the global loss attached, of `[tokens, experts]` scores.
+        """Return `probs` with the global loss of the scores `[tokens, experts]` attached.
 
         It is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
         2501.11873), with the shares of the previous step, or equal shares before the first step.
@@ -95,8 +96,8 @@ class Router(TopKRouter):
 def forget_earlier_models() -> None:
     """Clear the engine's per-process state of an earlier model.
 
-    Its log of balancing losses has the size of that model's layers, and the shape of their scale
-    depends on the first use, inside or outside a schedule.
+    The engine's log of balancing losses has one entry per layer of that model, and the shape of the
+    losses' scale depends on whether it is first used inside or outside a schedule.
     """
     take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -111,7 +112,8 @@ ENGINE_LOSSES = {
 
 
 def max_violation(counts: Tensor) -> Tensor:
-    """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if even.
+    """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if all
+    are equal.
 
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", equation 4.
     """
@@ -142,7 +144,8 @@ def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
 def take_balancing_losses() -> dict[str, Tensor]:
     """Return this rank's part of each balancing loss of every layer `[layers]`, and clear it.
 
-    Losses are without coefficients, summed over the micro-batches since the last call.
+    The losses do not contain their coefficients, and are summed over the micro-batches since the
+    last call.
 
     The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
     of a stage, the z-loss a mean over them.

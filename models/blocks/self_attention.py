@@ -38,7 +38,7 @@ def heads_gradients(
 
     `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed` are
     the inputs of `turned_heads`: queries, keys and gains; the gains' gradients are returned as
-    well. It is empty without gains.
+    well. It is empty if there are no gains.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)

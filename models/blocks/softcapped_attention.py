@@ -63,7 +63,7 @@ def softcapped_attention(
         query: `[s, b, heads, d]`.
         key, value: `[t, b, groups, d]`, t >= s.
         scale: factor of the scores.
-        cap: cap of the scaled scores, None for none.
+        cap: cap of the scaled scores, None for no cap.
         window: keys that a query sees, its own included; None for all before it.
         documents: documents of the queries, which see no keys of other documents; None for one
             document.

@@ -62,8 +62,8 @@ def _is_positive(value: object) -> bool:
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the section `model.rope_scaling` for supported rotary positions, None without
-    scaling."""
+    """Return the section `model.rope_scaling` for supported rotary positions, or None if there is
+    no scaling."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
@@ -186,8 +186,8 @@ class Architecture:
     whole_heads whether heads must divide the width, although they have a separate size
     latent      whether its attention is multi-head latent attention
     experts     yields the rule and the value of each setting of experts that it does not have
-    attention_bias  its setting `attention_bias` by what `model.attention_bias` may be, None if it
-                has no such setting
+    attention_bias  its setting `attention_bias` for each supported `model.attention_bias`, None if
+                it has no such setting
     """
 
     name: str
@@ -202,7 +202,8 @@ class Architecture:
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json for the biases of `model`, which has no obstacles."""
+        """Return the entries of config.json for the biases of `model`, which must have no
+        obstacles."""
         value = self.attention_bias[model.attention_bias]
         return {} if value is None else {"attention_bias": value}
 

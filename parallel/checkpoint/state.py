@@ -208,8 +208,8 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence about different PC layers of checkpoint and model, or None without a
-    difference."""
+    """Return a sentence about different PC layers of checkpoint and model, or None if they
+    agree."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:

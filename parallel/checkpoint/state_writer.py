@@ -150,7 +150,8 @@ class Written:
 
 
 class Writer:
-    """The process that writes one rank's files of one save; without files there is no process."""
+    """The process that writes one rank's files of one save; no process exists if there are no
+    files."""
 
     def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
         self.written: Written | None = Written() if not plan.items else None
@@ -176,7 +177,7 @@ class Writer:
 
     @property
     def pid(self) -> int | None:
-        """Id of the writing process, None without one."""
+        """Id of the writing process, None if there is none."""
         return None if self._process is None else self._process.pid
 
     def poll(self, timeout: float = 0.0) -> bool:

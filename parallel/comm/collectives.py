@@ -104,7 +104,7 @@ CommVolume = Counter[str]
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
     """Start to sum `flat` over the axis, in place, into this rank's shard.
 
-    The shards are equal. Returns the pending collective, None on an axis of one rank.
+    The shards are equal. Returns the pending collective, or None on an axis of one rank.
     """
     shard = _shard(flat, axis, comm_volume, "reduce-scatter")
     return _started("reduce-scatter of gradients", _reduce_scatter, shard, flat, axis)
@@ -246,7 +246,7 @@ class Agreement:
 def disagreements(facts: Mapping[str, object]) -> list[str]:
     """Return, on every rank, a sentence for each fact that differs between ranks.
 
-    Collective. Facts are sent only if their hashes differ.
+    This is a collective; facts are sent only if their hashes differ.
     """
     with named("comparison of all ranks' settings"):
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()

@@ -44,7 +44,7 @@ class Domain:
     stage      tensor x replicas; a rank's number is its tensor rank + tensor size x replica rank
     divisor    divisor that turns a summed gradient into the mean over the global batch
     ends       the two ranks, of the first and of the last pipeline stage, with the copies of this
-               rank's piece of a tied embedding; None on other stages and without stages
+               rank's piece of a tied embedding; None on other stages, or if there is one stage
     """
 
     name: str
@@ -141,7 +141,7 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
 
 
 def world_size() -> int:
-    """Return the number of processes of torchrun, 1 without torchrun."""
+    """Return the number of torchrun's processes, or 1 if torchrun did not start this process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -46,8 +46,8 @@ def inspection_rounds(
 ) -> list[dict[str, int]]:
     """Divide the matrices of a stage into rounds, mappings of unit names to inspection ranks.
 
-    A round contains matrices of one bucket, per rank at most `elements` elements or a single
-    matrix. Arguments as for `inspection_ranks`.
+    A round contains matrices of one bucket and, on each rank, at most `elements` elements or a
+    single matrix. The other arguments are as for `inspection_ranks`.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -122,7 +122,7 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta, or 0 without; for a PC layer the momentum of W."""
+    """Return a snapshot of the momenta, 0 if a rule has none; for a PC layer that of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

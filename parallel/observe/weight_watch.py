@@ -166,7 +166,7 @@ class WeightWatch:
         """Raise DisagreementError on every rank if weights have changed or copies differ on any
         rank.
 
-        Collective, and waits for the device. The error names ranks, hosts and weights.
+        This is a collective and waits for the device. The error names ranks, hosts and weights.
         """
         self.compare()
         same = iter((~torch.cat(self.changed)).tolist())

@@ -108,8 +108,8 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        `max_norm` None only measures. `sound`, a 0-d bool, states whether this rank may step; all
-        ranks step or none does, even if copies differ.
+        With `max_norm` None the norm is only measured. `sound`, a 0-d bool, states whether this
+        rank may step; all ranks step or none does, even if copies differ.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -131,7 +131,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield every gradient of this rank, with whether this rank counts it in the norm."""
+        """Yield every gradient of this rank, and whether this rank counts it in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -184,7 +184,7 @@ class DistributedOptimizer:
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and 0-d numbers of refusals of this rank in the last step.
+        """Yield the name of each part on this rank and its refusals in the last step, a 0-d number.
 
         A matrix, and a range of a shard under an elementwise rule, counts as one, so the number is
         0 or 1. Parts whose gradient and state are known to be sound are left out.

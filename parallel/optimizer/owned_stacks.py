@@ -46,9 +46,9 @@ class Streams:
     """Streams for independent work.
 
     Small stacks of small matrices leave most of a GPU idle, so they are spread over streams, which
-    start after the current stream's work and are joined at the end; so the whole can be recorded as
-    a CUDA graph. Large stacks stay on the current stream: they gain nothing on another, and
-    PyTorch's allocator would keep a scratch pool per stream.
+    start after the current stream's work and are joined at the end, so that the whole can be
+    recorded as a CUDA graph. Large stacks stay on the current stream: they gain nothing on another,
+    and PyTorch's allocator would keep a scratch pool per stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,9 +128,10 @@ class OwnedStack:
     """Units of one shape and rule that this rank steps as one stack, with one row of state each.
 
     Attributes:
-        transfers: the transfers of the units, in the order of the stack. assigned: assignment of
-        the first unit; other units differ at most in the penalty. state: the rule's state, tensors
-        `[batch, ...]`. report: figures of the last step.
+        transfers: the transfers of the units, in the order of the stack.
+        assigned: assignment of the first unit; other units differ at most in the penalty.
+        state: the rule's state, tensors `[batch, ...]`.
+        report: figures of the last step.
     """
 
     transfers: list[UnitTransfer]

@@ -20,9 +20,10 @@ class PCAssignment:
     """Map of a unit's owner from W to the effective weight of the model.
 
     Attributes:
-        preconditioner: the map. gamma_rule: the elementwise rule of gamma, None if gamma is fixed.
-        gamma_lr: peak learning rate of gamma. gamma_weight_decay: decoupled decay of gamma, towards
-        0.
+        preconditioner: the map.
+        gamma_rule: the elementwise rule of gamma, None if gamma is fixed.
+        gamma_lr: peak learning rate of gamma.
+        gamma_weight_decay: decoupled decay of gamma, towards 0.
     """
 
     preconditioner: Preconditioner
@@ -101,9 +102,10 @@ class Route:
     """One row of the routing table.
 
     Attributes:
-        lr: peak learning rate of this unit, with the factors of its role and layer. radius, scale:
-        the rule's values for this shape, or None. pc: polynomial of the PC layer, or None. penalty:
-        coefficient of the Gram penalty, or None.
+        lr: peak learning rate of this unit, with the factors of its role and layer.
+        radius, scale: the rule's values for this shape, or None.
+        pc: polynomial of the PC layer, or None.
+        penalty: coefficient of the Gram penalty, or None.
     """
 
     unit: str

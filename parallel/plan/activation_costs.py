@@ -66,7 +66,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
         saved = {"none": whole, "selective": routed, "full": stream}[inputs.recompute]
         kept += number * saved
         block = _block_width(shape, layer, routed_only=False)
-        # Gradients of the block's tensors; those of gate and up also in one tensor.
+        # Gradients of the block's tensors; gradients of gate and up are also copied to one tensor.
         gradients = stream + (_block_copies(shape) + model.gated) * block
         once = max(once, whole - saved + gradients)
     head = 0

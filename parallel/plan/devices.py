@@ -121,7 +121,8 @@ SLOWER: Final = {"MIG", "NVL", "PCIe"}
 
 
 def device_called(name: str) -> Device | None:
-    """Return the device with the same peak as `name`, or None if unknown or a part of a GPU.
+    """Return the device with the same peak as `name`, or None for an unknown device or a part of a
+    GPU.
 
     `name` is the result of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
@@ -164,7 +165,7 @@ estimate, 0.25 s for 2,048 rows."""
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a group of `size` ranks, neighbours of which are `stride` ranks apart.
+    """The links of a group of `size` ranks, whose neighbours are `stride` ranks apart.
 
     per_node   ranks of the group in one node
     """

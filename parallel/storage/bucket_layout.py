@@ -221,9 +221,9 @@ class BucketPlanner:
         ranks: data-parallel size.
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
             bucket that it would pad by more than half a percent.
-        parameter_bytes: per element, of the all-gather. preconditioned: whether a unit is a PC
-        layer whose owner keeps W; None if no unit is. It only matters for parameters narrower than
-        float32, as wider ones need no master.
+        parameter_bytes: bytes per element in the all-gather.
+        preconditioned: whether a unit is a PC layer whose owner keeps W; None if no unit is. It
+            only matters for parameters narrower than float32, as wider ones need no master.
     """
 
     ranks: int = 1

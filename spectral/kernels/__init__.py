@@ -17,8 +17,8 @@ from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 def gram(*stacks: Tensor) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`; the stacks agree in rows and dtype, strides are
-    free.
+    The result is `[sum of batches, rows, rows]`; the stacks must agree in rows and dtype, and may
+    have any strides.
     """
     tile = _gram_tile(stacks)
     if tile is None:
@@ -38,7 +38,7 @@ def mirrors(stacks: Sequence[Tensor]) -> bool:
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
     """Compute `P Q + a I` `[batch, n, n]` of symmetric `p` and `q` that commute.
 
-    Polynomials of one matrix do.
+    Polynomials of one matrix, for example, commute.
     """
     tile = _tile("commuting", p, q)
     if tile is None:
@@ -61,7 +61,7 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 def updates(tensors: Sequence[Tensor]) -> bool:
     """Return whether `update_` and `average_` support all of the tensors.
 
-    A slice of a stack, or a view of a tall convolution, is not contiguous.
+    They must be contiguous, which a slice of a stack, or a view of a tall convolution, is not.
     """
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False

@@ -29,10 +29,10 @@ SMALL = 64
 VECTORS = 32
 """Most vectors of a matrix that one program orthonormalises; more would not fit its registers."""
 DOUBLES = (3, 7)
-"""Oldest version of triton whose float64 products were tried."""
+"""Oldest version of triton whose float64 products were tested."""
 TABLE = Path(__file__).with_name("table.json")
-# A factor of two in rows counts this many times as much as a factor of two in columns or in the
-# batch, in the distance to the table's nearest entry.
+# In the distance to the table's nearest entry, a factor of two in rows counts this many times as
+# much as a factor of two in columns or in the batch.
 ROWS_WEIGHT = 4.0
 
 
@@ -42,8 +42,8 @@ class Tile:
 
     Attributes:
         block, depth: sizes of a tile. warps, stages: Triton's `num_warps` and `num_stages`.
-        precision: of float32 products: "ieee", or "tf32x3" (three tensor-core products with about
-        22 bits); 16-bit products are exact either way.
+        precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products
+        with about 22 bits); 16-bit products are exact either way.
     """
 
     block: int
@@ -136,7 +136,7 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
     """Choose the kernel of an operation on stacks `[batch, rows, cols]` of equal rows, or None for
     the library.
 
-    The stacks count as one, with the mean of their columns.
+    The stacks count as one stack, whose number of columns is their mean.
     """
     x, count = stacks[0], sum(len(s) for s in stacks)
     cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)
@@ -152,7 +152,7 @@ def lookup(
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's product needs the package, and rows in multiples of 16 bytes.
+    # Quack's product needs the package, and rows whose bytes are a multiple of 16.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:
@@ -162,7 +162,7 @@ def lookup(
 
 @constant_result
 def device_name(device: torch.device) -> str:
-    """Return a device's type, for a GPU a name such as "NVIDIA H100 80GB HBM3 (sm_90)"."""
+    """Return a device's type or, for a GPU, a name such as "NVIDIA H100 80GB HBM3 (sm_90)"."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -172,7 +172,7 @@ def device_name(device: torch.device) -> str:
 def _keys(device: str) -> list[str]:
     """Return the table's keys for a device, least specific first.
 
-    A key is the beginning of a device's name, or names capabilities, such as "sm_80, sm_90".
+    A key is the beginning of a device's name, or a list of capabilities such as "sm_80, sm_90".
     """
     kinds = {key for key in entries() for kind in key.split(", ") if device.endswith(f"({kind})")}
     names = {key for key in entries() if device.startswith(key)}

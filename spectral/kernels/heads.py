@@ -131,8 +131,8 @@ def gradients(
         turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the positions.
         epsilon: epsilon of the norms.
         normed: queries `[s, b, groups, heads per group, d]` and keys `[s, b, groups, 1, d]` before
-            their norms, and the two gains `[d]`, whose gradients are returned next; empty without
-            norms.
+            their norms, and the two gains `[d]`, whose gradients are returned as well; empty if
+            there are no norms.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (s, b, heads, size), groups = query.shape, key.shape[2]

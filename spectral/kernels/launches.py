@@ -1,4 +1,4 @@
-"""Records of Triton kernel launches on machines without a GPU, in place of the launches.
+"""Records of Triton kernel launches, made instead of the launches on machines without a GPU.
 
 A record contains the tensors a launch would read and write, its FLOPs, and the specialisation of
 its kernel, which `compile_for` compiles.
@@ -43,7 +43,7 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
 }
-"""FLOPs of each kernel, from its arguments and the number of programs; 0 for other kernels."""
+"""FLOPs of each kernel, from its arguments and its number of programs; others count 0."""
 
 TYPES: Final = {
     torch.float64: "fp64",

@@ -3,7 +3,7 @@
 They are the CPU path, and the reference of every kernel's test. Dtypes without CPU instructions
 (float16, and bfloat16 where torch uses no AVX-512, as on most laptops) are multiplied in float32,
 as a GPU accumulates them: torch's own products take 10 to 50 times as long (torch 2.13, one thread,
-128 to 1,024 rows, AMD EPYC with AVX2), with errors as large.
+128 to 1,024 rows, AMD EPYC with AVX2), and their errors are as large.
 """
 
 import math
@@ -17,9 +17,9 @@ SLOW_ON_CPU = {torch.float16}
 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
-"""Blocks of rows in a CPU's large symmetric product; four take 10/16 of its FLOPs."""
+"""Number of blocks of rows in a CPU's large symmetric product; four take 10/16 of its FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Rows from which blocks are faster, by dtype; see `product`."""
+"""Number of rows from which blocks are faster, by dtype; see `product`."""
 
 
 def product(
@@ -40,8 +40,8 @@ def product(
     diagonal and mirrored, so it is exactly symmetric. A differentiated product is always computed
     whole.
 
-    Processor time of X X^T by blocks, relative to the whole product (torch 2.13, one thread) in
-    float32, on an AMD EPYC with AVX2 and in brackets on an Intel Xeon with AVX-512: 0.90 (0.90) at
+    Processor time of X X^T by blocks relative to the whole product, in float32 on one thread (torch
+    2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512: 0.90 (0.90) at
     512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048.
     float64 gains as much. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at 256 x 256. Two blocks are
     slower, and so are eight below 1,024 rows. Where a processor has instructions for bfloat16,
@@ -97,5 +97,5 @@ def _mirror_(x: Tensor) -> None:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether the library multiplies matrices of this dtype slower than float32."""
+    """Return whether the library multiplies matrices of this dtype more slowly than float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU

@@ -1,8 +1,8 @@
 """Triton kernels of small problems: one program solves the problem of one matrix, in float64.
 
 Their library forms, `_top_eigenvector` and `orthonormal` of `spectral.singular_triplets` and `root`
-of `spectral.tangent_model`, are each seven to forty operations on a few numbers or vectors, whose
-time is mostly launches.
+of `spectral.tangent_model`, each take seven to forty operations on a few numbers or vectors, and
+most of their time is spent on launches.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ WARPS = 4
 STAGES = 1
 """Software pipeline stages; with more, the vectors do not fit the registers."""
 COLUMNS = 32
-"""Columns of the vectors per product."""
+"""Columns of the vectors in each product."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,7 +55,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
     POINTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write root and slope of one model of `block` `[3, batch, nodes]`, contiguous."""
+    """Write the root and slope of one model of `block` `[3, batch, nodes]`, contiguous."""
     matrix = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, SIZE)
     reach = tl.load(half + matrix)
@@ -126,7 +126,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`, float64.
 
-    All `squarings` are equal.
+    All numbers in `squarings` must be equal.
     """
     batch, size = t.shape[:2]
     result = t.new_empty(batch, size)
@@ -147,7 +147,7 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
 def root(
     block: Tensor, weight: Tensor, half: Tensor, rounds: int, points: int
 ) -> tuple[Tensor, Tensor]:
-    """Find root and slope `[batch]` of models with `block` `[3, batch, nodes]`.
+    """Find the root and slope `[batch]` of the models with `block` `[3, batch, nodes]`.
 
     `weight` is `[batch, nodes]`, `half` `[batch]`; all float64.
     """
@@ -168,8 +168,8 @@ def root(
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of `x` `[batch, count, n]`, float32 or float64, in float64.
 
-    `dependent` is added to the diagonal of their Gram matrix; a row whose remaining length is below
-    0.5 becomes zero. The result has the dtype of `x`.
+    `dependent` is added to the diagonal of their Gram matrix; a row whose remainder has a length
+    below 0.5 becomes zero. The result has the dtype of `x`.
     """
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

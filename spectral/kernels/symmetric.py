@@ -7,9 +7,9 @@ One program computes one tile on or below the diagonal and writes it and its mir
 product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.
 A matrix's result does not depend on the size of the batch.
 
-`grams` computes X X^T for stacks of matrices of equal row count and different column counts, up to
-`STACKS` of them in one launch. The later steps work on `X X^T`, whose shape does not depend on the
-columns, as one batch. Addresses, column counts and strides of the stacks are arguments of the
+`grams` computes X X^T for stacks of matrices with equal row counts but different column counts, up
+to `STACKS` of them in one launch. The later steps work on `X X^T`, whose shape does not depend on
+the columns, as one batch. Addresses, column counts and strides of the stacks are arguments of the
 launch, so no table in device memory must be filled, and a CUDA graph captures them.
 """
 
@@ -61,7 +61,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
-    """Write a tile of a symmetric `[n, n]` at `target` and its mirror image."""
+    """Write a tile of a symmetric matrix `[n, n]` at `target`, and its mirror image."""
     result = total.to(target.dtype.element_ty)
     # This changes no tile off the diagonal, and makes diagonal tiles symmetric bit for bit.
     mirrored = tl.trans(result)
@@ -127,7 +127,7 @@ def product(
 ) -> Tensor:
     """Compute `alpha A B^T + beta S + gamma I` `[batch, n, n]` of `a`, `b` `[batch, n, depth]`.
 
-    In one pass; strides are free.
+    It takes one pass, and allows any strides.
     """
     check_operands(a, b)
     if tile == QUACK:
@@ -179,7 +179,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
             for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
         )
         if max(extent, x.shape[1] ** 2) >= MAX_EXTENT:
-            raise ValueError(f"a matrix must span less than 2^31 elements, got {extent + 1}")
+            raise ValueError(f"a matrix must span fewer than 2^31 elements, got {extent + 1}")
 
 
 STACKS = 4
@@ -242,7 +242,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. Rows, dtypes and devices agree; strides are free.
+    The result is `[sum of batches, rows, rows]`. Rows, dtypes and devices must agree; any strides
+    are allowed.
     """
     for x in stacks:
         check_operands(x, x)

@@ -120,7 +120,7 @@ def update_(
         ValueError: a weight of too many elements.
     """
     if weight.shape[1:].numel() >= 2**31:
-        raise ValueError(f"a matrix must have less than 2^31 elements, got {weight.shape[1:]}")
+        raise ValueError(f"a matrix must have fewer than 2^31 elements, got {weight.shape[1:]}")
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)

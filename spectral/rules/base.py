@@ -101,7 +101,7 @@ class Rule(ABC):
 
     @property
     def waiting_field(self) -> str | None:
-        """The field by which a step waits for the device; None if a CUDA graph can record it."""
+        """The field that makes a step wait for the device; None if a CUDA graph can record it."""
         return None
 
     @property
@@ -147,7 +147,7 @@ class Rule(ABC):
         checks.
 
         The stacks share a dtype, device and predicate. On a device with kernels a rule of matrices
-        may get several shapes with equal shorter sides, elsewhere one stack.
+        may get stacks of several shapes with equal shorter sides; elsewhere it gets one stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:

@@ -69,7 +69,7 @@ class MomentumRule(Rule):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Update the means and return the directions of steps; see `Rule.accumulate`."""
+        """Update the means and return the directions of the steps; see `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
         # Without a predicate the library handles many small tensors in one call.
         if active is not None and kernels.updates([*grads, *means]):

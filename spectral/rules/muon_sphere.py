@@ -29,7 +29,7 @@ from .muon import PolarRule, momentum_of, split_report
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusRule(PolarRule):
-    """Muon on weights that keep a spectral norm, their radius."""
+    """Muon on weights whose spectral norm is kept at a radius."""
 
     radius: Scale = "spectral_mup"
     """How the radius R depends on the unit's shape (docs/spectral.md)."""

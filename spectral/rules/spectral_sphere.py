@@ -44,7 +44,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     @property
     def waiting_field(self) -> str | None:
-        """The field by which a step waits for the device."""
+        """The field that makes a step wait for the device."""
         return "early_exit" if self.early_exit else None
 
     def settings(self) -> dict[str, Any]:

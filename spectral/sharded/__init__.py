@@ -1,5 +1,5 @@
 """Steps of matrices that several ranks share: owners, and the exchange with them.
 
 Only `ranks.py` uses torch.distributed; a Megatron-style optimizer with its own storage and
-collectives uses placement and exchange as well. Start with `shared_matrices.py`.
+collectives can use placement and exchange as well. Start with `shared_matrices.py`.
 """

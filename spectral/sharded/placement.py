@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Strategy of choosing owners; see `place`."""
 
 SLACK = 0.02
-"""Accepted relative increase of the largest load for sending fewer elements."""
+"""Relative increase of the largest load that is accepted if fewer elements are sent."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ def longest_processing_time(
     Ties go to the lower rank and keep the order given. Without loads in `base`, the largest load is
     at most 4/3 of the optimum (Graham, 1969).
 
-    With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
-    tried, and the better one is used: items of equal cost are swapped; or each item goes to the
-    rank that holds most of it, as long as no load exceeds `1 + SLACK` times the largest load
-    without `holders`.
+    With `holders`, the number of elements of each item on each rank, two ways to send fewer
+    elements are tried, and the better one is used: items of equal cost are swapped; or each item
+    goes to the rank that holds most of it, as long as no load exceeds `1 + SLACK` times the largest
+    load without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:

@@ -63,7 +63,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.cache
 def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a new group of some ranks, one per default group, which a program may make again."""
+    """Return the group of some ranks, which is created once for each default group."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
         raise RuntimeError(f"this rank is not one of the ranks {ranks} of a device mesh")

@@ -42,7 +42,7 @@ entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the transfer of the part `box` of a tensor from the copy with its owner's part."""
+    """Plan the transfer of the part `box` of a tensor from the copy that its owner shares."""
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
         Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))

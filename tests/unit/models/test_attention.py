@@ -234,7 +234,7 @@ def test_documents_on_a_gpu_need_the_kernel_of_variable_length() -> None:
     name = attention_kernel(4, 2, 128, 64, dtype=torch.bfloat16, device=gpu, documents=True)
     assert name == "flash_attention of variable length"
     for size, dtype in ((64, torch.float32), (264, torch.bfloat16)):
-        with pytest.raises(RuntimeError, match="must be of 16 bits and size at most 256, got "):
+        with pytest.raises(RuntimeError, match="must have 16 bits and at most size 256, got "):
             attention_kernel(4, 2, size, size, dtype=dtype, device=gpu, documents=True)
 
 
