@@ -3,13 +3,14 @@
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 the run ended as configured or was stopped and saved, 130 Ctrl-C stopped it and it was
-saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs also exits with 0.
+The exit code is 0 if the run ended as configured or was stopped and saved, 130 if Ctrl-C stopped it
+and it was saved, 1 if it failed, and 2 if its input was wrong. It is also 0 for a plan that does
+not fit its GPUs.
 """
 
 import signal
 
-if __name__ == "__main__":  # before the run handles Ctrl-C, Ctrl-C ends it without a traceback
+if __name__ == "__main__":  # until the run handles Ctrl-C, Ctrl-C ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -121,7 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rank",
         type=rank_or_all,
         metavar="R|all",
-        help="with --rehearse: the rank (default: the first of each pipeline stage)",
+        help="with --rehearse: the rank to rehearse (default: the first of each pipeline stage)",
     )
     parser.add_argument(
         "--compile-kernels",
@@ -144,7 +145,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def flag(name: str | None) -> str:
-    """Return the flag of an option, or a phrase for training (None)."""
+    """Return the flag of a mode, or a phrase for training if `name` is None."""
     return "a run that trains" if name is None else f"--{name.replace('_', '-')}"
 
 
@@ -156,7 +157,7 @@ def positive(text: str) -> int:
 
 
 def output_file(text: str) -> str:
-    """Check that `text` is a file that can be written, or its folder exists, and return it."""
+    """Check that `text` is a path for a file in a folder that exists, and return it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
@@ -164,7 +165,7 @@ def output_file(text: str) -> str:
 
 
 def rank_or_all(text: str) -> int:
-    """Parse `text` as a rank, -1 for all."""
+    """Parse `text` as a rank; "all" becomes -1."""
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
     return -1 if text == "all" else int(text)
@@ -262,7 +263,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def unused(config: "Config", options: argparse.Namespace) -> list[str]:
-    """Return the keys, given by the command line or its file, of rules that no role uses."""
+    """Return the keys that the command line or its file sets for rules that no role uses."""
     from training.config.effects import settings_of_unused_rules
     from training.config.yaml_files import own_keys
 
@@ -282,7 +283,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     if not Path(path).is_absolute():
         yield (
             f"{path} is relative to the working directory, {Path.cwd()}: start in the folder that "
-            f"has it, or set {key}.path to an absolute path"
+            f"contains it, or set {key}.path to an absolute path"
         )
     place = place_of(Path(options.config), options.overrides, error.key)
     if place is not None:

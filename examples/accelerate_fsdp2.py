@@ -1,10 +1,10 @@
-"""Train a GPT-2 of transformers with accelerate and SSO: FSDP2 on GPUs, DDP without.
+"""Train GPT-2 from transformers with accelerate and SSO: by FSDP2 on GPUs, by DDP on CPUs.
 
     pip install . transformers accelerate
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
 accelerate shards the model in `prepare` and puts the sharded parameters into the groups of the
-optimizer, which creates their state at the first step. On CPUs accelerate only supports DDP.
+optimizer, which creates their state at the first step. On CPUs accelerate supports only DDP.
 """
 
 import argparse

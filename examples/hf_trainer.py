@@ -1,9 +1,9 @@
-"""Train a Llama of transformers with its Trainer and Muon++.
+"""Train a Llama from transformers with the Trainer and Muon++.
 
     pip install . transformers accelerate
     python examples/hf_trainer.py --steps 60
 
-The Trainer takes any optimizer, and creates a schedule for it. The groups' `units` define the rows
+The Trainer takes any optimizer and creates a schedule for it. The groups' `units` define the rows
 of each head.
 """
 

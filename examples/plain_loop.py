@@ -3,8 +3,8 @@
     pip install .
     python examples/plain_loop.py --steps 100
 
-The layers of torch fuse queries, keys and values into one weight. `split_parameters` detects that,
-and every head's query is a separate matrix.
+torch's layers fuse queries, keys and values into one weight. `split_parameters` detects this and
+makes each head's query a separate matrix.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    """A decoder of torch's encoder layers under a causal mask."""
+    """A decoder made of torch's encoder layers with a causal mask."""
 
     def __init__(self, width: int = 64, layers: int = 2, length: int = 64) -> None:
         super().__init__()

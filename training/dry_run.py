@@ -122,8 +122,8 @@ def step_flops(config: Config) -> float:
 
 
 def attended_length(config: Config) -> float:
-    """Return the attended length of the training sets, weighted by use; without the sets, that of
-    `data.mock`; the sequence length if attention crosses borders of documents."""
+    """Return the attended length of the training sets, weighted by use, or that of `data.mock` if
+    the sets are missing; the sequence length if attention crosses borders of documents."""
     if not config.data.document_mask:
         return config.train.sequence_length
     weights = {name: each.weight for name, each in config.data.train.items()}
@@ -218,7 +218,7 @@ def fused_on_gpu(config: Config) -> bool:
 
 
 def rule_operands(config: Config) -> str:
-    """Return the operands' dtype of the matrices' rule, by its name in `Device.peak`."""
+    """Return the dtype of the operands in the matrices' rule, by its name in `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"

@@ -62,8 +62,8 @@ def printable(text: str) -> str:
 
 
 def near_name(path: Path) -> str:
-    """Return `; did you mean PATH?` with the name in the same folder closest to a missing path, of
-    the same suffix; '' if none is close or the path exists."""
+    """Return `; did you mean PATH?` with the name in the same folder, with the same suffix, that is
+    closest to a missing path; '' if none is close or the path exists."""
     from models.section import closest  # imports pydantic
 
     near = None
@@ -89,7 +89,8 @@ LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, or 0 without a launcher or if `check_launched` refuses."""
+    """Return the global rank, or 0 if there is no launcher or `check_launched` refuses its
+    variables."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 

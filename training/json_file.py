@@ -16,7 +16,7 @@ UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raises ValueError, also for deep nesting, for text that is not UTF-8 and
-    for a key that is twice in one object, of which `json` would drop the first value."""
+    for a key that occurs twice in one object, where `json` would drop the first value."""
     try:
         return json.loads(text, object_pairs_hook=_mapping)
     except RecursionError:
@@ -49,8 +49,8 @@ KERNEL: Final = ("/proc", "/sys")
 
 
 def real_path(path: str | Path) -> Path:
-    """Return a path with links followed. A loop of links, a RuntimeError in `Path.resolve`, becomes
-    an OSError when the file is opened."""
+    """Return a path with links followed. A loop of links, for which `Path.resolve` raises
+    RuntimeError, becomes an OSError when the file is opened."""
     return Path(os.path.realpath(path))
 
 

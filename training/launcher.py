@@ -79,7 +79,8 @@ class Ranks:
         return self._failure(codes)
 
     def _failure(self, codes: Sequence[int | None]) -> int:
-        """Return the exit code of ranks that have exited without the launcher, 1 for a signal."""
+        """Return the exit code of ranks that the launcher has not ended, 1 for a rank ended by a
+        signal."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
         for rank, code in failed.items():
             if code < 0:

@@ -110,8 +110,8 @@ class Loop:
     def step_and_report(self) -> dict[str, float] | None:
         """Take the next step and make the due reports.
 
-        Returns the metrics of the validation, {} without a validation, or None if a stop
-        interrupted it.
+        Returns the metrics of the validation, {} if there was none, or None if a stop interrupted
+        it.
         """
         trainer, train, hooks = self.trainer, self.config.train, self.hooks
         progress, mixture = trainer.progress, trainer.present
@@ -184,8 +184,8 @@ class Loop:
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation's metrics: {} without one,
-        None if a stop interrupted it."""
+        """Validate if due, report `metrics`, and return the validation's metrics: {} if there was
+        none, None if a stop interrupted it."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}

@@ -61,7 +61,8 @@ class NonFiniteGuard:
     """
 
     def __init__(self, *, limit: int, spikes: bool = False) -> None:
-        """Allow `limit` consecutive skipped steps; `spikes`: loss spikes may be skipped too."""
+        """Allow `limit` consecutive skipped steps; `spikes` states whether loss spikes may be
+        skipped too."""
         self.limit = limit
         self.spikes = spikes
         self.skipped = 0
@@ -93,7 +94,7 @@ class NonFiniteGuard:
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if a unit has refused more than `limit` consecutive updates.
 
-        name, row  the unit with most refusals before `step`, and their number
+        name, row  the unit with the most consecutive refusals before `step`, and their number
         samples [first, end) of the samples of `step`; earlier steps have at most as many
         """
         if row > self.limit:

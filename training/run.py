@@ -318,7 +318,7 @@ def opening_notes(
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"from sample {phase.sample:,} on each set goes on at its own count of tokens"
+            where = f"from sample {phase.sample:,} on each set continues at its own token count"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
     for task in trainer.tasks:

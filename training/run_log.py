@@ -71,7 +71,7 @@ class RunLog:
         warned    warnings before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
         progress   progress of the run: its step is `step`, or one more if that has no report yet
-        monitor_interval   steps between monitored steps, as `Monitors` has it
+        monitor_interval   steps between monitored steps, as in `Monitors`
         """
         self.config = config
         folder = Path(config.run.dir)
@@ -110,7 +110,7 @@ class RunLog:
         if repeated := repeats({use.name: use.epochs for use in used}):
             print(f"data {repeated}", flush=True)
         for name, count in present.earlier().items():
-            print(f"data {name}: not in the mixture any more, {count:,} tokens before", flush=True)
+            print(f"data {name}: no longer in the mixture, {count:,} tokens before", flush=True)
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         intervals = {"metrics": config.log.interval, "monitors": monitor_interval}

@@ -82,9 +82,9 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return the writer of samples of text, or None without samples in the config.
+    """Return the writer of samples of text, or None if the config requests none.
 
-    Raises ConfigError without a tokenizer to write them with.
+    Raises ConfigError if there is no tokenizer to write them with.
     """
     section = config.validation
     if section.samples_interval == 0 or not validation:
@@ -110,7 +110,7 @@ def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
     """Return, for each token of a sample, the start of its document, `[sequence_length]`. The first
     `prompt` tokens use the borders of the set; generated tokens continue the last document.
 
-    None if attention crosses the borders of documents.
+    The result is None if attention crosses the borders of documents.
     """
     if not data.borders.mask:
         return None
@@ -129,9 +129,9 @@ def next_tokens(
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, the same on every rank, `firsts` the positions of the
-    first tokens of their documents. Each window is a separate micro-batch, and every data-parallel
-    rank computes all of them.
+    `windows` is `[rows, sequence_length]`, the same on every rank, and `firsts` are the positions
+    of the first tokens of their documents. Each window is a separate micro-batch, and every
+    data-parallel rank computes all of them.
     """
     rows = len(windows)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.

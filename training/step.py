@@ -75,7 +75,7 @@ class Trainer:
         batches    function from the progress to an iterator of this rank's next micro-batches,
                    `[micro_batch, sequence_length + 1]`
         tasks      multiple-choice tasks to score the model on
-        sampler    writer of samples of text, None without samples
+        sampler    writer of samples of text, None for no samples
         monitor_interval   steps between monitored steps
         """
         self.config = config

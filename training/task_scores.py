@@ -96,8 +96,8 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths of grouped sequences, ascending: a window, and its repeated halves that
-    the layout can cut."""
+    """Return the lengths of grouped sequences, ascending: a window, its half, the half of this and
+    so on, as far as the layout can cut them."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:

@@ -4,11 +4,11 @@
 
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
-Needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which Megatron
-does not read it. Heads of q, k and v and both halves of a gated layer are stepped separately,
-embeddings, output heads and gains by Megatron's Adam. Pipeline and data parallelism need no
-changes; under tensor parallelism one rank steps each whole matrix, routed experts are refused, and
-checkpoints do not contain the optimizer's state: set `--no-save-optim`.
+It needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which
+Megatron does not read the registry. The heads of q, k and v and both halves of a gated layer are
+stepped separately; Megatron's Adam steps embeddings, output heads and gains. Pipeline and data
+parallelism need no changes; under tensor parallelism one rank steps each whole matrix, routed
+experts are refused, and checkpoints do not contain the optimizer's state: set `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -59,8 +59,8 @@ def build(
 ) -> torch.optim.Optimizer:
     """Create an optimizer of Megatron's groups, divided into matrices.
 
-    A nonfinite gradient skips the step, as Megatron checks gradients first. `groups_of_ranks` are
-    the data-parallel and tensor-parallel groups, if weights are cut.
+    It skips a step with a nonfinite gradient, because Megatron, too, checks gradients before a
+    step. `groups_of_ranks` are the data-parallel and tensor-parallel groups if weights are split.
     """
     divisions = {
         parameter: rows_of(name, parameter, chunk)
@@ -82,11 +82,11 @@ def build(
 
 
 class TensorParallel(torch.optim.Optimizer):
-    """Steps a rank's parts of weights under Megatron's tensor parallelism.
+    """Optimizer of a rank's parts of weights under Megatron's tensor parallelism.
 
     Groups and parameters are Megatron's, which writes rates and gradients to them and may replace
-    parameters by masters. From the first step on the inner optimizer sees them as DTensors, views
-    of the same memory.
+    parameters by masters. From the first step on, the inner optimizer sees them as DTensors, which
+    are views of the same memory.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class TensorParallel(torch.optim.Optimizer):
         self.within.zero_grad()  # otherwise a second set of gradients would remain
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Return `of` each parameter of a group as a DTensor, in halves for gated layers, and the
-        further division of these tensors."""
+        """Return the results of `of` for the parameters of a group as DTensors, split into halves
+        for gated layers, and the further division of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found, units = [], group["units"]

@@ -40,7 +40,7 @@ def spectral_groups(
 ) -> list[ParamGroupConfig]:
     """Return groups for a dense model: heads of q, k and v, other matrices, and the rest for AdamW.
 
-    q, k and v may be one weight, as torchtitan's are.
+    q, k and v may be one weight, as in torchtitan.
     """
     heads = r"attention\.(qkv_linear\.)?w(q|k|v|qkv)\.weight$"
     others = r"layers\..*\.w(o|1|2|3)\.weight$"

@@ -68,7 +68,8 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
     Checks that it is complete and that its files have their sizes; `problems` also compares their
     content. Prints a warning for each newer broken checkpoint. Needs no process group. Raises
-    BrokenCheckpointError, or ResumeError without a folder or a complete checkpoint.
+    BrokenCheckpointError for a broken one, ResumeError if there is no such folder or no complete
+    checkpoint in it.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -167,7 +168,8 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a sentence for each file of a share that has changed since it was written.
 
-    The first share also contains the index of tensors; all files that it names must be compared.
+    The first share also contains the index of tensors; all files that the index names must be
+    compared.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -218,7 +220,7 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if two attempts to write to a run folder's checkpoints fail; leaves no
+    """Raise InputError if a run folder's checkpoints cannot be written in two attempts; leave no
     file."""
     with contextlib.suppress(OSError):
         return _write_nothing(run_dir)
@@ -261,7 +263,7 @@ def complete(
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
     """Write meta.json and COMPLETE to a checkpoint with all other files, and sync it to disk.
 
-    `state` contains size and hash of the files in its state folder, whose tensors are already on
+    `state` contains the size and hash of each file in its state folder. The tensors are already on
     disk.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
@@ -300,7 +302,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the steps, of ascending `steps`, whose checkpoints are not kept; see `retire`."""
+    """Return those of the ascending `steps` whose checkpoints are not kept; see `retire`."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 

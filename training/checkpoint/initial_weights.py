@@ -35,7 +35,7 @@ class InitialWeights:
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json; `compared` is whether both
+        """`digest` is the sha256 of the checkpoint's meta.json; `compared` states whether both
         tokenizers are known."""
         self.weights = weights
         self.digest = digest
@@ -51,7 +51,7 @@ class InitialWeights:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entry of initial weights in the run's checkpoints."""
+        """The entry about initial weights in the meta.json of the run's checkpoints."""
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
@@ -73,8 +73,8 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
     path = config.checkpoint.initialize_from
     if path is not None and start.meta.get("initialized_from") is None:
         raise ResumeError(
-            f"checkpoint.initialize_from={path} is for a new run, and {start.path} is of one that "
-            "began without it: name another run.dir, or start over with --resume none"
+            f"checkpoint.initialize_from={path} is for a new run, and {start.path} is of a run "
+            "that began without it: name another run.dir, or start over with --resume none"
         )
 
 
@@ -84,7 +84,7 @@ def initial_weights(
     """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
 
     `tokenizer` is the sha256 of the data's `file`, None if it is not known. Rank 0 chooses the
-    checkpoint for all ranks, as its run may save another one meanwhile. Raises
+    checkpoint for all ranks, as the other run may save a newer one meanwhile. Raises
     BrokenCheckpointError or ResumeError for a checkpoint that cannot be read or has another model
     or tokenizer.
     """

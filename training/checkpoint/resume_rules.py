@@ -47,7 +47,7 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    Its settings come from its config: a key that its version did not have gets its default, and a
+    The settings come from its config: a key that its version did not have gets its default, and a
     renamed key is compared under its present name. Raises BrokenCheckpointError if the config is
     not as it was written.
     """
@@ -151,8 +151,8 @@ def comparable(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both mappings without facts that only one of them contains: validation sets and tasks
     may be added or removed; a set has a sha256 if it has a manifest, or a modification time if it
-    is large without one; settings of a rule that only one run uses follow from the different rule
-    of a group or role."""
+    is large and has no manifest; settings of a rule that only one run uses follow from the
+    different rule of a group or role."""
     optional = {
         key
         for key in saved.keys() | now.keys()
@@ -230,7 +230,7 @@ def _data(
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
-    """Return the sha256 of the tokenizer's file, or None without a file."""
+    """Return the sha256 of the tokenizer's file, or None if there is no file."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
     path = tokenizer_file(config.data.tokenizer)

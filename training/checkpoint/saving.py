@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
 
 
 class Saver:
-    """Saver of one model's run.
+    """Saver of the checkpoints of a run.
 
     All ranks call the same methods in the same order, except `status`, which is local.
     """
@@ -70,7 +70,7 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # once, as this takes longer than copying a small state
+        self._yaml = to_yaml(config)  # made once, as this takes longer than copying a small state
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -121,7 +121,8 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return whether the save has failed on this rank and whether it continues, as 0 or 1."""
+        """Return whether the save has failed on this rank and whether it continues, each as 0 or
+        1."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
@@ -190,7 +191,7 @@ class Saver:
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints (rank 0). The remaining ones are removed after the next save."""
+        """Remove old checkpoints (rank 0). If some cannot be removed, the next save tries again."""
         keep = self.config.checkpoint
         with self._retired:
             checkpoints.retire(
@@ -205,9 +206,9 @@ class Saver:
     def fail(self) -> None:
         """Restart a failed save of the same state on every rank.
 
-        Raises CheckpointError, with the problems of all ranks, after the last attempt. Instead, a
-        nonfinite state is dropped with a warning, up to `REFUSALS - 1` consecutive times: the guard
-        against bad losses may still rewind the run to an earlier step.
+        Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
+        state is not saved again but dropped with a warning, up to `REFUSALS - 1` consecutive times:
+        the guard against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
@@ -219,7 +220,7 @@ class Saver:
         self.abandon()
         self._refused += 1
         if self._refused == REFUSALS:
-            raise self._error(f"{text}; {REFUSALS} consecutive checkpoints")
+            raise self._error(f"{text}, in {REFUSALS} consecutive checkpoints")
         if self.groups.rank == 0:
             print(f"warning: step {self._meta['step']} is not saved: {text}", flush=True)
 

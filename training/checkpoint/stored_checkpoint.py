@@ -98,7 +98,7 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json of an average; `progress` is its last checkpoint's."""
+    """Required entries of meta.json of an average; `progress` is that of its last checkpoint."""
 
     averaged: AveragedCheckpoints
     progress: Progress
@@ -233,7 +233,7 @@ class StoredTensors:
 
 
 def named(keys: Collection[str]) -> str:
-    """Return the first of some tensor names, and the number of the other names.
+    """Return the first of several tensor names and the number of the others.
 
     `weight/head (and 79 others)`
     """
@@ -260,7 +260,7 @@ class CheckpointWeights:
         self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Return the units' view shape of each parameter.
+        """Return the shape in which units view each parameter.
 
         Flattening all axes but the last gives the parameter's own shape.
         """

@@ -45,8 +45,9 @@ def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
     A missing key gets its default, and only keys, types and bounds are checked: a condition of a
-    later version must not make a checkpoint unreadable. Raises MissingRuleError for a run of a rule
-    that is not installed, InvalidConfigError for a file that is not a run config or has other keys.
+    later version must not make a checkpoint unreadable. Raises MissingRuleError for a run with a
+    rule that is not installed, InvalidConfigError for a file that is not a run config or has other
+    keys.
     """
     content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))

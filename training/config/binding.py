@@ -41,7 +41,7 @@ BOUNDS: Final = {
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Common other names of rules that do not resemble ours."""
+"""Other common names of rules, for names that do not resemble ours."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
@@ -66,8 +66,8 @@ def bind(
 ) -> T:
     """Return `mapping` as a section of type `kind`.
 
-    Without `check`, only keys, types and bounds are checked, neither conditions between fields nor
-    those `between` sections. Raises InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds are checked, but neither the conditions between
+    fields nor those `between` sections. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -96,7 +96,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield path and value of each section in a bound value."""
+    """Yield the path and the value of each section in a bound value."""
     if isinstance(value, Section):
         yield loc, value
         value = vars(value)
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield path and value of each section that can be bound, despite errors next to it."""
+    """Yield the path and the value of each section that can be bound, despite errors next to it."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -118,7 +118,7 @@ def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield a line for each of pydantic's problems, one for a list that is too short."""
+    """Yield a line for each of pydantic's problems, but only one for a list that is too short."""
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
@@ -156,7 +156,8 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return the end of a message about a key of rules, which packages may add."""
+    """Return the end of a message about an unknown rule or its section, as packages may add
+    rules."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""
@@ -190,7 +191,7 @@ def _unknown(root: type, loc: Loc) -> str:
 
 
 def place(root: type, loc: Loc) -> tuple[str, Any]:
-    """Return dotted path and annotation of pydantic's `loc`."""
+    """Return the dotted path and the annotation of pydantic's `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
         kind = member(kind, part)
@@ -222,7 +223,8 @@ def described(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path (NAME for a dict's key) and annotation of each leaf of a section."""
+    """Yield the dotted path (NAME for a dict's key) and the annotation of each leaf of a
+    section."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
         place = join(path, name) + suffix

@@ -34,7 +34,7 @@ def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Chec
 
 
 def model_checks(config: Config) -> Iterator[Check]:
-    """Check that the model belongs to its family."""
+    """Check that the model's settings are those of its family."""
     for key, wrong, rule in family_checks(config.model):
         yield f"model.{key}", wrong, rule
 
@@ -304,8 +304,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check layout and batches on `world_size` ranks; of a ramp only the stages that remain after
-    `step` steps and `tokens` tokens."""
+    """Check the layout and the batches on `world_size` ranks. In a batch ramp, only the stages that
+    remain after `step` steps and `tokens` tokens are checked."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     yield (

@@ -1,6 +1,6 @@
-"""Settings without effect because of other settings, often of a base. A section refuses settings
-that make no sense in it (`ignored`); settings found here are listed at the start, except those of
-features disabled by an interval of 0.
+"""Settings that have no effect because of other settings, which are often those of a base. A
+section refuses settings that make no sense in it (`ignored`); settings found here are listed at the
+start, except those of features disabled by an interval of 0.
 """
 
 from collections.abc import Iterator

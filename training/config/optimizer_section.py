@@ -217,7 +217,7 @@ class OptimizerConfig(Section):
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Remove keys without effect on results from a config of an earlier version."""
+    """Remove obsolete keys, which never affected results, from a config of an earlier version."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}

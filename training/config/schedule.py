@@ -64,7 +64,7 @@ class EqualSteps:
 def ramp_checks(
     ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
 ) -> Iterator[Check]:
-    """Check that batches increase from stage to stage, and that every stage has a step.
+    """Check that batches increase from stage to stage, and that every stage has at least one step.
 
     final  global batch after the ramp
     steps  steps of the run
@@ -204,7 +204,8 @@ class ScheduleConfig(Section):
     """Fraction of the run over which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps, or in tokens over the tokens of a full step."""
+        """Return the length of a run in steps, or in tokens divided by the tokens of a full
+        step."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
@@ -244,8 +245,8 @@ def learning_rate_factor(
 
     Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
     starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
-    first that is not taken; from there on the factor is constant. That is torch's CosineAnnealingLR
-    or LinearLR over total_steps - warmup_steps steps.
+    first step that is not taken; from there on the factor is constant. The decay equals torch's
+    CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:
         return min(1.0, (step + size) / schedule.warmup_steps)

@@ -2,9 +2,9 @@
 
 `base: other.yaml`, or a list of files in ascending priority, is relative to the file itself.
 Sections are merged, lists and single values replaced; a section with `replace: true` inherits
-nothing from the base. `${section.key}` refers to the merged result, and `${oc.env:NAME}` to the
-environment, in keys that are paths. A saved config may come from another person: `read_saved`
-resolves no references.
+nothing from the base. `${section.key}` refers to the merged result, and `${oc.env:NAME}`, allowed
+only in keys that are paths, refers to the environment. A saved config may come from another person:
+`read_saved` resolves no references.
 """
 
 import re
@@ -114,7 +114,8 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each override of which a later one changes a key's value."""
+    """Yield a sentence for each override that sets a key to which a later one gives another
+    value."""
     keys = [dict(flat(_override(text))) for text in overrides]
     for i, text in enumerate(overrides):
         for later in range(i + 1, len(overrides)):
@@ -133,8 +134,8 @@ def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the place with the highest priority that sets the key `names` (outermost first) to a
-    value other than null: `FILE, line N` or `the override KEY=VALUE`, for the arguments of
-    `read_merged`."""
+    value other than null: `FILE, line N` or `the override KEY=VALUE`. The first two arguments are
+    those of `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -144,7 +145,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
 
 
 def _line_of(file: Path, names: Sequence[str]) -> str:
-    """Return `FILE, line N` of a key in the file; without a line if it comes from `<<`."""
+    """Return `FILE, line N` of a key in the file, or only `FILE` if the key comes from `<<`."""
     node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     with suppress(KeyError):
         for name in names:
@@ -157,8 +158,8 @@ def over(below: Content, above: Content, path: str = "") -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced.
 
     A mapping with `replace: true` replaces the mapping below it, and null removes a named section.
-    `path` is the position of the mappings in the config. Raises InvalidConfigError for another
-    value of `replace`.
+    `path` is the position of the mappings in the config. Raises InvalidConfigError if `replace` has
+    another value.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
@@ -199,7 +200,7 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Return plain values as YAML that `read_merged` reads, references resolved."""
+    """Return plain values as YAML, of which `read_merged` resolves the references."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -228,7 +229,7 @@ def _foreign_references(content: Content) -> Iterator[str]:
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
             if match[1].strip() != "oc.env:" or not is_path:
-                rule = "only ${oc.env:NAME} is allowed, in keys that are paths"
+                rule = "only ${oc.env:NAME} is allowed, and only in keys that are paths"
                 yield f"{key} must not use {match[0]!r}: {rule}"
 
 

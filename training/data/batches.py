@@ -34,7 +34,8 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an endless iterator of this rank's micro-batches after `progress`.
 
-    They are `[micro_batch, sequence_length + 1]` token ids, or as in `training_loader`.
+    They are token ids `[micro_batch, sequence_length + 1]`, or have borders as in
+    `training_loader`.
     """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,

@@ -35,7 +35,7 @@ from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
 MOCK_SAMPLES = 64
-"""Windows of a mock validation set without a number in the config."""
+"""Number of windows of a mock validation set if the config states none."""
 
 
 def data_manifest(config: Config) -> Manifest | None:
@@ -242,7 +242,7 @@ def with_mock_sets(data: DataConfig) -> DataConfig:
 def build_tasks(config: Config) -> list[Task]:
     """Return the tasks that the run is scored on, random tasks for mock tokens.
 
-    Raises ConfigError without a tokenizer, DataError for a file that is not a task.
+    Raises ConfigError if there is no tokenizer, DataError if a file is not a task.
     """
     files, window = config.tasks.files, config.train.sequence_length
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it

@@ -82,7 +82,7 @@ class DocumentIndex:
 
 
 SPREAD: Final = 1024
-"""Windows of a set in the mean of its attended length."""
+"""Number of windows of a set over which its attended length is averaged."""
 
 
 @dataclass(frozen=True)

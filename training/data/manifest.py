@@ -74,7 +74,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Return the manifest of a prepared folder.
 
     Raises:
-        DataError: manifest.json is missing, unreadable, of another format or lacks a field.
+        DataError: manifest.json is missing or unreadable, has another format or lacks a field.
     """
     path = Path(folder) / MANIFEST_FILE
     try:
@@ -124,7 +124,7 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
     `tokenizer` is the config's tokenizer.json, if any.
 
     Raises:
-        DataError: names each tokenizer and its sets.
+        DataError: there are several tokenizers; the message names each of them and its sets.
     """
     files: dict[str, str] = {}
     users: dict[str, dict[str, None]] = {}

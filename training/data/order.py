@@ -154,7 +154,7 @@ class TrainingData(Dataset[Tensor]):
 
     It is int64 `[sequence_length + 1]`, or with borders as in `TokenSet.sample`.
 
-    A run with several mixtures has one object per mixture; `at` returns the one of a step.
+    A run with several mixtures has one object per mixture; `at` returns the one for a step.
 
     Args:
         sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
@@ -258,8 +258,9 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens attend to as many keys as the tokens of
-        the mixture; the length of windows if attention crosses borders."""
+        """Return the document length at which a token of equally long documents attends to as many
+        keys, on average, as a token of the mixture; the window length if attention crosses
+        borders."""
         if not self.borders.mask:
             return float(self.sequence_length)
         lengths = [each.attended_length for each in self.sets]
@@ -271,8 +272,8 @@ class TrainingData(Dataset[Tensor]):
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:
-        """Return a sha256 of everything that determines the samples of a phase except its counts;
-        paths do not."""
+        """Return a sha256 of everything that determines the samples of a phase, except its counts.
+        Paths are not part of it."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

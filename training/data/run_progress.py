@@ -15,7 +15,7 @@ class SetCount:
     """Tokens that a run has read of one set, including samples that rewinds leave out.
 
     tokens   tokens that the samples predict
-    content  digest of the set, which identifies another set of the same name
+    content  digest of the set, which tells it from another set of the same name
     """
 
     samples: Whole

@@ -2,8 +2,9 @@
 
 A line of a file is an example: a context, possible continuations (choices), and the index of the
 right one. Contexts and choices are tokenized as in lm-eval, so that scores are comparable: a space
-separates them, spaces at the end of a context belong to the choice, and a choice's tokens are the
-tokens of the whole text after as many tokens as the context alone has.
+separates them, spaces at the end of a context belong to the choice, and a choice's tokens are those
+that follow the first n tokens of the whole text, where n is the number of tokens of the context
+alone.
 """
 
 import json

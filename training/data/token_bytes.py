@@ -2,7 +2,7 @@
 
 A byte-level BPE writes every byte as one printable character (the byte alphabet of GPT-2), so a
 token's length in characters is its length in bytes, and the lengths of a document's tokens sum to
-the length of its UTF-8 text. So bits per byte are exact.
+the length of its UTF-8 text. Bits per byte are therefore exact.
 """
 
 from collections.abc import Iterable

@@ -132,8 +132,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Return the length of equal documents whose tokens attend to as many keys as this set's
-        tokens, as the mean over evenly spaced windows."""
+        """Return the document length at which a token of equally long documents attends to as many
+        keys, on average, as a token of this set; measured on evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -197,7 +197,7 @@ class TokenSet:
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """Entry of this set in the manifest next to its files, None without a manifest.
+        """Entry of this set in the manifest next to its files, None if there is no manifest.
 
         Raises:
             DataError: the manifest is unreadable or has another number of tokens.
@@ -213,11 +213,12 @@ class TokenSet:
 
     @property
     def stated_sha256(self) -> str | None:
-        """The sha256 of the tokens in the manifest, None without a manifest."""
+        """The sha256 of the tokens in the manifest, None if there is no manifest."""
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Return the hashes of blocks after the comparisons of `verify`, or None without hashes."""
+        """Return the hashes of blocks after the comparisons of `verify`, or None if there are
+        none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -248,7 +249,8 @@ class TokenSet:
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id: 0 for a set with a manifest, else by scanning."""
+        """Return the smallest token id: 0 for a set with a manifest, otherwise found by
+        scanning."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property
@@ -293,7 +295,7 @@ class TokenSet:
         return self._file_facts() != self._facts
 
     def _file_facts(self) -> tuple[int, int, int] | None:
-        """Return inode, size and modification time, or None without a file."""
+        """Return inode, size and modification time, or None if there is no file."""
         try:
             facts = os.stat(self.prefix + ".bin")
         except OSError:
@@ -305,8 +307,8 @@ class TokenSet:
         """The sha256 that identifies the set, without reading a whole large set.
 
         It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
-        which contains every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
-        evenly spaced blocks of 4 KiB.
+        which contains every document's length, and the tokens: all tokens of a file of up to
+        `WHOLE` bytes, else 64 evenly spaced blocks of 4 KiB.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (
@@ -334,7 +336,7 @@ def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
     """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: names each set with an id outside, the id and the vocabulary.
+        DataError: an id is outside; the message names its set, the id and the vocabulary.
     """
     sets = list(sets)
     wrong = [

@@ -26,9 +26,9 @@ class ValidationData:
             are left out.
         samples: largest number of windows; None means the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
-        tokenizer: the tokenizer.json of the tokens, which decodes them without `token_bytes`.
-            Without both, the bytes are estimated from the manifest's mean bytes per token, and
-            unknown without a manifest.
+        tokenizer: the tokenizer.json of the tokens, which decodes them if `token_bytes` is
+            None. If both are None, the bytes are estimated from the manifest's mean bytes per
+            token; without a manifest they are unknown.
         open_set: opens the set by name and prefix; the default reads files.
         borders: treatment of the borders between documents.
 
@@ -78,8 +78,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the bytes of text of the tokens at these positions; without `token_bytes`,
-        estimated by the mean over other tokens."""
+        """Return the bytes of text of the tokens at these positions; if `token_bytes` is None, they
+        are estimated by the mean over other tokens."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None

@@ -37,7 +37,7 @@ class Lifecycle:
 
     @property
     def reason(self) -> str | None:
-        """Reason of the requested stop, None without one."""
+        """Reason for the requested stop, None if no stop is requested."""
         return REASONS.get(self._stop)
 
     @property

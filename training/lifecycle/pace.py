@@ -174,7 +174,7 @@ INTERVAL: Final = 10
 def collected_at_steps() -> Iterator[None]:
     """Restrict garbage collection within a context to `collect`, and exclude existing objects.
 
-    Where the caller has frozen objects, the context freezes and unfreezes none.
+    If the caller has frozen objects, the context freezes and unfreezes none.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()

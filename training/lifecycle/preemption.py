@@ -14,7 +14,8 @@ from training.lifecycle.run_folder import STOP
 from training.lifecycle.terminal import Interrupts
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that schedulers and shells send before SIGKILL; the last: processor time is used up."""
+"""Signals that schedulers and shells send before SIGKILL; the last means that processor time is
+used up."""
 INTERRUPT: Final = 4
 FAILED: Final = 5
 REASONS: Final = {
@@ -37,7 +38,7 @@ class StopRequests:
         first: bool,
         interrupts: Interrupts | None = None,
     ) -> None:
-        """`first` is whether this rank checks the STOP file and the time limit; `interrupts`
+        """`first` states whether this rank checks the STOP file and the time limit; `interrupts`
         handles Ctrl-C."""
         self.interrupts = interrupts
         self.stop_file = Path(run_dir) / STOP

@@ -44,7 +44,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         for path in folder.iterdir():
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise FolderError(
-                    f"run.dir {folder} must have plain files, {path.name} is a link or a device"
+                    f"run.dir {folder} must have plain files, but {path.name} is a link or a device"
                 )
         file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
@@ -69,8 +69,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def began(pid: int) -> str | None:
-    """Return the start of a process of this host as boot id and ticks, or None without the process,
-    and on systems other than Linux."""
+    """Return the start of a process of this host as boot id and ticks, or None if there is no such
+    process, or on systems other than Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         status = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
@@ -102,7 +102,7 @@ class HeldFolder:
         with contextlib.suppress(OSError):  # a disk that does not respond is no reason
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(
-                    f"run.dir {self.path} is in use by another run since its lock was removed"
+                    f"run.dir {self.path} has been in use by another run since its lock was removed"
                 )
 
     def _is_there(self) -> bool:
@@ -138,7 +138,7 @@ def _take(file: TextIO) -> bool:
     Raises FolderError if it cannot be locked at all.
     """
     try:
-        # A lock of the process; writers and workers would inherit a lock of the open file.
+        # This is a lock of the process: writers and workers would inherit a lock of the open file.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -173,8 +173,8 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of the SLURM job, else torchrun's id of the command or, without one, of its
-    process, or "" if there is none."""
+    """Return the id of the SLURM job, else torchrun's id of the command, else the id of torchrun's
+    process; "" if there is no launcher."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

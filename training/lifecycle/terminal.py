@@ -128,7 +128,7 @@ class Interrupts:
 
 def _stop_with_launcher() -> None:
     """Request SIGTERM for this rank when its launcher ends: a killed launcher forwards nothing, and
-    its ranks would train on alone. On systems other than Linux they do."""
+    its ranks would train on alone. On systems other than Linux they do train on."""
     if not os.environ.get(LAUNCHER, "").isdecimal():  # which `check_launched` refuses
         return
     launcher = os.environ.pop(LAUNCHER)

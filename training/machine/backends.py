@@ -127,8 +127,8 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the backend of torch.compile for a device (None: compile nothing), and its
-    description, for auto with the reason if nothing is compiled."""
+    """Return the backend of torch.compile for a device (None: compile nothing), and a description,
+    which for auto gives the reason if nothing is compiled."""
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"
     if device.type == "cpu":

@@ -55,7 +55,7 @@ class DeviceError(InputError):
 class Gpus:
     """Facts about this machine's GPUs.
 
-    built    CUDA version of PyTorch's build, None without CUDA
+    built    CUDA version of PyTorch's build, None if built without CUDA
     devices  NVIDIA devices of this machine, usable or not
     problem  why CUDA does not start, None if it does or was not tried
     usable   number of CUDA devices
@@ -70,7 +70,7 @@ class Gpus:
 def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
     """Return the device type for rank `local_rank` of this machine.
 
-    `auto` is a GPU if CUDA starts, and a CPU without a GPU or with a PyTorch built without CUDA.
+    `auto` is a GPU if CUDA starts, and a CPU if there is no GPU or PyTorch is built without CUDA.
     Raises DeviceError for a requested GPU that is not available, for a GPU that does not start (a
     driver too old for this PyTorch, a container without its GPUs), and for more ranks than GPUs.
     """

@@ -20,7 +20,7 @@ from training.config import Config
 from training.errors import ConfigError
 
 OPEN_FILES: Final = (256, 65536)
-"""Smallest number for a rank, and largest number that it requests."""
+"""Smallest number of open files for a rank, and the largest number that it requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32
@@ -136,7 +136,7 @@ def library_versions() -> Facts:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, or None without git."""
+    """Return the commit of this checkout, or None if it is no git checkout."""
     if not (ROOT / ".git").exists():
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):

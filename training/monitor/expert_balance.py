@@ -17,7 +17,8 @@ from parallel.model import ParallelModel
 
 
 class ExpertBalance:
-    """Load balancing of this rank's mixture-of-experts layers; does nothing without them."""
+    """Load balancing of this rank's mixture-of-experts layers; without such layers it does
+    nothing."""
 
     def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
         self.model = model
@@ -43,7 +44,8 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, or {} without experts; wait like `metrics`."""
+        """Return MaxVio of the last step by layer, {} if there are no experts; wait like
+        `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}

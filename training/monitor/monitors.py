@@ -60,7 +60,8 @@ class LayerSampling:
     """Choice of the layers whose inputs a monitored step measures.
 
     It chooses all layers, or some in turn if the Gram matrices of all inputs do not fit in
-    `monitors.activation_gib`. Sizes are of whole weights, so the choice is the same on any layout.
+    `monitors.activation_gib`. Sizes are those of whole weights, so the choice is the same on any
+    layout.
     """
 
     def __init__(self, config: Config, interval: int) -> None:
@@ -195,8 +196,8 @@ class Monitors:
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the line of `step` for monitors.jsonl and its aggregates for the metrics.
 
-        `tokens` are those seen so far. Both are empty on ranks other than 0, and if the step is not
-        monitored. Collective.
+        `tokens` is the number seen so far. Both are empty on ranks other than 0, and if the step is
+        not monitored. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -373,7 +374,8 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of successive updates, up to a monitored step's, to compare."""
+    """Return the number of successive updates to compare, the last of which is a monitored
+    step's."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)

@@ -55,7 +55,7 @@ class Refusals(Events):
     Weights stay finite without this counter; it makes refusals visible.
 
     Attributes:
-        worst: the unit with most consecutive refusals before the last report, and their number.
+        worst: the unit with the most consecutive refusals before the last report, and their number.
     """
 
     worst: tuple[str, int] = ("", 0)
@@ -90,14 +90,14 @@ class Refusals(Events):
         )
 
     def _counted(self) -> list[tuple[str, float, float]]:
-        """Return this rank's units, if any, with refusals and most consecutive refusals."""
+        """Return this rank's units with their numbers of refusals and of consecutive refusals."""
         return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
 
     def summary(self) -> dict[str, float]:
         """Return the metrics since the last report; waits for device and ranks.
 
         optim/refused         refused steps of units since the start of the run
-        optim/refused/<unit>  since the last report, of the units with most of them
+        optim/refused/<unit>  the same since the last report, for the units with the most
         """
         new, self.worst = self._sum(), ("", 0)
         self.total += new

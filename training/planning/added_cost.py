@@ -42,7 +42,7 @@ class MonitorCost:
     """Cost of a run's monitors.
 
     interval   steps between monitored steps, 0 for none
-    seconds    modelled, of a monitored step in addition to another step; None on a CPU
+    seconds    modelled extra time of a monitored step; None on a CPU
     step       modelled seconds of a step
     """
 
@@ -185,7 +185,8 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return the cost of scoring the config's tasks, why it is unknown, or None without tasks."""
+    """Return the cost of scoring the config's tasks, or why it is unknown; None if there are no
+    tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

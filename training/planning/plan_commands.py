@@ -28,7 +28,8 @@ from training.planning.remedies import assignment, remedy_table
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
     """Print the plan of a run, and write it to `json_file`.
 
-    Without `gpus`, the number is torchrun's ranks, the config's, or the smallest possible.
+    If `gpus` is None, the number is that of torchrun's ranks, the config's, or the smallest
+    possible.
     """
     config = with_vocabulary(config)
     machine = device_named(device or config.plan.device)
@@ -65,7 +66,8 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # The error names legal numbers for the micro-batch that allows most numbers of GPUs.
+            # The error names legal numbers for the micro-batch that allows the most numbers of
+            # GPUs.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"

@@ -82,7 +82,7 @@ def run_table(config: Config, planned: Plan) -> str:
         ("checkpoints", checkpoints_text(config)),
     ]
     if train.exits_early:
-        text = f"after step {train.last:,}, train.exit_step, which only the checkpoints count to"
+        text = f"after step {train.last:,} (train.exit_step); only checkpoints are counted up to it"
         rows.insert(-1, ("early end", text))
     if config.data.document_mask:
         whose = (
@@ -233,8 +233,8 @@ FIGURES: Final = {
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return one row per role, shape, rule and figures; the row with a role's most units comes
-    first, other rows are exceptions."""
+    """Return one row per role, shape, rule and figures; the row with most of a role's units comes
+    first, and its other rows are exceptions."""
 
     def kind(route: Route) -> tuple[Any, ...]:
         shape = route.shape if len(route.shape) > 1 else ()  # vectors of all sizes share a row

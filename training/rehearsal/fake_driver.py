@@ -1,4 +1,4 @@
-"""A CUDA device without function for PyTorch's C++ code, built once per environment.
+"""A CUDA device that does nothing, for PyTorch's C++ code, built once per environment.
 
 Importing this module imports neither torch nor the project, as `load` runs before both."""
 
@@ -27,7 +27,7 @@ class GuardError(RuntimeError):
 def load() -> None:
     """Give PyTorch's C++ code a CUDA device in this process, before torch is imported.
 
-    Raises GuardError without a C++ compiler, or if it fails.
+    Raises GuardError if there is no C++ compiler or it fails.
     """
     if "torch" in sys.modules:
         raise GuardError("a rehearsal needs its own process: torch is imported already")

@@ -126,9 +126,9 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     """Replace `torch.compile`, and `rms_norm` on the device, for the life of this process.
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
-    saved arguments and the results' gradients, and writes the arguments' gradients, including
-    gains', as inductor sums over rows and columns in one kernel. The bytes returned by `read_again`
-    count twice.
+    saved arguments and the results' gradients, and writes the arguments' gradients, including those
+    of gains, as inductor sums over rows and columns in one kernel. The bytes returned by
+    `read_again` count twice.
     """
 
     class Fused(torch.autograd.Function):

@@ -38,7 +38,8 @@ FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )  # fmt: skip
-"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN on Hopper and newer."""
+"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN on Hopper and newer
+GPUs."""
 
 VARYING: Final = "torch_attn"
 """Operations of FlashAttention 2 on documents, whose lengths are values of tensors. They exist

@@ -48,7 +48,7 @@ class RehearsedGroup(ProcessGroup):
 
     Collectives of NCCL groups require device tensors and run on the group's stream if asynchronous,
     else on the current stream; collectives of gloo groups require host tensors, with the values
-    that result if all ranks pass the same.
+    that result if all ranks pass the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -216,7 +216,7 @@ def operation(reduction: Any) -> str:
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the memory that a gather into `whole` writes: all except `own`, if it is the
+    """Return the memory that a gather into `whole` writes: all except `own` if `own` is the
     source."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():

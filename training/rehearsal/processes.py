@@ -84,7 +84,7 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with the output, if a process did not end with 0."""
+    """Raise RehearsalError, with the output, if a process did not end with exit code 0."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
@@ -94,8 +94,8 @@ def check(process: ForkServerProcess, path: Path) -> None:
 
 
 def rehearse(job: bytes, path: Path) -> None:
-    """Rehearse one job, write its report to `path`, and end this process, at the latest with its
-    parent."""
+    """Rehearse one job, write its report to `path`, and end this process, which ends at the latest
+    with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: os._exit(bool(wait([parent.sentinel]))), daemon=True).start()

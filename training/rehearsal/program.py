@@ -13,7 +13,7 @@ ENGINE = "/megatron/core/"
 
 def place() -> str:
     """Return `file:line` of the innermost frame of the project or megatron-core, except rehearsals;
-    `?` without one."""
+    `?` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = name_of(frame.f_code.co_filename)
@@ -25,7 +25,7 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return the name of a file of the project or megatron-core, or None for others and for
+    """Return the name of a file of the project or megatron-core, or None for other files and for
     rehearsals."""
     if path.startswith(str(HERE)):
         return None
@@ -52,7 +52,7 @@ def put(owner: object, name: str, thing: object) -> None:
 def replace(old: object, new: object) -> None:
     """Replace a function by `new` in every module of the project that has imported it.
 
-    Raises LookupError if only the rehearsal has imported it.
+    Raises LookupError if only the rehearsal itself has imported it.
     """
     places = [
         (module, key)

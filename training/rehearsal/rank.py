@@ -64,7 +64,7 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse it, in this process; `say` is told where it is."""
+        """Rehearse the rank in this process; `say` receives its position in the run."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
@@ -142,7 +142,7 @@ def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]
 
 
 def described(error: BaseException) -> str:
-    """Return an error as its kind, its words, and the innermost line of the project or of
+    """Return an error as its kind, its message, and the innermost line of the project or of
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]

@@ -23,7 +23,7 @@ class Scenario:
 
     last           the monitored, validated and saved step
     microbatches   micro-batches of a step of the real run, on this rank
-    rehearsed      rehearsed micro-batches of these
+    rehearsed      number of these micro-batches that are rehearsed
     stages         pipeline stages
     chunks         model chunks of a rank
     """

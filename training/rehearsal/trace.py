@@ -47,11 +47,11 @@ class Call:
     on_device whether the tensors are the device's
     detail    operation of a reduction, or root of a broadcast
     peer      global rank of the other side of a send or receive
-    batch     number of the batch that a send or receive is part of, None by itself
+    batch     number of the batch that a send or receive is part of, None outside a batch
     out, into elements that go to each rank of the group, and come from it, of an all-to-all
     place     line of the call
-    step      in which, from 1 on; 0 before the first
-    phase     part of the run in which
+    step      step of the call, from 1 on; 0 before the first step
+    phase     part of the run of the call
     waits     whether the current stream waits for its end
     after     calls, by number, that the current stream has waited for since the previous one
     """

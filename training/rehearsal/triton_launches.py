@@ -59,8 +59,8 @@ def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
 class Kernel:
     """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
-    `made` are the names of tensors that it only writes, `changed` of tensors that it reads and
-    writes.
+    `made` are the names of tensors that it only writes, `changed` those of tensors that it reads
+    and writes.
     """
 
     def __init__(

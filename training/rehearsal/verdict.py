@@ -109,7 +109,7 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
     """Return the modelled time of a step: of the slowest rank, with the wait for other stages.
 
     As in a plan (parallel/plan/step_time.py), the backward pass of the last micro-batch hides the
-    reduction of gradients, and the forward pass of the first the gather of weights.
+    reduction of gradients, and the forward pass of the first one hides the gather of weights.
     """
     slowest, chunks = 0.0, 1
     passes: dict[int, float] = {}
@@ -145,7 +145,7 @@ def first_error(
             f"reserve of {RESERVE:.0%}"
         )
     if report.findings:
-        return f"{len(report.findings)} accesses in no order, the first: {report.findings[0]}"
+        return f"{len(report.findings)} unordered accesses, the first: {report.findings[0]}"
     return f"ranks disagree: {mismatches[0]}" if mismatches else None
 
 

@@ -38,7 +38,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all{early}"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
-        names["embedding"] = "embedding and head, which are one"
+        names["embedding"] = "embedding and head, one matrix"
     groups = {names.get(g, g): getattr(optimizer, g) for g in groups_of(config.model)}
     for role in dict.fromkeys([*roles_of(config), *optimizer.roles]):
         if optimizer.settings_for(role) != getattr(optimizer, group_of(role)):

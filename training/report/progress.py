@@ -45,5 +45,5 @@ def progress(state: Callable[[], str], first: float | None = None) -> Iterator[N
 
 
 def pause(passed: float, first: float) -> float:
-    """Return the seconds to the next line, from those since the start."""
+    """Return the seconds to the next line, given the seconds since the start."""
     return max(first, GROWTH * passed)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table with left-aligned columns, or with `numbers` right-aligned ones after the
+    """Return a table with left-aligned columns, or, with `numbers`, right-aligned columns after the
     first; an empty header is left out."""
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):

@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """Tracker to Weights & Biases, under the run's id, which a continued run keeps.
+    """Tracker that writes to Weights & Biases, under the run's id, which a continued run keeps.
 
     The step is a separate metric, `progress/step`: the service refuses earlier steps, and a run
     that continues from a checkpoint repeats some steps. An offline run has a folder per start, and
@@ -82,7 +82,7 @@ def tag(name: str) -> str:
 
 
 class TensorBoardTracker:
-    """Tracker to event files in the run's folder `tensorboard`.
+    """Tracker that writes event files in the run's folder `tensorboard`.
 
     A continued run hides the steps after its checkpoint.
     """

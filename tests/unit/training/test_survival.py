@@ -359,7 +359,7 @@ def test_a_run_folder_whose_files_are_elsewhere_is_refused(name, folder) -> None
     (folder / "run").mkdir()
     (folder / "run" / name).symlink_to(kept)
     with (
-        pytest.raises(FolderError, match=f"must have plain files, {name} is a link"),
+        pytest.raises(FolderError, match=f"must have plain files, but {name} is a link"),
         locked(folder / "run"),
     ):
         pass
