@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
-        help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
+        help="checkpoint in run.dir to continue from: latest (default), none, or that of step STEP",
     )
     parser.add_argument(
         "--rank",

@@ -78,7 +78,8 @@ class MoEConfig(Section):
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
     dense_layers: Whole = 0
-    """Number of first layers whose feed-forward block is dense, of width `ffn`, without experts."""
+    """Number of layers at the start whose feed-forward block is dense, of width `ffn`, without
+    experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score function of the router; the scores of the chosen experts are scaled to sum to 1."""
     expert_groups: Parts = 1
@@ -144,18 +145,18 @@ class RopeScalingConfig(Section):
     factor: Annotated[float, Field(ge=1, le=LARGEST_INTEGER)]
     """Divisor of slow frequencies."""
     original_max_position_embeddings: Count | None = None
-    """Length of the sequences of the first training, in tokens; null with linear."""
+    """Sequence length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer turns than this over the original length are slow; otherwise
-    null."""
+    """llama3: frequencies with fewer turns than this over the original length are slow; null for
+    other kinds."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more turns than this are unchanged; otherwise null."""
+    """llama3: frequencies with more turns than this are unchanged; null for other kinds."""
     beta_slow: Positive = 1.0
     """yarn: frequencies with fewer turns than this over the original length are slow."""
     beta_fast: Positive = 32.0
     """yarn: frequencies with more turns than this are unchanged."""
     truncate: bool = True
-    """yarn: round the boundaries of the dimensions between which frequencies become slow."""
+    """yarn: round the first and the last dimension of the transition to slow frequencies."""
     attention_factor: Positive | None = None
     """yarn: factor of rotated queries and of rotated keys; null = 0.1 ln(factor) + 1."""
 
@@ -230,20 +231,19 @@ class ModelConfig(Section):
     final_softcap: Positive | None = None
     """Cap c of the logits, `c * tanh(logit / c)`; null = none. Only some families use it."""
     sliding_window: Count | None = None
-    """Tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all previous
-    tokens. Only some families use it."""
+    """Number of tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all
+    previous tokens. Only some families use it."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, for families with it; null = none."""
+    """Multi-head latent attention, for families that use it; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers, for families with them; null = none."""
+    """Mixture-of-experts layers, for families that use them; null = none."""
     init: InitConfig = InitConfig()
     """Initialisation of weights."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of the sdpa attention: auto: a kernel of PyTorch; other values: the FlashAttention
-    package of that name, in bf16 on GPUs. auto does not choose these packages because they were not
-    timed."""
+    """Kernel of the sdpa attention: auto: a kernel of PyTorch; otherwise the FlashAttention package
+    of that name, for bf16 on GPUs. auto chooses neither package, because they were not timed."""
 
     def checks(self) -> Iterator[Check]:
         """Check the shape for any family."""

@@ -131,8 +131,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="llama",
-            about="a pre-norm decoder, the plainest one; Qwen2 and Qwen2.5 add biases to queries, "
-            "keys and values",
+            about="the plainest pre-norm decoder; Qwen2 and Qwen2.5 add biases to queries, keys "
+            "and values",
             hugging_face=(LLAMA, QWEN2),
         ),
         Family(
@@ -143,7 +143,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="deepnet",
-            about="the layers of qwen3, hundreds of them and narrow: the SSO paper's test of depth",
+            about="hundreds of narrow layers of qwen3: the SSO paper's test of depth",
             same_layers_as="qwen3",
             qk_norm=True,
             hugging_face=(QWEN3,),
@@ -157,8 +157,8 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="gemma2",
-            about="gains around 1, a scaled embedding, norms after each block too, and optionally "
-            "capped scores and logits and sliding windows",
+            about="gains around 1, a scaled embedding, norms also after each block, and optional "
+            "sliding windows and caps of scores and logits",
             builder="models.gemma2",
             activation="geglu",
             zero_centered_gains=True,
@@ -171,8 +171,8 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="moe",
-            about="mixtures of experts after `model.moe.dense_layers` dense layers, as the 8B-A1B "
-            "model of the SSO paper",
+            about="mixtures of experts after `model.moe.dense_layers` dense layers, as in the "
+            "8B-A1B model of the SSO paper",
             builder="models.moe",
             qk_norm=None,
             mixture=True,

@@ -24,7 +24,7 @@ class PolynomialConfig(Section):
     """Polynomial of the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
-    """preset: the published polynomial of `level`; fitted: a polynomial fitted to the settings
+    """preset: the published polynomial of `level`; fitted: a polynomial fitted with the settings
     below; over_flattening: the paper's ablation, which maps every singular value to 1."""
     degree: Annotated[int, Field(ge=0, le=32)] = 4
     """Number of odd powers after the first, for fitted; 4 ends at x^9."""
@@ -61,7 +61,7 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are PC layers; null = all of o, gate, up and down in the model."""
+    """Roles that are PC layers; null = o, gate, up and down, without roles that the model lacks."""
     level: PresetLevel | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
     values above 0.4, 2 above 0.6, 1 above 0.8; 0 changes nothing. null = the paper's choice: 4

@@ -7,7 +7,7 @@
     python scripts/paper.py pc_layer figure_3 --tiny --plot-only
     python scripts/paper.py pc_layer figure_5 --measure
 
-It prints the commands, their GPU-hours by the planner and the paper's numbers, runs or submits the
+It prints the commands, their GPU-hours as planned and the paper's numbers, runs or submits the
 commands in order, and draws the figure from their runs. It stops at the first command that fails.
 """
 
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
     parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="on a laptop (default)")
+    size.add_argument("--tiny", action="store_true", help="run on a laptop (default)")
     size.add_argument("--full", action="store_true", help="run at the size of the paper")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     parser.add_argument("--plot-only", action="store_true", help="only draw finished runs")

@@ -9,9 +9,9 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-With run folders only, it writes every figure for which they have data. Several runs are overlaid,
-or drawn separately where an overlay would be unreadable. --html writes a page per run instead, and
-`compare` one page about all runs in folders.
+With run folders only, the command writes every figure for which the runs have data. Several runs
+are overlaid, or drawn separately where an overlay would be unreadable. --html writes a page per run
+instead, and `compare` one page about all runs in folders.
 """
 
 import argparse
@@ -54,14 +54,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "folders", type=Path, nargs="+", help="run folders, or folders with runs at any depth"
     )
     compare.add_argument(
-        "--output", type=Path, help="page (default: compare.html in the common parent folder)"
+        "--output",
+        type=Path,
+        help="page to write (default: compare.html in the common parent folder)",
     )
     spectrum = kinds.add_parser(
         "spectrum", parents=[output], help="draw singular values of weights, raw and effective"
     )
     spectrum.add_argument("run", type=Path, help="a run folder or a checkpoint")
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
-    study = kinds.add_parser("study", parents=[output], help="a study's differences")
+    study = kinds.add_parser("study", parents=[output], help="draw a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
     shown.add_argument("--by", help="setting of the search on the horizontal axis")

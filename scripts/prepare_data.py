@@ -294,7 +294,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="*",
         metavar="NAME[:KEY]=INPUT",
         help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT], "
-        "and the field that holds its text if not --text-key; a name may be repeated. "
+        "and the field with the text, unless it is --text-key; a name may be repeated. "
         f"Files: {SUFFIXES}",
     )
     parser.add_argument("--output", required=True, help="folder to create")
@@ -375,7 +375,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="encoding processes; the result does not depend on it (default: %(default)s)",
+        help="number of encoding processes; it does not change the result (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

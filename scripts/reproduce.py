@@ -36,7 +36,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="run at a tiny size and check only properties"
     )
-    parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg", help="of figures")
+    parser.add_argument(
+        "--format", choices=("svg", "png", "pdf"), default="svg", help="format of the figures"
+    )
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
     return parser.parse_args(arguments)
 

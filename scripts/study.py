@@ -7,10 +7,10 @@ A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `varian
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is a process
 of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of `--nproc`
 or `--gpus-per-run`. A finished run is not repeated, even without its folder: runs.jsonl stores its
-figures by its settings, and refuses a study whose data or environment has changed. So the same
-command continues an interrupted study, and several processes of it, by hand or as a SLURM array
-(scripts/slurm/study.sbatch), share the runs. results.json and table.md appear next to runs.jsonl at
-the end, results.json with `complete: false` after each part.
+figures with its settings. A study whose data or environment has changed is refused. So the same
+command continues an interrupted study, and several processes with this command, started by hand or
+as a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md appear next
+to runs.jsonl at the end; results.json also after each part, with `complete: false`.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
@@ -21,10 +21,10 @@ as failed, and so does its variant. A variant whose chosen setting is at an end 
 `overrides` or `differs`) are listed at the start and in table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
-candidates of a stage are trained for a `share` of the length `full`, the best `keep` for the next
-share, and the choice is kept for the next stage. A study that tunes variants at different cost is
-refused. With `tuned_in`, variants start from the choices of another study. A width sweep is a study
-with widths as variants and a grid of rates as its stage.
+candidates of a stage are trained for a `share` of the length `full`, then the best `keep` for the
+next share, and the next stage starts from the best of this stage. A study that tunes variants at
+different cost is refused. With `tuned_in`, variants start from the choices of another study. A
+width sweep is a study whose variants are widths and whose stage is a grid of rates.
 """
 
 import argparse

@@ -349,8 +349,8 @@ class SpectralSphere(SpectralOptimizer):
             2e-4, or in 16 bits the rounding error of f: 1e-3 with msign_dtype float16, 5e-3 with
             bfloat16. The step subtracts this error, which is along u v^T; an error above 0.05 in
             float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
-        max_evaluations (default None): Largest number of msign evaluations per unit and step,
-            all of which run without early exit; None: 8 with early exit, else 1, or 2 for
+        max_evaluations (default None): Largest number of msign evaluations per unit and step;
+            without early exit all of them run. None: 8 with early exit, else 1, or 2 for
             float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer
             cards, B300).
         early_exit (default None): Stop when all units have converged, which waits for the
@@ -420,12 +420,12 @@ class MuonPlusPlus(SpectralOptimizer):
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
         krylov_steps (default 10): Block Krylov steps per singular triplet and update, at least
             1.
-        algorithm (default 'project_rescale'): project: algorithm 1, which holds the norm only
-            within the gap. project_rescale: algorithm 2, which also rescales the weight to the
-            radius. dual: a first-order relaxation that only demands u^T D v = 0.
-        tolerance (default None): Largest |u^T D v| that counts as tangent, algorithm dual only;
-            None: 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
-        max_evaluations (default None): msign evaluations per unit and step, all of which run,
+        algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only
+            if steps are within the gap. project_rescale: algorithm 2, which also rescales the
+            weight to the radius. dual: a first-order relaxation that only requires u^T D v = 0.
+        tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual
+            only; None: 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
+        max_evaluations (default None): Number of msign evaluations per unit and step, for
             algorithm dual only; None: 1, or 2 for float32 matrices of more than 256 rows on a
             GPU whose float64 is slow (consumer cards, B300).
         correlation_rescale (default False): The first time the correlation rho of the entries

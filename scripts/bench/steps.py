@@ -13,12 +13,13 @@ Everything else has float32 weights.
 `--peers` names a folder with checkouts of other projects under these names, any of which may be
 missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
 (NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz, its Muon over
-torch's products). On a GPU each uses its own kernels.
+torch's products). On a GPU each project uses its own kernels.
 
 All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
-of processor time; on a GPU, of the device's time next to the host's. Under torchrun the weights are
-sharded over all ranks by rows, as by FSDP2. Only our and dion's optimizers step such weights; a row
-shows the ranks' mean processor time, and the bytes that all ranks send.
+of processor time or, on a GPU, the median of the device's time next to that of the host's time.
+Under torchrun the weights are sharded over all ranks by rows, as by FSDP2. Only our and dion's
+optimizers step such weights; a row shows the ranks' mean processor time, and the bytes that all
+ranks send.
 """
 
 import argparse
@@ -314,7 +315,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="YAML file of a recipe, instead of --sets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument(
-        "--shares", type=whole_number(), nargs="+", default=[1, 8], help="default: 1 8"
+        "--shares",
+        type=whole_number(),
+        nargs="+",
+        default=[1, 8],
+        help="numbers of ranks (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder of checkouts")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)

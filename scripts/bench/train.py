@@ -17,8 +17,8 @@ omits the comparison.
 MFU is model FLOPs per token (models/families.py: 6 per parameter of an active matrix, causal
 attention; recomputation does not count) times tokens per second and device, over the device's dense
 bfloat16 peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). Other
-devices need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no
-step waits for, and by the clock on a CPU; steps include the logging that the config asks for.
+devices need --peak-flops, without which MFU is null. Phases are timed by the clock on a CPU, and by
+events on a GPU, which do not make a step wait; steps include the logging that the config asks for.
 
 A run's own `log.profile` writes a trace of steps, and a rehearsal names the lines at which the host
 waits (docs/planning.md).

@@ -5,9 +5,9 @@
 
 For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
 by events of the device; the fastest becomes the entry of this device in
-spectral/kernels/table.json, next to those of other devices, with date and versions. A tile whose
-result differs from the library's by more than rounding is never chosen, and the exit code is then
-1. Times are medians of single calls with a cold second-level cache.
+spectral/kernels/table.json, next to the entries of other devices, with date and versions. A tile
+whose result differs from the library's by more than rounding is never chosen, and makes the exit
+code 1. Times are medians of single calls with a cold second-level cache.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def parse_tile(text: str) -> Tile:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--device", default="cuda", help="device (default: cuda)")
     parser.add_argument(
         "--problems", nargs="+", default=PROBLEMS, metavar="BxRxC", help="shapes to measure"
     )

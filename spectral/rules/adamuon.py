@@ -21,7 +21,7 @@ from .normuon import EPSILON, NorMuonRule
 
 @dataclass(frozen=True, kw_only=True)
 class AdaMuonRule(NorMuonRule):
-    """Muon on signs; each entry of the update is divided by its root mean square over steps."""
+    """Muon on the momentum's signs; each entry of the update is divided by its RMS over steps."""
 
     scale: Scale = "align_adam_rms"
     """How the update depends on the unit's shape (docs/spectral.md), by default as in the paper."""

@@ -35,16 +35,16 @@ class MuonPlusPlusRule(RadiusRule):
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
-    """project: algorithm 1, which holds the norm only within the gap. project_rescale: algorithm 2,
-    which also rescales the weight to the radius. dual: a first-order relaxation that only demands
-    u^T D v = 0."""
+    """project: algorithm 1, which keeps the norm only if steps are within the gap. project_rescale:
+    algorithm 2, which also rescales the weight to the radius. dual: a first-order relaxation that
+    only requires u^T D v = 0."""
     krylov_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = None
-    """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
+    """Largest |u^T D v| that counts as tangent, for algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""
     max_evaluations: int | None = None
-    """msign evaluations per unit and step, all of which run, algorithm dual only; null: 1, or 2 for
+    """Number of msign evaluations per unit and step, for algorithm dual only; null: 1, or 2 for
     float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply

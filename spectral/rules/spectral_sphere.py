@@ -32,7 +32,7 @@ class SpectralSphereRule(MuonSphereRule):
     which is along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss, whatever the
     tolerance."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step, all of which run without early exit;
+    """Largest number of msign evaluations per unit and step; without early exit all of them run.
     null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
     float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = None

@@ -102,7 +102,8 @@ class DataConfig(Section):
     verify: Literal["none", "sample", "full"] = "sample"
     """Check against the manifest's hashes: none: nothing; sample: the tokenizer, the index, 64
     blocks of tokens, and every other block at its first use; full: everything at each start. Ranks
-    always compare their tokenizer, manifest and tokens, of sets over 256 MiB 64 blocks of 4 KiB."""
+    always compare their tokenizers, manifests and tokens; of sets over 256 MiB they compare 64
+    blocks of 4 KiB."""
     document_mask: bool = False
     """Keep attention within each document of the sets' indexes, with positions from its first token
     in the sequence; false attends to all documents of a sequence. Validation does the same."""
@@ -110,15 +111,16 @@ class DataConfig(Section):
     """Count the loss of a document's first token, which is predicted from the end of another
     document; false leaves this loss out of training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock`. `replace: true` next to them removes the
-    base's section `data`, `NAME: null` removes one set. All sets must use one tokenizer."""
+    """Training sets by name; at least one, unless `mock` is true. `replace: true` next to them
+    removes the base's section `data`; `NAME: null` removes one set. All sets must use one
+    tokenizer."""
     phases: tuple[DataPhase, ...] = ()
     """Later parts of the run with other weights of the sets, such as `[{after_share: 0.8, weights:
     {web: 1, books: 3}}]`; [] uses the weights of `train` throughout. Each set continues after its
     last token."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
-    out sets as for `train`."""
+    """Validation sets by name; the name is part of the metrics, such as `val/<name>/loss`. `NAME:
+    null` removes a set, as in `train`."""
     made_by: str | None = None
     """Command that creates the sets, and its cost; shown if a file of the sets is missing."""
 
@@ -170,9 +172,9 @@ class TasksConfig(Section):
     """Multiple-choice tasks that score the model during training."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Files of tasks by name, which becomes part of their metrics, `task/<name>/acc`: a line is
+    """Task files by name; the name is part of the metrics, such as `task/<name>/acc`. A line is
     `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py creates
-    it. null leaves out tasks of a base as for `data.train`."""
+    it. `NAME: null` removes a task of the base, as in `data.train`."""
     interval: Whole = 0
     """Steps between scorings; the run always scores after the last step. 0 = only then."""
     examples: Count | None = None

@@ -115,11 +115,11 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-Every key of a run config, a YAML file. `base: other.yaml`, or a list of files, names what the file
-extends, relative to the file itself: sections are merged, lists and single values replaced.
-`key=value` arguments after `--config FILE` override files. `${section.key}` is another key's value;
-in keys that are paths, `${oc.env:NAME}` is an environment variable. Paths of data are relative to
-the working directory.
+This page lists every key of a run config, a YAML file. `base: other.yaml`, or a list of files,
+names the configs that the file extends, by paths from the file: sections are merged; lists and
+single values are replaced. `key=value` arguments after `--config FILE` override files.
+`${section.key}` is another key's value; in keys that are paths, `${oc.env:NAME}` is an environment
+variable. Paths of data are relative to the working directory.
 
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
 problems. The run folder contains the resolved config, which `--config` accepts. Names in bold are

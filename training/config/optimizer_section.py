@@ -109,7 +109,8 @@ class DistributedConfig(Section):
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of groups of buckets, stepped in turn; a group's weights are gathered during the next
-    group's step. null = the fewest, up to four, with at most 2^27 elements per rank and group."""
+    group's step. null = the smallest number, at most four, with at most 2^27 elements per rank
+    and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type of momentum and updates of split matrices during the exchange; null =
     train.precision."""
@@ -118,7 +119,7 @@ class DistributedConfig(Section):
     momentum_dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the momentum of spectral rules; null = the type of the master weights."""
     overlap_reduce: bool = True
-    """Reduce a bucket's gradients as soon as backward completes it."""
+    """Reduce a bucket's gradients as soon as the backward pass has completed them."""
     overlap_gather: bool = True
     """Gather new weights during the next forward pass."""
     cuda_graph: bool = False
@@ -147,7 +148,7 @@ class OptimizerConfig(Section):
     matrix: GroupConfig
     """The matrices of the transformer layers."""
     embedding: GroupConfig
-    """The token embedding, which with model.tie_embeddings is the head too."""
+    """The token embedding, and with model.tie_embeddings also the head."""
     head: GroupConfig
     """The output head; has no effect with model.tie_embeddings."""
     scalar: GroupConfig

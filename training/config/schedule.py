@@ -98,15 +98,15 @@ class TrainConfig(Section):
     """Length, batches and precision of training."""
 
     steps: Steps
-    """Optimizer steps of the whole run, where the learning-rate schedule ends."""
+    """Optimizer steps of the whole run; the learning-rate schedule ends at this step."""
     exit_step: Count | None = None
     """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
     global_batch: Batch
     """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
     """Stages at the start of the run with fewer sequences per step than `global_batch`, which
-    follows them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch` from the
-    start. `steps` includes the steps of all stages."""
+    applies after them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch`
+    from the start. `steps` includes the steps of all stages."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
@@ -123,11 +123,11 @@ class TrainConfig(Section):
     product with the output head. null keeps all logits."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
     """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
-    the engine's, one pass per operation. auto is liger on a GPU if liger-kernel is installed and
-    `loss_chunk` is null."""
+    megatron-core's kernels, with one pass per operation. auto is liger on a GPU if liger-kernel is
+    installed and `loss_chunk` is null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
-    which is added to the loss that is minimised. `train/loss` and validation exclude the z-loss,
+    which is added to the loss that is minimised. `train/loss` and validation exclude the z-loss;
     `train/z_loss` is the mean without the coefficient. 0 = none."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
     """Kernels of the backward passes of gated activations and of the heads of attention: triton

@@ -36,8 +36,8 @@ class RunConfig(Section):
     dir: str
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on: cuda uses one GPU per rank, cpu no GPU, auto uses GPUs if available, and
-    fails on a GPU that does not start."""
+    """Device to train on: cuda uses one GPU per rank, cpu uses no GPU, auto uses GPUs if there are
+    any, and fails if a GPU does not start."""
     deterministic: bool = False
     """Use only GPU kernels that repeat bit for bit, which slows the backward pass of attention. A
     warning names each operation without such a kernel."""
@@ -54,7 +54,7 @@ class PlanConfig(Section):
     """The machine to plan for; it does not change the run."""
 
     gpus: Count | None = None
-    """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest the layout needs."""
+    """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest that the layout needs."""
     device: str = "h100"
     """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file of
     figures."""
@@ -100,9 +100,9 @@ class WatchdogConfig(Section):
     """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
     of `parallel.timeout_seconds`; null never does."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Steps between checks that only steps have changed the weights and that all copies are equal.
-    A difference ends the run. Costs two reads of all weights per step, and a wait for new weights.
-    0 never checks."""
+    """Steps between checks that the weights have changed only in steps and that all copies are
+    equal. A difference ends the run. Costs two reads of all weights per step, and a wait for new
+    weights. 0 never checks."""
 
 
 class SpikeConfig(Section):
@@ -112,7 +112,7 @@ class SpikeConfig(Section):
     """Skip a step whose loss is this many standard deviations above the mean of the last `window`
     losses; null skips only non-finite losses and gradients."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
-    """Number of past losses to compare with; the first losses up to this number are never spikes.
+    """Number of past losses to compare with; the first `window` losses of a run are never spikes.
     """
     rewinds: Whole = 0
     """Number of times that the run may return to its last checkpoint and skip the failed samples,
@@ -126,7 +126,7 @@ class GramPenaltyConfig(Section):
     """Roles whose matrices are penalised, each unit separately."""
     coefficient: Positive | None = None
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
-    for a model.hidden below 1024 (its 160M parameters), else 1e-4."""
+    for a model.hidden below 1024 (such as its 160M model), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Fraction of the run, from its start, in which the penalty is active; in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
@@ -169,7 +169,7 @@ class ParallelConfig(Section):
     """Seconds that a collective waits for a rank before the run ends."""
     sequence: bool | None = None
     """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
-    null = if tensor > 1."""
+    null = true if tensor > 1."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -236,8 +236,8 @@ class LogConfig(Section):
     """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment
     variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
     profile: ProfileConfig | None = None
-    """Steps whose operations are timed, each a trace in `profile/` of the run folder for Perfetto;
-    null = none. A profile does not change results, and its failure does not end the run."""
+    """Steps whose operations are timed and written as traces for Perfetto to `profile/` of the run
+    folder; null = none. A profile does not change results, and its failure does not end the run."""
 
 
 MonitorGroup = Literal[
@@ -255,10 +255,10 @@ class MonitorsConfig(Section):
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """Groups of figures to compute, besides those that rules report. noise is off by default: it
-    keeps the gradients of `noise_samples` micro-batches and the weights of as many steps. spectra
-    is also off: the singular values of momentum and update, which cost as much as the singular
-    values of weights."""
+    """Groups of figures to compute, in addition to the figures that rules report. noise is off by
+    default: it keeps the gradients of `noise_samples` micro-batches and the weights of as many
+    steps. spectra is also off: the singular values of momentum and update, which cost as much as
+    the singular values of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps
     measure the layers in turn."""
