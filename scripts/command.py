@@ -20,7 +20,8 @@ P = ParamSpec("P")
 
 
 def new_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser described by the first line of a script's docstring, which -OO removes."""
+    """Return a parser described by the first line of a script's docstring, if -OO has not removed
+    it."""
     return argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
 
 

@@ -81,7 +81,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
     for name in ("run", "options"):
         if getattr(options, name):
             raise InputError(
-                f"{getattr(options, name)} is only for exported models, {options.model} is a run"
+                f"{getattr(options, name)} is only for exported models, not a run ({options.model})"
             )
     with progress(lambda: "packages are imported, then the model is loaded and scores the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)

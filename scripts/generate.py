@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
-    """Context with `source` as an exported model.
+    """Provide `source` as an exported model within a context.
 
     The newest complete checkpoint of a run folder is exported to a temporary folder.
     Raises InputError for anything else, and for a run without a tokenizer.

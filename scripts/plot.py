@@ -29,7 +29,8 @@ KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; without one of `KINDS` first, the command is `figures`."""
+    """Parse the command line; if it does not begin with one of `KINDS`, the command is
+    `figures`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]

@@ -143,7 +143,7 @@ def product_check(device: torch.device) -> Check:
 
 
 def integers(n: int, seed: int) -> Tensor:
-    """Return `[n, n]` of -1, 0 and 1, the same on every rank."""
+    """Return a matrix `[n, n]` of -1, 0 and 1, the same on every rank."""
     return torch.randint(-1, 2, (n, n), generator=torch.Generator().manual_seed(seed))
 
 
@@ -161,7 +161,8 @@ def numbers(device: torch.device, size: int, offset: int) -> Tensor:
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Send to the rank `shift` after and receive from the rank `shift` before, in rings."""
+    """Send to the rank `shift` places later in a ring, and receive from the one `shift` places
+    before."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))

@@ -80,7 +80,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 def data_problems(folder: Path) -> Iterator[str]:
     """Yield a sentence for each difference between a prepared folder and its manifest.
 
-    Raises DataError without a readable manifest.
+    Raises DataError if there is no readable manifest.
     """
     from training.data.hashes import file_sha256
     from training.data.manifest import read_manifest

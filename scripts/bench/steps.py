@@ -16,10 +16,9 @@ missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_opti
 torch's products). On a GPU each project uses its own kernels.
 
 All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
-of processor time or, on a GPU, the median of the device's time next to that of the host's time.
-Under torchrun the weights are sharded over all ranks by rows, as by FSDP2. Only our and dion's
-optimizers step such weights; a row shows the ranks' mean processor time, and the bytes that all
-ranks send.
+of processor time or, on a GPU, the median of the device's time next to that of the host. Under
+torchrun the weights are sharded over all ranks by rows, as by FSDP2. Only our and dion's optimizers
+step such weights; a row shows the ranks' mean processor time, and the bytes that all ranks send.
 """
 
 import argparse
@@ -245,7 +244,8 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrices of the rank with the largest load, placed over `ranks` as in a run."""
+    """Return the matrices of the rank with the largest load if they are placed over `ranks` as in a
+    run."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]

@@ -10,9 +10,9 @@ saved or validated. `--synthetic` trains on random tokens and reads no data.
 
 Each `--variant` is the same config with further overrides, in quotes if there are several. Variants
 take steps in turn with the config itself, and `x` is a variant's time over the config's; `x by
-update` compares the steps without data, forward and backward. Phases are then processor time on a
-CPU. The phase `data` reads tokens and compares them with their hashes; `--variant data.verify=none`
-omits the comparison.
+update` compares the steps without data, forward and backward. With variants, phases are processor
+time on a CPU. The phase `data` reads tokens and compares them with their hashes; `--variant
+data.verify=none` omits the comparison.
 
 MFU is model FLOPs per token (models/families.py: 6 per parameter of an active matrix, causal
 attention; recomputation does not count) times tokens per second and device, over the device's dense
@@ -224,7 +224,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Measure every side: seconds as in `Side.turn`, and bytes of this rank."""
+    """Measure every side: its seconds, as in `Side.turn`, and this rank's bytes."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)

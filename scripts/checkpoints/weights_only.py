@@ -62,7 +62,7 @@ def write_state(
 
 
 class LastParameter:
-    """Cache of the last read parameter, as its units are consecutive."""
+    """Cache of the parameter that was read last, as the units of a parameter are consecutive."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -80,7 +80,7 @@ class LastParameter:
 class LazyPlanner(DefaultSavePlanner):
     """Creates tensors when they are written; before that, the state contains only shapes.
 
-    written    number of elements so far
+    written    number of elements written so far
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]]) -> None:

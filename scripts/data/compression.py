@@ -141,7 +141,7 @@ def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 def _check_padding(size: int) -> None:
     if size % 4:
-        raise lzma.LZMAError(f"{size} zero bytes after a stream, which must be a multiple of 4")
+        raise lzma.LZMAError(f"{size} zero bytes after a stream, not a multiple of 4")
 
 
 def rewritten(path: Path, program: str, end: str) -> str:

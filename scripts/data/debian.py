@@ -204,9 +204,10 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """Yield the documents of a text: all of it, or a piece from each line that matches `entry`.
+    """Yield the documents of a text: the whole text, or pieces that begin at lines matching
+    `entry`.
 
-    Only lines after a blank line count.
+    A piece begins only after a blank line.
     """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:

@@ -47,7 +47,7 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
     """Yield the text of every document that is not blank, in order.
 
     Raises:
-        DataError: an input is missing, unreadable, not UTF-8 or lacks the text field.
+        DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
     """
     for each in inputs:
         with closing(_documents(each, options)) as documents:
@@ -76,7 +76,8 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input; return (number, number blank) of each.
+    """Check the first `CHECKED` documents of every input; return (number checked, number blank) for
+    each.
 
     An input whose documents are all blank is read to its end.
 
@@ -121,7 +122,7 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
 
 
 def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file, only its column `key` if the file has that column.
+    """Yield every row of a Parquet file, with only the column `key` if the file has that column.
 
     Raises DataError for a file that is missing, damaged or not Parquet.
     """

@@ -186,7 +186,8 @@ _AROUND: Final = 20
 
 @dataclass
 class RoundTrip:
-    """The numbers of documents of a set that were decoded, and that differ from their text."""
+    """The number of a set's documents that were decoded, and how many of them differ from their
+    text."""
 
     decoded: int = 0
     lost: int = 0

@@ -40,7 +40,7 @@ class Shard:
 
     def owns(self, unit: int, document: int | None) -> bool:
         """Return whether the shard encodes this document of input `unit`; with None, whether it
-        encodes any."""
+        encodes any document of it."""
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number

@@ -202,7 +202,8 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a progress bar of a stage's bytes on stderr; in a file, one line every half minute."""
+    """Return a progress bar of a stage's bytes on stderr; a file gets one line every half
+    minute."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
@@ -239,7 +240,7 @@ class Pipeline:
     folder       the folder to write to
     progress     the position and counts, which `saver` saves
     encoder      the encoder that `pool` runs
-    shards       shards that contain encoded documents, None without shards
+    shards       shards that contain encoded documents, None if there are none
     """
 
     preparation: Preparation

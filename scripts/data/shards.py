@@ -37,7 +37,7 @@ class ShardEntry:
     dtype   dtype of a token
     parts   (documents, tokens) of each input, in order, by its number in the preparation
     left    (first, end) ranges of inputs that it has not finished
-    sha256  of its two large files
+    sha256  sha256 of each of its two large files
     """
 
     key: str
@@ -57,7 +57,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
-    """Return a key that is equal if a shard belongs to the preparation.
+    """Return the key that identifies a shard as part of the preparation.
 
     `identities` identify all inputs; only those that the shard reads enter the key.
     """

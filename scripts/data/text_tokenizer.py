@@ -134,7 +134,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _check_form(source: Path) -> None:
-    """Raise DataError for a file, or a folder with nothing else, of another form of tokenizer."""
+    """Raise DataError for another form of tokenizer: a file, or a folder that contains nothing
+    else."""
     if (source / TOKENIZER_FILE).is_file() or not source.exists():
         return
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))

@@ -28,7 +28,7 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task, at which the standard error is accurate to an eighth and few
+"""Number of documents of a task, with which the standard error is accurate to an eighth and few
 tokens begin a document."""
 
 MAX_DIFFERENT = 16
@@ -43,8 +43,8 @@ def write_tasks(
 ) -> list[str]:
     """Write a task for each validation set of a run's config to `folder`; return the tasks' names.
 
-    `saved` is the data's entry in a checkpoint's identity. Raises InputError without a validation
-    set, for a set of another tokenizer, or for a set that has changed since the checkpoint.
+    `saved` is the data's entry in a checkpoint's identity. Raises InputError if there is no
+    validation set, a set has another tokenizer, or a set has changed since the checkpoint.
     """
     if not config.data.validation:
         raise InputError("data.validation must name a set to evaluate on, got none")
@@ -72,7 +72,7 @@ def write_tasks(
         before, now = saved.get(f"validation.{name}.content"), data.set.digest
         if before not in (None, now):
             raise InputError(
-                f"validation set {name} ({each.path}) must be that of the run, of content "
+                f"validation set {name} ({each.path}) must be that of the run, with content "
                 f"{before:.12}, got {now:.12}"
             )
         if data.target_bytes is None:

@@ -39,7 +39,8 @@ class Descent:
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """Return the first step with the loss at the target, or the number of steps without one."""
+        """Return the first step with the loss at the target, or the number of steps if there is
+        none."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 

@@ -33,7 +33,7 @@ def experiment(
     steps: int = 300,
 ) -> Outcome:
     """Measure the gaps of `repeats` initial matrices of each shape, single steps within and beyond
-    the gaps, and long runs of a matrix of `side`."""
+    the gaps, and long runs of a square matrix of `side` rows."""
     initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
     gaps = [relative_gap(w) for w in initial]
     within, beyond = [], []

@@ -23,7 +23,7 @@ def experiment(
 ) -> Outcome:
     """Run both descents on A = relu(V X). Also run spectral descent from iterates of gradient
     descent: from the iterate with the highest nuclear rank and from every `restart`-th iterate.
-    `sizes` as in `random_features`."""
+    `sizes` are as in `random_features`."""
     task = random_features(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))
     gd = descend(task, steps, spectral=False)

@@ -1,4 +1,4 @@
-"""Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root
+"""Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root is
 near 0 for independent Gaussian matrices, and the solver finds it."""
 
 import math

@@ -242,8 +242,8 @@ def _other_weights(source: Path) -> str:
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     """Copy the tokenizer's files to `folder`; return its entry for the checkpoint's identity.
 
-    The entry is {} without a tokenizer. Raises InputError for a link out of `source`, and for a
-    file whose content does not fit its name.
+    The entry is {} if there is no tokenizer. Raises InputError for a link out of `source`, and for
+    a file whose content does not fit its name.
     """
     names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}

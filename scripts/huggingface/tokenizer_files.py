@@ -23,8 +23,8 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     """Return the tokenizer of a checkpoint's run.
 
     It is the first available of: the `given` file or folder; the tokenizer in an imported
-    checkpoint; the tokenizer that the config or the data's manifest names. Raises InputError
-    without a tokenizer, for one that is not the run's, or for one that is too large for the model.
+    checkpoint; the tokenizer that the config or the data's manifest names. Raises InputError if
+    there is no tokenizer, if it is not the run's, or if it is too large for the model.
     """
     config = info.config
     manifest = _manifest(config)

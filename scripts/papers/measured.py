@@ -203,7 +203,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config of a file and overrides; raise InputError if `folder` has no or another."""
+    """Return the config of a file and overrides; raise InputError if `folder` has another."""
     config, saved = load_config(file, overrides), folder / "config.yaml"
     if not saved.is_file():
         raise InputError(f"{folder} must be a finished run: run {command}")
@@ -234,7 +234,8 @@ def series_of(run: RunData, text: str) -> Series:
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield the figure of each matrix of a role, or of each block, in one line of monitors."""
+    """Yield the figure of each matrix of a role, or of each block, in one line of
+    monitors.jsonl."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):
@@ -271,7 +272,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics of a series that results quote."""
+    """Return the statistics that results quote of a series."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],

@@ -54,7 +54,8 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest scaled and unmasked score: a thick line for all layers, thin lines for each."""
+    """The largest scaled and unmasked score: a thick line for all layers, a thin line for each
+    layer."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None

@@ -30,8 +30,8 @@ SHOWN_KEYS = 8
 """Number of differing config keys that the table names."""
 
 ABOUT = (
-    "By {}. Below each run: its model, and its values of the keys in which configs differ. A small "
-    "difference between two runs may be chance: scripts/study.py compares over several seeds."
+    "Ordered by {}. Below each run: its model, and its values of the keys in which configs differ. "
+    "A small difference of two runs may be chance: scripts/study.py compares over several seeds."
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
@@ -72,7 +72,8 @@ class Compared:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The sort key of the run: by the metric, then by training loss, then the others."""
+        """The sort key of the run: first by the metric, then by training loss, and runs with
+        neither last."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:
@@ -115,7 +116,7 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
-    less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
+    less = f" The best {MOST} of {len(logged)} runs." if len(logged) > MOST else ""
     about = ABOUT.format(compared[0].heading)
     overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID and logged)
     sections = [

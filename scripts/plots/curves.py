@@ -67,13 +67,13 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
 
 
 def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
-    """Of the whole gradient, before clipping."""
+    """Norm of the whole gradient, before clipping."""
     return _one(runs, "optim/grad_norm", "gradient norm, before clipping")
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
     """Largest singular value over the mean of the smallest tenth of them: lower is better
-    conditioned. Mean of each role, and geometric mean of all matrices."""
+    conditioned. The lines are the mean of each role and the geometric mean of all matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
         for i, role in enumerate(run.roles()):
@@ -89,8 +89,8 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the tracked spectral norm: the median over a role's matrices; dashed, the
-    largest."""
+    """Relative error of the tracked spectral norm: the median over a role's matrices; the dashed
+    line is the largest error."""
     name = "pc_norm_error"
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -165,7 +165,7 @@ def balance(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on each multiple-choice task; dashed, the accuracy by log-likelihood per
+    """Accuracy on each multiple-choice task; the dashed line is the accuracy by log-likelihood per
     character."""
 
     def draw(axis: Axes, run: RunData) -> None:

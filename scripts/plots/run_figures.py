@@ -18,8 +18,8 @@ class RunFigure:
 
     name     name of the file, without suffix, and of the page's section
     title    heading on the page
-    overlay  draws several runs into one figure, None without data
-    single   draws one run, where several could not be read
+    overlay  draws several runs into one figure, or returns None if there are no data
+    single   draws one run, where an overlay of several would be unreadable
     half     whether it shares a row of a wide page
     """
 
@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw one run, or None without data."""
+        """Draw one run; return None if there are no data."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None

@@ -32,7 +32,7 @@ def report(run: RunData) -> str:
         sections.insert(0, PageSection("status", title, "", "reason", status))
     texts = samples(run)
     if texts:
-        about = "The most probable continuations of the first tokens, set in grey, of each set."
+        about = "The most probable continuation of each set's first tokens, which are grey."
         sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
     if (used := data_use(run)) is not None:
         about = "Share of each set in the samples, and its tokens and epochs over the whole run."
@@ -74,8 +74,8 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Return name and value of each card for which the run has figures; `measure` is the validation
-    metric."""
+    """Return the name and value of each card for which the run has figures; `measure` is the
+    validation metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
     if loss:
@@ -114,9 +114,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
-            text = (
-                f"{now - skipped} steps skipped: their loss or gradient was not finite or a spike"
-            )
+            text = f"{now - skipped} steps skipped: loss or gradient not finite, or loss a spike"
             rows.append((line["step"], "", "skipped", text))
         skipped = now
     for step, time, kind, text in sorted(rows, key=lambda each: each[0]):

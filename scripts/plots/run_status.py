@@ -14,7 +14,8 @@ from training.lifecycle.watchdog import HEARTBEAT
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""Least number of seconds without a heartbeat after which a run on another host counts as ended."""
+"""Smallest number of seconds without a heartbeat after which a run on another host counts as
+ended."""
 
 
 @dataclass(frozen=True)

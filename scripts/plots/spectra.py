@@ -21,8 +21,8 @@ WEIGHT = ("effective_quantiles", "quantiles")
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values at the last monitored step, divided by the largest; with PC layers, of the
-    effective weight.
+    """Singular values at the last monitored step, divided by the largest; with PC layers, those of
+    the effective weight.
 
     Monitors store the deciles of a spectrum, so a tenth of the values is drawn evenly between two
     deciles.
@@ -31,8 +31,8 @@ def histograms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values by rank at the last monitored step, mean over the role's units; dotted, at
-    the first."""
+    """Singular values by rank at the last monitored step, mean over the role's units; the dotted
+    line shows the first monitored step."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
@@ -91,7 +91,7 @@ def nuclear_rank(run: RunData) -> Figure | None:
 
 
 def criterion_map(run: RunData) -> Figure | None:
-    """Nuclear rank of the gradient over stable rank of the incoming activations: above 1, red, the
+    """Nuclear rank of the gradient over stable rank of the incoming activations: above 1 (red), the
     spectral update gains more."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
 
@@ -155,7 +155,7 @@ def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
     """Return the deciles of singular values `[11]`, mean over a role's units, of the first of
-    `names` with data, or None without data."""
+    `names` with data, or None if none has data."""
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
     return np.mean(present, axis=0) if present else None

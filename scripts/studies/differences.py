@@ -19,7 +19,7 @@ NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
     """Yield each variant with its reference.
 
-    It is `against` or, in a study without any `against`, the first variant.
+    The reference is `against` or, in a study without any `against`, the first variant.
     """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):
@@ -34,7 +34,7 @@ def differences(
     """Return the further keys in which each variant differs from its reference.
 
     `start` contains the settings that another study tuned, `configs` the config of each variant.
-    Omitted are keys that the study tunes, keys in the `overrides` of either variant or in
+    It omits keys that the study tunes, keys in the `overrides` of either variant or in
     `differs`, and hyper-parameters that only one of the two rules has.
 
     Raises InputError for a key in `differs` whose two values are equal.

@@ -26,7 +26,7 @@ class Record:
     failed    whether its loss or gradient was no longer finite; it then has no loss
     seconds   processor time of its process, starting and validating included
     figures   result of trainer.py's `summary`
-    facts     `environment` and `data` that it was trained with, none of earlier versions
+    facts     `environment` and `data` that it was trained with, {} in earlier versions
     """
 
     key: str

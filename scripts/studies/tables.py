@@ -22,7 +22,8 @@ T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 def half_width(seeds: int) -> float:
     """Return the half width of Student's 95% interval in standard errors, NaN for one seed.
 
-    Above 10 seeds by its expansion (Abramowitz and Stegun, 26.7.5), exact to three decimals.
+    Above 10 seeds it is computed by its expansion (Abramowitz and Stegun, 26.7.5), which is exact
+    to three decimals.
     """
     if seeds < 2:
         return math.nan

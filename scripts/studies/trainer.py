@@ -76,8 +76,8 @@ class Run:
 
 
 def digests(prefix: Path) -> list[str]:
-    """Return the sha256 of a set's tokenizer, `UNKNOWN` if no manifest lists the set, and of its
-    files, or [] without files."""
+    """Return the sha256 of a set's tokenizer (`UNKNOWN` if no manifest lists the set) and of its
+    files, or [] if there are no files."""
     manifest = manifest_of(prefix)
     if manifest is not None:
         return [manifest.tokenizer.sha256, *manifest.sets[prefix.name].sha256.values()]
@@ -119,7 +119,7 @@ class Place:
 def places(options: argparse.Namespace) -> list[Place]:
     """Return the places that the command line requests.
 
-    Raises InputError if there are fewer GPUs.
+    Raises InputError if it requests more GPUs than there are.
     """
     each: int | None = options.gpus_per_run
     if each is None:
@@ -270,7 +270,7 @@ class Trainer:
         loss = figures.get("loss")
         finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
-            raise RunFailedError(f"{run.label}, exited with {code} and reported no loss: {reason}")
+            raise RunFailedError(f"{run.label}: exited with {code} and reported no loss: {reason}")
         failed = not_finite or not finite
         if self._facts(run) != facts:
             raise RunFailedError(f"{run.label}: its data was replaced while it trained")
@@ -317,6 +317,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """Return the last error of a run, or its last line without an error."""
+    """Return the last error of a run, or its last line if there is no error."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

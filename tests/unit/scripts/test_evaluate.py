@@ -117,7 +117,7 @@ def test_a_validation_set_that_has_changed_is_not_scored(prepared, tmp_path) -> 
     for saved in ({}, {key: content}):
         assert write_tasks(tmp_path, config, prepared / "tokenizer.json", saved) == ["local_walk"]
     with pytest.raises(
-        InputError, match=f"must be that of the run, of content aa, got {content:.12}"
+        InputError, match=f"must be that of the run, with content aa, got {content:.12}"
     ):
         write_tasks(tmp_path, config, prepared / "tokenizer.json", {key: "aa"})
 
