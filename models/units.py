@@ -34,17 +34,17 @@ class Unit:
     axes         logical, n-dimensional shape of the whole unit; `[rows, cols]` after flattening all
                  but the last axis
     shard_axis   axis of `axes` that tensor parallelism cuts, None if this rank holds the whole unit
-    replicated   every tensor-parallel rank holds the same copy (gains)
-    partial_over_tensor  its gradient on one tensor-parallel rank is that rank's share of a sum: it
-                 acts on what is cut over the ranks (the gains of query and key norms, on heads)
-    whole_gradient   of a replicated unit: every tensor-parallel rank has all of its gradient, under
-                 sequence parallelism too (gamma of a cut PC layer)
+    replicated   whether every tensor-parallel rank holds the same copy (gains)
+    partial_over_tensor  whether its gradient on one tensor-parallel rank is that rank's share of a
+                 sum, as for query and key norms, whose gains act on heads cut over the ranks
+    whole_gradient   for a replicated unit: whether every tensor-parallel rank has all of its
+                 gradient, under sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
     start        first value of every element of a unit without draws
-    tied_stage   of an embedding that is also the head, where pipeline stages hold a copy each:
-                 whether this copy is that of the first or of the last stage; else None
-    domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
-                 expert-data-parallel group (expert, a routed expert's matrix)
+    tied_stage   for an embedding that is also the head and has copies on two pipeline stages: the
+                 stage of this copy, first or last; else None
+    domain       the ranks that hold copies: dense for the data-parallel group, expert (a routed
+                 expert's matrix) for the expert-data-parallel group
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Batches of items with equal keys and of stacks with equal rows, and copies in few launches.
+"""Batches of items with equal keys and of stacks with equal row counts; copies in few launches.
 
 Stacks of matrices with equal numbers of rows but different numbers of columns form one batch:
 quantities whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed

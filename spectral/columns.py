@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers for the elements of weights, which identify columns, and for sums of columns.
+    """Numbers that identify columns: one for each element of a weight and each sum of columns.
 
     Joint use is recorded in the weights' `Use`.
     """

@@ -69,8 +69,8 @@ def tangent_cost(
 ) -> float:
     """Count the FLOPs of a tangent solve: its model, and `evaluations` times `msign` FLOPs.
 
-    The model takes a Gram matrix, a factorisation per shift, and a projection on its basis. `dtype`
-    is the dtype of msign's products.
+    The model takes a Gram matrix, a factorisation per shift, and a projection onto its basis.
+    `dtype` is the dtype of msign's products.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)

@@ -21,7 +21,7 @@ class Constant(Protocol[P, R]):
     """A function whose results are cached."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result, computed at the first call with these arguments."""
+        """Return the result, which was computed at the first call with these arguments."""
 
     def cache_clear(self) -> None:
         """Clear all results."""

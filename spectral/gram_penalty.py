@@ -3,8 +3,9 @@ orthogonal.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
-its root (lemma D.6) as the penalty; `power` chooses. With `normalize` a penalty coefficient is
-comparable across widths. Add the penalty to the loss, or its gradient to the loss's gradient.
+its root (lemma D.6) as the penalty; `power` chooses between them. With `normalize` a penalty
+coefficient is comparable across widths. Add the penalty to the loss, or its gradient to the loss's
+gradient.
 """
 
 from typing import Any, Literal
@@ -24,8 +25,8 @@ def gram_penalty_and_grad(
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
     Where the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4.
-    The difference is exact up to rounding of its first term; below that it is set to zero. A zero
-    matrix has penalty and gradient zero. Half-precision inputs are converted to float32.
+    The difference is exact up to rounding of its first term; a smaller difference is set to zero. A
+    zero matrix has penalty and gradient zero. Half-precision inputs are converted to float32.
 
     Args:
         w: `[..., rows, cols]`; the gradient has its shape and dtype.

@@ -30,7 +30,7 @@ REDUCTIONS = [
     )
     if hasattr(torch.backends.cuda.matmul, name)  # the last is new in torch 2.7
 ]
-"""Settings of 16-bit products on GPUs that sum in less than float32."""
+"""Settings that let 16-bit products on GPUs sum in less than float32."""
 
 
 AUTOCAST = ("cpu", "cuda")

@@ -84,7 +84,7 @@ SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
 HEADWISE |= {"softmax", "sum", "norm", "normalize"}
-"""Functions of which one, after one of SHAPES, works on heads."""
+"""Functions that work on heads if they are called after one of SHAPES."""
 PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
 """Operators and functions that multiply the outputs of two layers."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")

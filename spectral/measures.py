@@ -91,9 +91,9 @@ def nuclear_norm(w: Tensor) -> Tensor:
 def nuclear_rank(w: Tensor) -> Tensor:
     """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
-    Source: "When do spectral gradient updates help in deep learning?", which predicts a spectral
-    step to be better on a block whose gradient's nuclear rank exceeds the stable rank of the
-    activations that enter the block.
+    Source: "When do spectral gradient updates help in deep learning?", which predicts that a
+    spectral step is better on a block if the nuclear rank of its gradient exceeds the stable rank
+    of the activations that enter it.
     """
     return nuclear_rank_of(singular_values(w))
 

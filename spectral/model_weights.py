@@ -19,9 +19,9 @@ class Weight(NamedTuple):
     """A trainable parameter and its place in the model.
 
     name        full name of the parameter
-    module      module with the parameter, or whose weight a parametrization computes from it
+    module      module with the parameter, or with a weight that a parametrization computes from it
     own         name of the parameter in `module`
-    path        names and modules from `module` outward, the whole model last, whose name is ""
+    path        names and modules from `module` outward; the last is the whole model, with name ""
     """
 
     name: str

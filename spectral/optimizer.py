@@ -424,7 +424,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: on any rank, a state of other rules, units, shapes or order of parameters, a
                 parameter without state, or a nonfinite state; nothing is changed then.
-            TypeError: not a mapping.
+            TypeError: `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a mapping, got {type(state_dict).__name__}")

@@ -106,10 +106,10 @@ def split_parameters(
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
     Embeddings, tables and tokens, output heads, routers of experts, gains and biases go to AdamW,
-    the last two without weight decay; so do vectors: parameters with one side longer than 1, and
-    matrices with a side of 1. Shared parameters appear once; one shared with an embedding counts as
-    an embedding. All others use the optimizer's rule, as one matrix or, divided by heads, gates,
-    groups and experts, as several.
+    the last two without weight decay. So do vectors: parameters with only one side longer than 1,
+    and matrices with a side of 1. Shared parameters appear once; one shared with an embedding
+    counts as an embedding. All others use the optimizer's rule, as one matrix or, divided by heads,
+    gates, groups and experts, as several.
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.

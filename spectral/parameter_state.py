@@ -191,7 +191,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # 1 must not find True's result; checks are slower than a step
+@lru_cache(maxsize=256, typed=True)  # 1 must not get True's rule; checks cost more than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 

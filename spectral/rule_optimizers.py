@@ -272,8 +272,8 @@ class MuonSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Block Krylov steps per update from the last step's singular
-            vectors, at least 1.
+        krylov_steps (default 4): Block Krylov steps per update, started from the last step's
+            singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
@@ -339,8 +339,8 @@ class SpectralSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Block Krylov steps per update from the last step's singular
-            vectors, at least 1.
+        krylov_steps (default 4): Block Krylov steps per update, started from the last step's
+            singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);

@@ -87,7 +87,7 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Return whether the steps of a view below `stride` stay, in sum, within one step of it."""
+    """Return whether the steps of a view smaller than `stride` add up to less than `stride`."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 

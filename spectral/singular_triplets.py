@@ -179,7 +179,7 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
-    It consists of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
+    They consist of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
     rows]`. The other fixed vectors replace cached vectors that are zero, as all are without a
     cache.
     """
@@ -311,8 +311,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the number of steps between two orthogonalisations of `count` vectors, of which one
-    program computes each."""
+    """Return the number of steps between two orthogonalisations of `count` vectors. One program
+    computes each orthogonalisation."""
     return max(1, min(CYCLE, VECTORS // count))
 
 

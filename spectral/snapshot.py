@@ -1,7 +1,7 @@
 """Parameters and states of an optimizer after a step, and values derived from them.
 
-Before a step, a snapshot verifies by comparing a few identities that nothing was replaced, cast or
-cut since the last full check.
+Before a step, a snapshot verifies, by comparing a few identities, that nothing was replaced, cast
+or cut since the last full check.
 """
 
 from collections.abc import Mapping, Sequence

@@ -158,7 +158,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather a picklable `value` of every rank on every rank, by ascending rank. Slow."""
+    """Gather a picklable `value` of every rank on every rank, by ascending rank. This is slow."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
@@ -166,12 +166,13 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def found_by_any(findings: Iterable[Value]) -> list[Value]:
-    """Return, on every rank, the distinct findings of all ranks. Slow."""
+    """Return, on every rank, the distinct findings of all ranks. This is slow."""
     return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather a picklable `value` of every rank on rank 0, by ascending rank; [] elsewhere. Slow."""
+    """Gather a picklable `value` of every rank on rank 0, by ascending rank; [] elsewhere. This is
+    slow."""
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
     with named("exchange of plain values"):

@@ -1,5 +1,5 @@
-"""Detects weights that change between steps, bits flipped by memory or a copy, and copies that
-differ between ranks."""
+"""Detects weights that change between steps, as by bits flipped in memory or in a copy, and copies
+that differ between ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
-    """Return the findings of all ranks in one line, or "" if there are none. Collective."""
+    """A collective: return the findings of all ranks in one line, or "" if there are none."""
     of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
     return ", ".join(of_all[:SHOWN]) + more

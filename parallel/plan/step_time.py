@@ -92,9 +92,9 @@ FORWARD: Final = 0.4
 class StageTime:
     """Seconds per micro-batch on one rank of a stage.
 
-    forward, backward   of computing
-    recompute           of recomputing
-    tensor, context, expert, pipeline   of sending activations, forward and backward
+    forward, backward   computing
+    recompute           recomputing
+    tensor, context, expert, pipeline   sending activations, forward and backward
     """
 
     forward: float

@@ -275,8 +275,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    With a `direction`, which is subtracted afterwards, decay only where it does not have the
-    opposite sign.
+    With a `direction`, which is subtracted afterwards, decay only where weight and direction do not
+    have opposite signs.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return

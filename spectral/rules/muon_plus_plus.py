@@ -48,7 +48,7 @@ class MuonPlusPlusRule(RadiusRule):
     float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
-    the weight by sqrt(rho before / rho now). Not with project_rescale."""
+    the weight by sqrt(rho before / rho now). Not allowed with project_rescale."""
     correlation_threshold: float = 1.0
     """The paper's C: the threshold is C (rows^-1/2 + cols^-1/2); positive."""
 

@@ -27,9 +27,9 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
-    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or in 16 bits the rounding
-    error of f: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The step subtracts this error,
-    which is along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss, whatever the
+    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or in 16 bits its rounding
+    error: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The step subtracts this error, which
+    is along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss, whatever the
     tolerance."""
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step; without early exit all of them run.
