@@ -37,7 +37,7 @@ class InitConfig(Section):
 
     std: Positive | None = 0.02
     """Standard deviation of the normal draw of every matrix; null = the deviation of spectral muP,
-    `min(1, sqrt(rows / cols)) / sqrt(cols)` of each unit."""
+    `min(1, sqrt(rows / cols)) / sqrt(cols)` for each unit."""
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
@@ -69,11 +69,11 @@ class MoEConfig(Section):
     experts: Parts
     """Number of routed experts in a layer."""
     top_k: Parts
-    """Experts that each token is routed to; no token is dropped."""
+    """Number of experts that each token is routed to; no token is dropped."""
     expert_ffn: Width
     """Width of one expert's feed-forward block."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
-    """Experts that every token uses, fused into one expert of width `shared_experts *
+    """Number of experts that every token uses, fused into one expert of width `shared_experts *
     expert_ffn`."""
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
@@ -85,8 +85,8 @@ class MoEConfig(Section):
     expert_groups: Parts = 1
     """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
     top_groups: Parts = 1
-    """Groups that a token may use: the groups with the largest sum of their `top_k / top_groups`
-    best scores."""
+    """Number of groups that a token may use: the groups with the largest sum of their `top_k /
+    top_groups` best scores."""
     routed_scale: Positive | None = None
     """Factor of the sum of routed experts; null = the SSO paper's factor, which matches variances.
     """
@@ -338,8 +338,8 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
     With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
     sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
     Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. M is
-    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts M
-    is 1.
+    simulated with 20,000 draws and rounded to 3 decimals, which is about its error. Without shared
+    experts M is 1.
     """
     if shared_experts == 0:
         return 1.0

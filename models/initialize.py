@@ -20,7 +20,7 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Elements of matrices whose norms are computed together: half a GiB in float64."""
+"""Number of elements of matrices whose norms are computed together: half a GiB in float64."""
 THREADS = 8
 """Largest number of units that a rank draws at a time."""
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SIDE_BY_SIDE = 16
-"""Files that are synced at the same time."""
+"""Number of files that are synced at the same time."""
 
 
 def sync(path: Path) -> None:

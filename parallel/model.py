@@ -411,7 +411,7 @@ def install_in_graph(
 ) -> list[UnitWeight]:
     """Insert PC layers into the graph of the chunks and return them.
 
-    `units` are this rank's units, which are whole without `groups`.
+    `units` are this rank's units, which are whole if there are no `groups`.
     """
     members = grouped(units, lambda unit: id(parameters[unit.parameter]))
     modules = [module for chunk in chunks for module in chunk.modules()]

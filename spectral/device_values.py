@@ -89,7 +89,7 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, a 0-d bool on `device` (None: of the first tensor).
+    """Return whether all elements are finite, a 0-d bool on `device` (None: the first tensor's).
 
     It checks the largest and the smallest element, which cannot overflow, unlike a norm.
     """

@@ -292,7 +292,7 @@ def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
     """Compute PC(W) of one matrix `[rows, cols]` by its SVD; `Preconditioner.effective` equals it.
 
     Source: "PC Layer" (arXiv 2606.06470), algorithm 1, whose lines are numbered below. s is a
-    constant in the gradient, gamma is trained.
+    constant in the gradient, and gamma is trained.
     """
     U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
     s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2

@@ -106,8 +106,8 @@ def gram_penalty(
 ) -> Tensor:
     """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments and ValueError as in `gram_penalty_and_grad`, whose closed form is the backward pass.
-    Raises RuntimeError when it is differentiated twice.
+    Arguments and ValueError are as in `gram_penalty_and_grad`, whose closed form is the backward
+    pass. Raises RuntimeError when it is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

@@ -240,7 +240,8 @@ class KnownWeights:
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
-        """Return the evidence that a layer is a head as no later layer takes its outputs, or ""."""
+        """Return the evidence that a layer, whose outputs no later layer takes, is a head, or
+        ""."""
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
         inputs = _inputs(weight, outputs)
@@ -290,7 +291,7 @@ class KnownWeights:
         for name, other in weight.around.named_parameters(recurse=False):
             axes = [size for size in other.shape if size > 1]
             if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
-                return f"{name} has its {outputs} outputs in {len(axes)} axes, as heads are"
+                return f"{name} arranges its {outputs} outputs in {len(axes)} axes, as heads are"
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:

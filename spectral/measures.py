@@ -17,9 +17,9 @@ from .polar import msign
 from .singular_triplets import cold_start
 
 TOP_STEPS = 24
-"""Block Krylov steps that find the largest eigenvalue of a Gram matrix."""
+"""Number of block Krylov steps that find the largest eigenvalue of a Gram matrix."""
 POLAR_STEPS = 16
-"""Steps of msign that map singular values above 1e-6 of the Frobenius norm to 1."""
+"""Number of steps of msign that map singular values above 1e-6 of the Frobenius norm to 1."""
 
 
 def singular_values(w: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         stepped = {*self.state}
-        foreign = defaults.keys() - group.keys()  # torch adds fields of another rule
+        foreign = defaults.keys() - group.keys()  # torch would add fields of another rule
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)

@@ -1,7 +1,7 @@
 """Parameter groups of a model: matrices for a spectral rule, everything else for AdamW.
 
 `split_parameters` determines the kind of each weight and its division into matrices: from its
-arguments, then from a forward pass of an example (`watch.py`) or, without one, from the names,
+arguments, then from a forward pass of an example (`watch.py`) or, if there is none, from the names,
 classes and attributes of the model (`known_weights.py`).
 """
 

@@ -162,9 +162,9 @@ def largest_value(steps: tuple[Coefficients, ...]) -> float:
     return float(s.max())
 
 
-# Elements of matrices that are processed at a time: one large matrix or several small ones, whose
-# bfloat16 products are several times faster in batches, also on a CPU. This bounds the scratch
-# memory of a step to a few matrices instead of a few stacks.
+# Number of elements of matrices that are processed at a time: one large matrix or several small
+# ones, whose bfloat16 products are several times faster in batches, also on a CPU. This bounds the
+# scratch memory of a step to a few matrices instead of a few stacks.
 WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
@@ -277,7 +277,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write `x / divisor` to `out`, rounded once to its dtype; overwrites a wider `x`."""
+    """Write `x / divisor` to `out`, rounded once to its dtype; overwrites `x` if it is wider."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
         out.copy_(x.div_(divisor))  # a single pass would be slower
     else:

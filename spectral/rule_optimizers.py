@@ -52,8 +52,9 @@ class AdamW(SpectralOptimizer):
         epsilon (default 1e-08): Added to the root of the second moment; positive.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "adamw"
@@ -89,7 +90,7 @@ class Muon(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Steps of msign, at least 1.
+        steps (default 5): Number of steps of msign, at least 1.
         msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -102,8 +103,9 @@ class Muon(SpectralOptimizer):
             increases ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "muon"
@@ -144,7 +146,7 @@ class NorMuon(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Steps of msign, at least 1.
+        steps (default 5): Number of steps of msign, at least 1.
         msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -158,8 +160,9 @@ class NorMuon(SpectralOptimizer):
         beta2 (default 0.95): Decay of the mean square of a row of the update, in [0, 1).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "normuon"
@@ -202,7 +205,7 @@ class AdaMuon(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Steps of msign, at least 1.
+        steps (default 5): Number of steps of msign, at least 1.
         msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -217,8 +220,9 @@ class AdaMuon(SpectralOptimizer):
             paper uses `momentum`.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "adamuon"
@@ -260,7 +264,7 @@ class MuonSphere(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Steps of msign, at least 1.
+        steps (default 8): Number of steps of msign, at least 1.
         msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -272,16 +276,17 @@ class MuonSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Block Krylov steps per update, started from the last step's
-            singular vectors; at least 1.
+        krylov_steps (default 4): Number of block Krylov steps per update, from the last singular
+            vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
             not negative.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "muon_sphere"
@@ -327,7 +332,7 @@ class SpectralSphere(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Steps of msign, at least 1.
+        steps (default 8): Number of steps of msign, at least 1.
         msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -339,16 +344,16 @@ class SpectralSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Block Krylov steps per update, started from the last step's
-            singular vectors; at least 1.
+        krylov_steps (default 4): Number of block Krylov steps per update, from the last singular
+            vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
             not negative.
-        tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None:
-            2e-4, or in 16 bits the rounding error of f: 1e-3 with msign_dtype float16, 5e-3 with
-            bfloat16. The step subtracts this error, which is along u v^T; an error above 0.05 in
-            float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
+        tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None: 2e-4,
+            or in 16 bits its rounding error: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The
+            step subtracts this error, which is along u v^T; an error above 0.05 in float16 or 0.1
+            in bfloat16 is a miss, whatever the tolerance.
         max_evaluations (default None): Largest number of msign evaluations per unit and step;
             without early exit all of them run. None: 8 with early exit, else 1, or 2 for
             float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer
@@ -357,8 +362,9 @@ class SpectralSphere(SpectralOptimizer):
             device; None: on a CPU only.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "spectral_sphere"
@@ -406,7 +412,7 @@ class MuonPlusPlus(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Steps of msign, at least 1.
+        steps (default 8): Number of steps of msign, at least 1.
         msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
@@ -418,8 +424,8 @@ class MuonPlusPlus(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 10): Block Krylov steps per singular triplet and update, at least
-            1.
+        krylov_steps (default 10): Number of block Krylov steps per singular triplet and update, at
+            least 1.
         algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only
             if steps are within the gap. project_rescale: algorithm 2, which also rescales the
             weight to the radius. dual: a first-order relaxation that only requires u^T D v = 0.
@@ -428,15 +434,16 @@ class MuonPlusPlus(SpectralOptimizer):
         max_evaluations (default None): Number of msign evaluations per unit and step, for
             algorithm dual only; None: 1, or 2 for float32 matrices of more than 256 rows on a
             GPU whose float64 is slow (consumer cards, B300).
-        correlation_rescale (default False): The first time the correlation rho of the entries
-            (eq. 4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now).
-            Not with project_rescale.
+        correlation_rescale (default False): The first time the correlation rho of the entries (eq.
+            4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now). Not
+            allowed with project_rescale.
         correlation_threshold (default 1.0): The paper's C: the threshold is C (rows^-1/2 +
             cols^-1/2); positive.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "muon_plus_plus"
@@ -483,13 +490,14 @@ class SpectralDescent(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         schedule (default 'polar_express'): Polynomials of msign, a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Steps of msign, at least 1.
+        steps (default 8): Number of steps of msign, at least 1.
         msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
             of the weight.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of a split DDP model.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their dtype.
+        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
+            was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
     """
 
     default_rule = "spectral_descent"

@@ -28,8 +28,9 @@ from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
-"""Vectors cached in addition to the top one. With the top and the generic vector they form a block
-of eight, which four steps extend to the 32 vectors that one program orthonormalises."""
+"""Number of vectors cached in addition to the top one. With the top and the generic vector they
+form a block of eight, which four steps extend to the 32 vectors that one program
+orthonormalises."""
 BLOCK = NEARBY + 2
 """Number of vectors in the block."""
 NEARBY_SQUARINGS = 4
@@ -47,8 +48,8 @@ SQUARES = 1e-25, 1e30
 """Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Share of a fixed vector in the start: negligible relative to a cached vector, everything if the
-cached vector is zero."""
+"""Share of a fixed vector in the start vector: negligible next to a cached vector, but all of it if
+the cached vector is zero."""
 RIDGE = 1e-7
 """Added to the diagonal of a basis's Gram matrix, so that the matrix is positive with zero rows and
 does not magnify rounding errors in dependent rows."""
@@ -69,7 +70,7 @@ def top_singular(
             orthogonal to the answer, make a cold start. Only the vector of the shorter side is
             read.
         steps: number of block Krylov steps, each two passes over `w`. Ten are enough from the last
-            optimizer step's vectors, `COLD_STEPS` from a cold start.
+            optimizer step's vectors, and `COLD_STEPS` are enough from a cold start.
 
     Raises:
         ValueError: `steps < 1` or mismatched shapes.
@@ -170,7 +171,7 @@ def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
 
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without cache."""
+    """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without a cache."""
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
@@ -279,8 +280,8 @@ DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T` for every `W`.
 
-    Its rows are orthonormal up to rounding, or zero if the space is exhausted: dependent start
-    vectors, low rank, `count steps > rows`.
+    Its rows are orthonormal up to rounding, or zero if the space is exhausted, by dependent start
+    vectors, low rank or `count steps > rows`.
 
     Args:
         stacks: matrices `[batch, rows, cols]` each, with equal numbers of rows.

@@ -46,9 +46,9 @@ TOLERANCES = {
 }
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# msign evaluations that are enough on recorded momenta (docs/numerics.md). On a GPU where the model
-# is narrow (`tangent_model.is_wide`) a second evaluation in float32 corrects the loss from
-# squaring.
+# Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). On a GPU where
+# the model is narrow (`tangent_model.is_wide`) a second evaluation in float32 corrects the loss
+# from squaring.
 EVALUATIONS, NARROW_EVALUATIONS = 1, 2
 # Largest component along Theta that counts as rounding errors of msign, by the dtype of its
 # products: 0.031 and 0.067 were the largest on recorded momenta at the exact multiplier.
@@ -83,8 +83,8 @@ class TangentSolution(NamedTuple):
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
-    converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
-    bounded: Tensor  # [batch], bool, as in `spectral.polar.Polar`; the residual is 1 where False
+    converged: Tensor  # [batch], bool, |residual| <= tolerance, and the direction is not degenerate
+    bounded: Tensor  # [batch], bool, see `spectral.polar.Polar`; if False, the residual is 1
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:

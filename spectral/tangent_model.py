@@ -10,7 +10,7 @@ Only the rank-one term depends on lambda. msign's odd polynomial is expanded int
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
 which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These come from a
-projection of `N N^T` on the rational Krylov space of a few of the same resolvents, which
+projection of `N N^T` onto the rational Krylov space of a few of the same resolvents, which
 approximates the resolvents at all other shifts to 1e-4 or better for any number of rows.
 docs/numerics.md contains measurements.
 
@@ -36,7 +36,7 @@ from .singular_triplets import DEPENDENT, orthonormal, unit
 NODES = 48
 RIDGE = 1e-13
 GRID = (2, 512)
-"""Rounds of the search for the root, and intervals of the grid per round."""
+"""Number of rounds of the search for the root, and of intervals of the grid per round."""
 CPU_GRID = (6, 8)
 """Six rounds give the same last interval with 54 values of the model instead of 1,026."""
 
@@ -49,7 +49,7 @@ takes no pass over M; in float16 it raises errors of f on recorded momenta from 
 WIDE_ROWS = 256
 """Largest number of rows at which the model of an msign in 32 bits or more computes `N N^T` and its
 resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
-float64 always do. In 16 bits f is not that exact."""
+float64 always do. In 16 bits f is not exact enough to need this."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 products take at most about twice as long as float32
 products: P100, V100, A100, H100 and H200, B200. On all others (consumer cards, L40S, B300) they
@@ -76,13 +76,13 @@ SPACES = {
 """Krylov spaces by the dtype of msign's products. A resolvent costs a factorisation; its powers
 cost little more."""
 SYSTEM_ELEMENTS = 3 << 27
-"""Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
-time: both systems of 48 matrices with 2,048 rows, in 3 GiB of float64."""
+"""Number of elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS`
+solves at a time: both systems of 48 matrices with 2,048 rows, in 3 GiB of float64."""
 
 
 TRIANGLE, CPU_TRIANGLE = 512, 256
-"""Rows of the blocks in which half of a symmetric product is computed: smaller ones take less work,
-but more launches."""
+"""Number of rows of the blocks in which half of a symmetric product is computed: smaller ones take
+less work, but more launches."""
 
 
 class Model(NamedTuple):
@@ -134,7 +134,7 @@ def build(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks, projected on one space per matrix.
+    """Build the model of the matrices `M` of all stacks, projected onto one space per matrix.
 
     Args:
         stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal numbers of rows.
@@ -370,14 +370,14 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 256
-"""Rows of a block, except on a CPU. Larger blocks take fewer launches, smaller blocks fewer of the
-library's slow columns. On an H200 48 systems of 2,048 rows in float64 are factorised and solved in
-11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by the library; 48
-of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256, and in 1.6 ms by the library (measured with
-a product for each pair of blocks). For a CPU see `block_rows`."""
+"""Number of rows of a block, except on a CPU. Larger blocks take fewer launches, smaller blocks
+fewer of the library's slow columns. On an H200, 48 systems of 2,048 rows in float64 are factorised
+and solved in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by
+the library; 48 systems of 512 rows take 1.4 and 1.5 ms in blocks of 128 and 256, and 1.6 ms by the
+library (measured with a product for each pair of blocks). For a CPU see `block_rows`."""
 JOINED = 4
-"""Blocks that are joined for `solve`, except on a CPU: up to 1,024 rows are then solved in two
-launches. For 2,048 rows the inverses take a quarter of the FLOPs of the factor, and half its
+"""Number of blocks that are joined for `solve`, except on a CPU: up to 1,024 rows are then solved
+in two launches. For 2,048 rows the inverses take a quarter of the FLOPs of the factor, and half its
 memory.
 """
 

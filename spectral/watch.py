@@ -430,7 +430,7 @@ class Watch(TorchDispatchMode):
             self.end_with([source])
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
-        """Follow the sum of an elementwise product along axes if it is one of inner products.
+        """Follow the sum of an elementwise product along axes if it computes inner products.
 
         Such inner products involve a parameter, tokens as in attention, or a state that is an outer
         product.
@@ -545,7 +545,8 @@ class Watch(TorchDispatchMode):
             self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
-        """Return the distances of entries that a batched product uses in order, or 0."""
+        """Return the distances between entries of a stack, if a batched product uses them in order,
+        or 0."""
         use = self._use(weight)
         if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
             numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start

@@ -168,7 +168,7 @@ def flash_attention(kernel: str) -> Callable[..., Any]:
 
 
 class FlashCoreAttention(CoreAttention):
-    """Attention by the package of `kernel`, a key of `FLASH_MODULES`; 16 bits, on GPUs."""
+    """Attention by the package of `kernel`, a key of `FLASH_MODULES`; for 16-bit dtypes on GPUs."""
 
     def __init__(self, *arguments: Any, kernel: str, **options: Any) -> None:
         super().__init__(*arguments, **options)

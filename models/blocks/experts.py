@@ -1,11 +1,11 @@
 """Dispatch of tokens to experts, the experts' products, and the combination of results.
 
-Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows for
-any routing: (token, expert) pairs of known number. Sorted by expert, they need no mask, no index
-list of unknown length and no read by the host. With expert parallelism, one all-to-all sends the
-rows to the experts and one sends the results back; the host reads the numbers of rows per rank once
-per layer and pass. Forward and backward use gathers instead of scattered sums, whose order differs
-from run to run on a GPU.
+Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows
+whatever the routing: the number of (token, expert) pairs is known. Sorted by expert, they need no
+mask, no index list of unknown length and no read by the host. With expert parallelism, one
+all-to-all sends the rows to the experts and one sends the results back; the host reads the numbers
+of rows per rank once per layer and pass. Forward and backward use gathers instead of scattered
+sums, whose order differs from run to run on a GPU.
 """
 
 from collections.abc import Callable, Sequence

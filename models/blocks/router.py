@@ -147,8 +147,8 @@ def take_balancing_losses() -> dict[str, Tensor]:
     The losses do not contain their coefficients, and are summed over the micro-batches since the
     last call.
 
-    The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
-    of a stage, the z-loss a mean over them.
+    The sequence loss is a sum over the ranks that share a sequence, the global loss is a sum over
+    all ranks of a stage, and the z-loss is a mean over them.
     """
     return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 

@@ -124,8 +124,8 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    `dtype` is torch's name of the weights' type, `positions` the training sequence length, or the
-    length that scaled rotary positions are made for if it is larger, `end_token` the id of the
+    `dtype` is torch's name of the weights' type; `positions` is the training sequence length or, if
+    it is larger, the length that scaled rotary positions are made for; `end_token` is the id of the
     token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)

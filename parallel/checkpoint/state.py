@@ -128,7 +128,7 @@ def load_state(
 
 
 def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
-    """Read index and plain values of a state; raises StateError on all ranks if one cannot."""
+    """Read index and plain values of a state; raises StateError on all ranks if any rank cannot."""
     problems: list[str] = []
     try:
         index, plain = read_index(folder), read_plain(folder)
@@ -208,8 +208,7 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence about different PC layers of checkpoint and model, or None if they
-    agree."""
+    """Return a sentence about different PC layers of checkpoint and model, if they differ."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -217,8 +216,8 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
     one = min(saved_layers ^ model_layers)
     side = "checkpoint" if one in saved_layers else "model"
     return [
-        f"it has {len(saved_layers)} PC layers and the model {len(model_layers)}; {one}, for one, "
-        f"is only in the {side}: pc.blocks must be as it was"
+        f"it has {len(saved_layers)} PC layers and the model {len(model_layers)}; {one}, for "
+        f"example, is only in the {side}: pc.blocks must be as it was"
     ]
 
 

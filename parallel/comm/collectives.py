@@ -197,7 +197,7 @@ def all_reduce_(
 
 
 SHOWN = 8
-"""Largest number of ranks named per value."""
+"""Largest number of ranks that an error names for each value."""
 
 
 class Agreement:

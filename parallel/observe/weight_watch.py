@@ -18,7 +18,7 @@ from parallel.storage.stage_units import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED = 1 << 22
-"""Elements hashed at a time."""
+"""Number of elements hashed at a time."""
 SHOWN = 8
 """Largest number of findings in an error."""
 

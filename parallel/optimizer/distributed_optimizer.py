@@ -64,8 +64,8 @@ class DistributedOptimizer:
 
         `owners` gives, by name, the global rank that steps each matrix of this rank's pipeline
         stage. With `overlap_gather`, `step` returns before all new weights have arrived; each
-        module waits for its weights before its next forward, and `model.wait_for_weights` waits for
-        all weights.
+        module waits for its weights before its next forward pass, and `model.wait_for_weights`
+        waits for all weights.
         """
         self.model = model
         self.domains = domains

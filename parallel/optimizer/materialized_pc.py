@@ -31,7 +31,7 @@ from spectral.sharded.exchange import unpacked
 from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
-"""Elements of weights that are mapped at a time, which bounds the scratch memory."""
+"""Number of elements of weights that are mapped at a time; it bounds the scratch memory."""
 
 
 @dataclass

@@ -80,7 +80,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 
 
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
-    """Return the elements per token that a layer saves for its backward pass.
+    """Return the number of elements per token that a layer saves for its backward pass.
 
     They are the inputs and outputs of both norms (cut only by sequence parallelism), attention's
     tensors (q, k, v, its output, rotated q and k, a copy of normalised grouped queries, and keys

@@ -36,7 +36,7 @@ class Device(Section):
     capability: tuple[int, int]
     """Compute capability."""
     processors: Count
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     copy_rate: Positive
     """Bytes that a copy kernel reads and writes."""
     peak: dict[str, Positive]
@@ -48,7 +48,7 @@ class Device(Section):
     graph_seconds: Positive = 1.5e-6
     """Least time of a kernel that a graph launches."""
     node_size: Count = 8
-    """GPUs of a node."""
+    """Number of GPUs in a node."""
     node_rate: Positive = 400e9
     """Bytes that a GPU sends to others of its node."""
     network_rate: Positive = 45e9
@@ -117,7 +117,7 @@ SAME_PEAK: Final[Mapping[str, str]] = {
 """Key of the device with the same bfloat16 peak, by a word of CUDA's device name."""
 
 SLOWER: Final = {"MIG", "NVL", "PCIe"}
-"""Words of the names of variants with fewer FLOP/s."""
+"""Words in the names of device variants with fewer FLOP/s."""
 
 
 def device_called(name: str) -> Device | None:
@@ -151,8 +151,8 @@ al., "FlashAttention-3", 2024, figure 5) and backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
 """Share of the peak for scores computed block by block."""
 SYMMETRIC: Final = 0.45
-"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 with at
-least 4,096 rows, or 32 matrices of 2,048 (spectral/kernels/table.json)."""
+"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 for matrices
+of at least 4,096 rows, or 32 matrices of 2,048 rows (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
 """Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
 measured in float64 in SSO's step on an H200. Columns are processed in sequence, so the share is
@@ -176,7 +176,7 @@ class Links:
 
     @property
     def per_node(self) -> int:
-        """Ranks of the group in one node, at least 1."""
+        """Number of ranks of the group in one node, at least 1."""
         return max(1, min(self.size, self.device.node_size // self.stride))
 
     @property

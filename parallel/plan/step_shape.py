@@ -62,12 +62,13 @@ class Layer:
     cut_biases: int
 
     def elements(self, tensor: int) -> int:
-        """Return the elements on one of `tensor` ranks, without routed experts."""
+        """Return the number of elements on one of `tensor` ranks, without routed experts."""
         vectors = self.gains + self.cut_biases // tensor
         return vectors + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
-        """Return the elements of one routed expert on one of `tensor` ranks that share it."""
+        """Return the number of elements of one routed expert on one of `tensor` ranks that share
+        it."""
         return sum(math.prod(w.local(tensor)) for w in self.weights if w.expert)
 
 
@@ -148,7 +149,7 @@ class PlanInputs(Layout):
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.data * self.tensor
 
     def domains(
@@ -197,22 +198,23 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
+        """Number of tokens of a micro-batch on one rank."""
         return self.micro_batch * self.sequence_length // self.inputs.context
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of a micro-batch outside the tensor-parallel matrices of one rank."""
+        """Number of tokens of a micro-batch outside the tensor-parallel matrices of one rank."""
         return self.tokens // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def stream(self) -> int:
-        """Elements of the residual stream per token outside the tensor-parallel matrices."""
+        """Number of residual-stream elements per token outside the tensor-parallel matrices."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def pairs(self) -> int:
-        """(token, expert) pairs of a micro-batch that leave one rank, in layers with experts."""
+        """Number of (token, expert) pairs of a micro-batch that leave one rank in a layer with
+        experts."""
         assert self.model.moe is not None
         return self.own_tokens * self.model.moe.top_k * self.inputs.expert_tensor
 
@@ -225,7 +227,8 @@ class StepShape:
         return _kinds(self.model, self.chunks(stage))
 
     def in_flight(self, stage: int) -> float:
-        """Return the most micro-batches in flight on a rank, under Megatron's schedules."""
+        """Return the largest number of micro-batches in flight on a rank, under Megatron's
+        schedules."""
         stages, virtual = self.inputs.pipeline, self.inputs.virtual_pipeline
         if virtual == 1:
             return min(stages - stage, self.microbatches)

@@ -157,7 +157,7 @@ class OptimizerLoad:
 
 
 def layer_elements(shape: StepShape, layer: int) -> float:
-    """Return the elements per token of a micro-batch on one rank."""
+    """Return the number of elements that a layer moves per token of a micro-batch on one rank."""
     model, inputs = shape.model, shape.inputs
     passes, tensor = COMPILED if inputs.compiled else SINGLE, inputs.tensor
     stream = shape.stream
@@ -216,7 +216,8 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return a rank's elements on a stage: of dense parameters, and of routed experts."""
+    """Return the numbers of elements of a rank on a stage, for dense parameters and routed
+    experts."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
     for layer, number in shape.kinds(stage).items():

@@ -68,12 +68,12 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        """Elements that belong to a parameter."""
+        """Number of elements that belong to a parameter."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """Number of elements that belong to no parameter."""
         return self.numel - self.used
 
 
@@ -138,7 +138,8 @@ class BucketLayout:
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return the elements of the unit's local piece in each data-parallel rank's shard, if any.
+        """Return the number of elements of the unit's local piece in the shard of each
+        data-parallel rank that has any.
 
         Ranks are ascending.
         """
@@ -148,7 +149,8 @@ class BucketLayout:
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Sum elements times weight over units, in the shard of each data-parallel rank."""
+        """Return the sum over units of elements times weight, in each data-parallel rank's
+        shard."""
         # Sum differences between neighbouring ranks, so that the time does not depend on the number
         # of ranks.
         steps = [0] * (self.ranks + 1)
@@ -164,7 +166,7 @@ class BucketLayout:
         return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
     def shard_numel(self, bucket: int) -> int:
-        """Return the elements of a shard of bucket number `bucket`."""
+        """Return the number of elements in a shard of bucket number `bucket`."""
         return self.buckets[bucket].numel // self.ranks
 
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
@@ -177,12 +179,12 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of all buckets, including padding."""
+        """Number of elements of all buckets, including padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def padding(self) -> int:
-        """Elements of all buckets that belong to no parameter."""
+        """Number of elements of all buckets that belong to no parameter."""
         return sum(bucket.padding for bucket in self.buckets)
 
 
@@ -287,7 +289,7 @@ class BucketPlanner:
 
 
 def _numel(units: Sequence[Unit]) -> int:
-    """Return the elements of the parameter with these units."""
+    """Return the number of elements of the parameter with these units."""
     return prod(units[0].view_shape)
 
 

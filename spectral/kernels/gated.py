@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Columns per iteration of a program."""
+"""Number of columns per iteration of a program."""
 OF_A_WARP = 256
-"""Elements of a block per warp: each thread loads eight 16-bit elements at once."""
+"""Number of elements of a block per warp: each thread loads eight 16-bit elements at once."""
 ROOT = tl.constexpr(math.sqrt(8 / math.pi))
 CUBIC = tl.constexpr(0.044715)
 

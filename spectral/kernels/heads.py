@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 16
-"""Heads per iteration of a program."""
+"""Number of heads per iteration of a program."""
 TOKENS = 8
-"""Tokens per program, which writes one row of partial sums of a gain's gradient."""
+"""Number of tokens per program, which writes one row of partial sums of a gain's gradient."""
 WARPS = 4
 
 

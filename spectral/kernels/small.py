@@ -18,7 +18,7 @@ WARPS = 4
 STAGES = 1
 """Software pipeline stages; with more, the vectors do not fit the registers."""
 COLUMNS = 32
-"""Columns of the vectors in each product."""
+"""Number of columns of the vectors in each product."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -88,7 +88,8 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of `out` `[batch, n, n]` and its mirror; `a`, `b` `[batch, n, depth]`."""
+    """Compute one tile of `out` `[batch, n, n]` and its mirror; `a`, `b` are `[batch, n,
+    depth]`."""
     program = tl.program_id(0)
     matrix = (program // tiles).to(tl.int64)
     row, col = tile_of(program % tiles)

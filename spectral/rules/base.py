@@ -42,7 +42,7 @@ class Step(NamedTuple):
     """The arguments of a step.
 
     Attributes:
-        lr, weight_decay: for all units.
+        lr, weight_decay: learning rate and weight decay of all units.
         active: 0-d bool tensor; False leaves weight and state unchanged, bit for bit, without a
             host sync. None: the step is taken.
     """

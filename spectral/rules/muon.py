@@ -120,7 +120,7 @@ class MsignRule(Rule):
     schedule: str = "polar_express"
     """Polynomials of msign, a key of `spectrain.polar.SCHEDULES`."""
     steps: int = 8
-    """Steps of msign, at least 1."""
+    """Number of steps of msign, at least 1."""
     msign_dtype: MsignDtype | None = None
     """Dtype of the products inside msign; null keeps the dtype of the weight."""
 

@@ -39,7 +39,7 @@ class MuonPlusPlusRule(RadiusRule):
     algorithm 2, which also rescales the weight to the radius. dual: a first-order relaxation that
     only requires u^T D v = 0."""
     krylov_steps: int = 10
-    """Block Krylov steps per singular triplet and update, at least 1."""
+    """Number of block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = None
     """Largest |u^T D v| that counts as tangent, for algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16 and 5e-3 with bfloat16."""

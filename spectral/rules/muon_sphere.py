@@ -36,7 +36,7 @@ class RadiusRule(PolarRule):
     radius_scaler: float = 1.0
     """Factor of the radius, the paper's c; positive."""
     krylov_steps: int = 4
-    """Block Krylov steps per update, started from the last step's singular vectors; at least 1."""
+    """Number of block Krylov steps per update, from the last singular vectors; at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class RadiusRule(PolarRule):
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance of a solve for tangent directions, the default filled in."""
+        """Return the tolerance of a solve for tangent directions, with the default filled in."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
@@ -100,7 +100,7 @@ class MuonSphereRule(RadiusRule):
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
 
-        Also nearby `[batch, NEARBY, shorter side]`, which the first step fills.
+        It also creates nearby `[batch, NEARBY, shorter side]`, which the first step fills.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())

@@ -33,7 +33,7 @@ class Work:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole unit."""
+        """Number of elements of the whole unit."""
         return sum(self.holders.values())
 
 

@@ -118,7 +118,7 @@ class TensorLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of one copy."""
+        """Number of elements of one copy."""
         return sum(
             numel_of(box)
             for box, copy in zip(self.boxes, self.copies, strict=True)

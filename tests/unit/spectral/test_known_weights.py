@@ -443,7 +443,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             gat=holder(w=linear(8, 12), source=parameter(1, 3, 4), target=parameter(1, 3, 4)),
             out=linear(12, 4),
         ),
-        "gat.w.weight looks like .*source has its 12 outputs in 2 axes",
+        "gat.w.weight looks like .*source arranges its 12 outputs in 2 axes",
     ),
     "joined outputs": (
         lambda: nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
