@@ -16,7 +16,7 @@ def output_of(
     variables: Mapping[str, str] = os.environ,
     code: int = 0,
 ) -> str:
-    """Return the output of a command, for a failing command also its errors. It must end with
+    """Return the output of a command and, if `code` is not 0, its errors. The command must end with
     `code`; `variables` are its environment."""
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr

@@ -84,7 +84,7 @@ def _seeded_and_unchanged() -> Iterator[None]:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
-    """Takes the exit code of a command, which must be 2, and returns its errors."""
+    """A function that takes the exit code of a command, which must be 2, and returns its errors."""
 
     def errors(code: int) -> str:
         assert code == 2
@@ -113,7 +113,7 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Like `folder`, one for all tests of a module."""
+    """Like `folder`, but one for all tests of a module."""
     from tests.token_files import write_token_set  # takes seconds to import
 
     folder = tmp_path_factory.mktemp("shared")

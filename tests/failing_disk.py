@@ -36,7 +36,8 @@ def largest_file(size: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """The failing calls: the `number`-th of a kind and every `period`-th later one, 0 for none.
+    """The failing calls: the `number`-th call of a kind and every `period`-th later one (0: no
+    later one).
 
     error    number of the error
     """

@@ -72,8 +72,8 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """Return '' if all processes succeed, else the reason. No process is running afterwards, even
-    if the wait was interrupted."""
+    """Return '' if all processes succeed, else the reason for the failure. No process is running
+    afterwards, even if the wait was interrupted."""
     end = time.monotonic() + timeout
     problem = ""
     try:
@@ -95,8 +95,8 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
 
 
 def output(folder: Path, rank: int) -> str:
-    """Return the last lines of a rank's output, of both streams: its traceback, and not so much
-    before it that a log is cut there."""
+    """Return the last lines of a rank's output, of both streams: its traceback, and so little
+    before it that a log is not cut there."""
     file = folder / f"{rank}.txt"
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return "\n".join(lines[-60:])

@@ -52,8 +52,8 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
-    """Return for each of several calls the bytes of live tensors created since the first call,
-    after it and at its peak."""
+    """Return the bytes of live tensors created since the first of several calls, after each call
+    and at its peak."""
     found = []
     with _Watch() as watch:
         for _ in range(times):

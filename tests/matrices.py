@@ -7,7 +7,7 @@ from spectral.polar import coefficients
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    """Draw float64 numbers, which depend only on the seed."""
+    """Draw float64 numbers that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

@@ -17,7 +17,7 @@ def windows_of(read: Read, name: str) -> list[int]:
 
 
 def expected(name: str, count: int) -> list[int]:
-    """Return the first windows of a set, epoch by epoch, of a run on this set alone."""
+    """Return the first windows that a run on this set alone reads, epoch by epoch."""
     size = (SIZES[name] - 1) // LENGTH
     epochs = range(-(-count // size))
     orders = (window_order(name, size, 7, epoch) for epoch in epochs)

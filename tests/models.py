@@ -70,8 +70,8 @@ def initialized(
 ) -> tuple[list[Unit], dict[str, Tensor]]:
     """Return units of `model` and their initialised float64 parameters.
 
-    They belong to a (rank, size) of the ranks that share dense matrices, and of the ranks that
-    share experts; `options` go to `all_units`.
+    They belong to one rank, given as (rank, size) among the ranks that share dense matrices and
+    among those that share experts; `options` go to `all_units`.
     """
     if model.moe is not None:
         options["expert_tensor"] = expert_tensor[1]

@@ -3,7 +3,8 @@
 Wall time measures how busy a machine is; processor time measures the cost of a test, which doubles
 on a busy machine. The sum covers the test process and all its descendants: programs that tests
 start, and ranks with the server that forks them. A file with too large a share of the whole is
-named. It does not fail the run, as a file is also charged for what ends during its tests.
+named. Such a file does not fail the run, as a file is also charged for processes that end during
+its tests.
 """
 
 import os

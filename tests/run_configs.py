@@ -32,8 +32,8 @@ ROUTED = MIXTURE | {
 
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:
-    """Return the config of a two-layer, 64-wide Llama on the token set `folder`/tokens; `overrides`
-    are dotted keys with `__` for the dot."""
+    """Return the config of a Llama with two layers of width 64 on the token set `folder`/tokens;
+    `overrides` are dotted keys with `__` for the dot."""
     group = {"rule": "adamw", "lr": 3e-3, "weight_decay": 0.1}
     content = {
         "run": {"name": "test", "dir": f"{folder}/run"},

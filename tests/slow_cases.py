@@ -7,7 +7,8 @@ import pytest
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return the parameters of `cases` (tuples for several); all outside `fast` are slow."""
+    """Return the parameters of `cases` (tuples for several parameters); all cases outside `fast`
+    are slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

@@ -1,4 +1,4 @@
-"""Recipes at small size: only sizes of the config change."""
+"""Recipes at small size: only the sizes in the config change."""
 
 import lzma
 import re
@@ -72,7 +72,8 @@ def distinct(runs: Iterable[str]) -> list[str]:
 
 
 def recipes() -> dict[str, list[str]]:
-    """Return the names of distinct recipes by model; of tiny recipes by two words."""
+    """Return the names of distinct recipes by model; tiny recipes are grouped by two words of their
+    names."""
     found: dict[str, list[str]] = {}
     for name in distinct(path.stem for path in (ROOT / "configs").glob("*.yaml")):
         size = "_".join(name.split("_")[: 2 if name.startswith("tiny_") else 1])
@@ -83,8 +84,8 @@ def recipes() -> dict[str, list[str]]:
 def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
     """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
 
-    `overrides` apply to the recipe, except sizes, tasks and profile. Precision, rules and their
-    settings, PC layers, penalty, clipping, storage and learning rates are the recipe's.
+    `overrides` apply to the recipe, except those of sizes, tasks and profile. Precision, rules and
+    their settings, PC layers, penalty, clipping, storage and learning rates are the recipe's.
     """
     path = ROOT / "configs" / f"{name}.yaml"
     full = load_config(path, overrides)

@@ -71,8 +71,8 @@ def stepped_model(
 def figures_of(
     model: ParallelModel, batch: dict[str, Tensor], *, train: bool = True
 ) -> list[dict[str, Tensor]]:
-    """Return figures of a forward and, for training, backward pass of one micro-batch on this
-    rank."""
+    """Return the figures of a forward pass and, in training, a backward pass of one micro-batch on
+    this rank."""
     size = len(batch["tokens"])
     return model.forward_backward(
         lambda: iter([batch]), mean_loss, microbatches=1, micro_batch=size, train=train

@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def row_of(name: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the layout and the changed keys in a row's name."""
+    """Return the layout and the changed keys that a row's name states."""
     layout, changes = {}, {}
     for part in re.split("[,;] ", name):
         if part in MODES:

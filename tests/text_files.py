@@ -16,7 +16,8 @@ TEXTS = [
 
 
 def write_byte_level_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer.json: a byte-level BPE with at most 300 tokens, `<|endoftext|>` is 0."""
+    """Write a tokenizer.json: a byte-level BPE with at most 300 tokens, of which `<|endoftext|>` is
+    token 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -36,8 +36,8 @@ def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
 
 
 def prepare_text(folder: Path, line: str, lines: int) -> Path:
-    """Prepare the set `tokens` from `line`, in which squares of numbers replace `{i}`, with a
-    tokenizer of 300 tokens trained on this text, and return the data folder."""
+    """Prepare the set `tokens` from copies of `line`, in which squares of numbers replace `{i}`,
+    with a tokenizer of 300 tokens trained on this text. Return the data folder."""
     (folder / "text.txt").write_text("".join(line.format(i=i * i) for i in range(lines)))
     options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
     assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0

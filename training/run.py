@@ -258,7 +258,7 @@ def run_hooks(
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
-    """Return the checkpoint choice of a run: the newest one after a restart."""
+    """Return the choice of a run's checkpoint; after a restart it is the newest one."""
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:

@@ -84,7 +84,8 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
     different = list(changes(*map(_model, (info, last))))
     if different:
         raise InputError(
-            f"{info.path} must have the model of {last.path}, got other {', '.join(different)}"
+            f"{info.path} must have the model of {last.path}, got differences: "
+            f"{', '.join(different)}"
         )
 
 

@@ -78,7 +78,8 @@ def version_of(deb: Path) -> str:
 def read_texts(
     deb: Path, patterns: Sequence[str], leave_out: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every file of a .deb whose path matches one of `patterns`, by path.
+    """Yield the path and text of every file of a .deb whose path matches one of `patterns`, by
+    path.
 
     Files whose name matches one of `leave_out` are skipped. Compressed files are decompressed.
 

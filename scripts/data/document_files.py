@@ -144,7 +144,7 @@ def _check_parquet(path: Path) -> None:
         head = file.read(16)
     if not head.startswith(b"PAR1"):
         raise DataError(
-            f"cannot read {path}: it is not a Parquet file, it begins with {head!r}; fetch it again"
+            f"cannot read {path}: it is not a Parquet file but begins with {head!r}; fetch it again"
         )
 
 

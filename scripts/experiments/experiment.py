@@ -74,8 +74,8 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: lines, dashed lines and dots; the colors of each kind start with the
-    first.
+    """A part of a figure: lines, dashed lines and dots; the lines of each kind start with the first
+    color.
 
     `log` names the logarithmic axes, `levels` are horizontal lines.
     """

@@ -71,7 +71,8 @@ def experiment(
 
 
 def properties(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
-    """Check the paper's theory: constant at first, proportional to the width after a step."""
+    """Check the paper's theory: ranks are constant at first, and proportional to the width after a
+    step."""
     checks = []
     for model, by_width in ranks.items():
         initial = max(values[0] for values in by_width.values())

@@ -120,7 +120,8 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the type in which weights were trained, or were imported if not trained since."""
+    """Return the type in which the weights were trained, or imported if they were not trained
+    since."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]

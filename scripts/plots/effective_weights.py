@@ -18,8 +18,8 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """Draw a histogram per role of its units' singular values, divided by the unit's largest. With
-    PC layers it also shows the values of PC(W).
+    """Draw a histogram per role of its units' singular values, each divided by the largest of its
+    unit. With PC layers it also shows the values of PC(W).
 
     `path` is a run folder or a checkpoint. Without `roles`, all matrix roles except embedding and
     head are shown. Raises InputError for a role that is not in the model.

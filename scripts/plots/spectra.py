@@ -99,7 +99,7 @@ def criterion_map(run: RunData) -> Figure | None:
 def unit_map(
     run: RunData, figure: str, label: str, *, center: float | None = None
 ) -> Figure | None:
-    """Draw a monitored figure by layer and role, at its last step, mean over the units."""
+    """Draw a monitored figure at its last step by layer and role, as the mean over the units."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None

@@ -48,7 +48,7 @@ munged --force --key-file="$2/munge.key" --log-file="$2/$1.munge.log" \
 
 
 def missing() -> str:
-    """Return the reason why a cluster is impossible here, '' if it is possible."""
+    """Return the reason why a cluster is impossible here, or '' if it is possible."""
     return network.missing(COMMANDS)
 
 

@@ -36,8 +36,8 @@ mount --bind "$2/hosts" /etc/hosts
 
 
 def missing(more: Mapping[str, str] | None = None) -> str:
-    """Return the reason why nodes are impossible here, '' if they are possible; `more` are further
-    required commands."""
+    """Return the reason why nodes are impossible here, or '' if they are possible; `more` are
+    further required commands."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes in namespaces need Linux and root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

@@ -1,6 +1,6 @@
 """Jobs of scripts/slurm/pretrain.sbatch on a SLURM cluster of two nodes, with disturbances.
 
-All jobs but two train the same run: after any disturbance it must end as the undisturbed run.
+All jobs but two train the same run: after any disturbance it must end like the undisturbed run.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""torchrun on two nodes without SLURM, which only share a disk."""
+"""torchrun without SLURM on two nodes that share only a disk."""
 
 import re
 import subprocess

@@ -41,7 +41,7 @@ def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, s
 
 
 def ended(config: str, overrides: list[list[str]]) -> None:
-    """End like pretrain.py."""
+    """End this rank as pretrain.py does."""
     mine = overrides[int(os.environ["RANK"])]
     raise SystemExit(pretrain.main(["--config", config, *mine]))
 

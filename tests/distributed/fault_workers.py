@@ -47,8 +47,8 @@ ONCE = {"error once": errno.EIO}
 
 @dataclass(frozen=True)
 class Fault:
-    """The action at the `point`-th access of the trainer or its writer to the disk, or for actions
-    in `ERRORS` from then on."""
+    """The action at the `point`-th access of the trainer or its writer to the disk; actions in
+    `ERRORS` continue from then on."""
 
     process: str
     point: int

@@ -29,8 +29,8 @@ def losses_and_gradients(
 
 
 def one_step(settings: dict[str, Any], groups: Groups) -> dict[str, Any]:
-    """Return the mean loss over the batch, gradients of this rank's whole units, the norm of all,
-    and by layer each expert's tokens and bias."""
+    """Return the mean loss over the batch, gradients of this rank's whole units, the norm of all
+    gradients, and each expert's tokens and bias by layer."""
     config, assign = model_of({**SHAPE, **settings}), assign_matrices("adamw")
     model = parallel_model(config, groups, assign, sequence_length=LENGTH)
     batch = {

@@ -1,4 +1,5 @@
-"""Processes for the tests of Ctrl-C, each a run like `python pretrain.py` without its imports."""
+"""Processes for the tests of Ctrl-C; each is a run like `python pretrain.py`, without its
+imports."""
 
 import os
 import sys

@@ -235,7 +235,7 @@ def flipped(
 
 
 def memory(trainer: Trainer, what: str) -> tuple[str | None, Tensor | None]:
-    """Return name and flat memory of the last weight of a kind, or None."""
+    """Return the name and the flat memory of the last weight of a kind, or None."""
     part, domain = trainer.model.domains[0], trainer.optimizer.domains[0]
     buffers = part.buffers
     bucket = buffers.bucket_layout.buckets[-1]

@@ -175,8 +175,8 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def counted(rule: str) -> Counter[tuple[int, ...]]:
-    """Return counts, by shape, of the matrices that this rank steps from now on; empty for
-    elementwise rules."""
+    """Return the number, by shape, of the matrices that this rank steps from now on; elementwise
+    rules have none."""
     seen: Counter[tuple[int, ...]] = Counter()
     kind = RULES[rule]
     if not kind.whole_matrix:
@@ -193,8 +193,8 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """Return, for each (how, rules, PC layers) and rule, the weights after four steps, and the
-    matrices that this rank steps in the last step."""
+    """Return the weights after four steps, and the matrices that this rank steps in the last step,
+    for each (how, rules, PC layers) and rule."""
     found: list[dict[str, Any]] = []
     for how, rules, pc in cases:
         found.append({})
@@ -234,7 +234,7 @@ def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
 
 
 def refusals() -> list[str]:
-    """Return the errors of wrong use on two ranks."""
+    """Return the errors about wrong use on two ranks."""
     build("one")
     said = []
 
@@ -267,7 +267,7 @@ def refusals() -> list[str]:
 
 
 def restarted(folder: str) -> list[bool]:
-    """Return whether a step after the process group was destroyed and made again is the same."""
+    """Return whether a step is the same after the process group was destroyed and created again."""
     found = []
     for how in ("fsdp", "hsdp"):
         weights = []
@@ -397,8 +397,8 @@ def keeps_what_is_refused(rule: str, exchange_dtype: torch.dtype | None) -> bool
 
 
 def skipped() -> list[Any]:
-    """Return whether all ranks skip a step with a nonfinite gradient on one rank, and refuse that
-    of one matrix."""
+    """Return whether all ranks skip a step with a nonfinite gradient on one rank, and refuse the
+    update of one matrix."""
     model = build("fsdp")
     optimizer = optimizer_of(model, "spectral_sphere", nonfinite="skip")
     train(model, optimizer, "fsdp", 0, 2)

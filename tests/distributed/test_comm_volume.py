@@ -1,4 +1,4 @@
-"""The planner's bytes equal the bytes of the collectives and of the optimizer's state."""
+"""The bytes that the planner counts are those of the collectives and of the optimizer's state."""
 
 import pytest
 

@@ -38,8 +38,8 @@ def newest() -> Path:
 
 
 def trained(engine: Path | None, version: str, run: Path, last: int) -> list[float]:
-    """Return the losses of a run up to a step, by an engine or the installed one, from its
-    checkpoint if any."""
+    """Return the losses of a run up to a step, by an engine or the installed one. The run continues
+    from its checkpoint if it has one."""
     variables = environment()
     if engine is not None:
         variables["PYTHONPATH"] = os.pathsep.join([str(engine), variables["PYTHONPATH"]])

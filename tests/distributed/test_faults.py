@@ -33,7 +33,7 @@ def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
 
 
 def test_what_fails_once_costs_no_step(report):
-    """A killed writer costs no step: the save is repeated."""
+    """A killed writer costs no step, because the save is repeated."""
     for fault in report["faults"]:
         kind = fault["fault"]["process"], fault["fault"]["action"]
         if "error once" in kind or kind == ("writer", "kill"):

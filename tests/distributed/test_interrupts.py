@@ -34,7 +34,7 @@ TORCHRUNS_OWN = re.compile(
 
 @dataclass(frozen=True)
 class Started:
-    """A running run: the process group that a terminal would signal, and its output."""
+    """A run in progress: the process group that a terminal would signal, and its output."""
 
     pid: int
     output: Path

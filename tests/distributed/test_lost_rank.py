@@ -1,4 +1,4 @@
-"""A collective raises a CollectiveError that names a rank which has left."""
+"""A collective raises a CollectiveError that names the rank that has left."""
 
 import pytest
 

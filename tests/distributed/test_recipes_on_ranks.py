@@ -1,5 +1,5 @@
-"""A recipe of every model, and all of one model, train at small size in their own precision, are
-saved, and continue on another layout."""
+"""A recipe of every model, and all recipes of one model, train at small size in their own
+precision, are saved, and continue on another layout."""
 
 from statistics import mean
 

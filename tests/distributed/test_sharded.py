@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed()
 
 
 def test_momenta_and_updates_are_sent_in_16_bits() -> None:
-    """16 instead of 64 bits are a quarter of Muon's bytes. SSO also sends exact weights and
-    vectors, and NorMuon sends mean squares."""
+    """With 16 instead of 64 bits, Muon sends a quarter of the bytes. SSO also sends exact weights
+    and vectors, and NorMuon sends mean squares."""
     shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
     for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
         for (distance, part, exact), share in zip(found, shares.values(), strict=True):

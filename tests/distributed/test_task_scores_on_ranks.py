@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def drawn() -> list[dict[str, Any]]:
-    """Draw requests of all lengths up to a window of 32, and some that fill it."""
+    """Draw requests of all lengths up to a window of 32, and some that fill the window."""
     draw = random.Random(0)
     sizes = [draw.randint(2, 33) for _ in range(21)] + [33, 2]
     tokens = [[draw.randrange(119) for _ in range(size)] for size in sizes]

@@ -1,4 +1,5 @@
-"""transformers' Trainer with accelerate's FSDP2: a sharded model is stepped by heads."""
+"""transformers' Trainer with accelerate's FSDP2: the optimizer steps a sharded model head by
+head."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A weight bit that flips between steps ends the run within an interval, and is named."""
+"""A bit of a weight that flips between steps ends the run within an interval, and the error names
+the weight."""
 
 import pytest
 

@@ -88,11 +88,11 @@ def followed(trainer: Trainer) -> dict[str, Any]:
 
     loss, norm       of every step
     validation       metrics of the last
-    tokens           most probable ones after some positions, before the first step
+    tokens           most probable tokens after some positions, before the first step
     initial, units   weights of this rank's whole units, before and after
     kept             number of weights that this rank keeps in float32 as their owner
     owned, owners    matrices that this rank steps, and the ranks that the routing table names
-    copies, named    what has copies on another rank, and what is found after these have changed
+    copies, named    names of weights with copies on another rank, and of those found changed later
     logged, lines    metrics and the monitors' lines by step, on the first rank
     """
     groups, vocab = trainer.groups, trainer.config.model.vocab_size
@@ -129,8 +129,8 @@ def followed(trainer: Trainer) -> dict[str, Any]:
 
 
 def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
-    """Return what this rank has an equal copy of on another rank, and the names in the error after
-    all copies on the last rank have changed."""
+    """Return the names of weights with an equal copy on another rank, and the names in the error
+    after all copies on the last rank have changed."""
     units = {unit.name: unit for unit in model.units}
     copies = {name: unit.view(model.parameters[unit.parameter]) for name, unit in units.items()}
     copies |= dict(named_buffers(model.chunks, model.parameters))

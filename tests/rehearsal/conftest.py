@@ -18,7 +18,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
     """A process whose fork server rehearsals prepare; the fork server of this process may belong to
     tests/launch.py, which has imported torch.
 
-    Skips with the reason without a C++ compiler.
+    If there is no C++ compiler, the test is skipped with the reason.
     """
     try:
         fake_driver.built()

@@ -35,7 +35,7 @@ class ToldJob(Job):
     """A rehearsal that writes its progress to a file next to the folder of its run."""
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse it."""
+        """Rehearse the job."""
         told: list[str] = []
         report = super().perform(told.append)
         Path(f"{self.config.run.dir}.told").write_text("\n".join(told), encoding="utf-8")
@@ -50,7 +50,7 @@ class TracedCall:
     arguments: tuple[Any, ...] = ()
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Call it with device tensors without values, and count its launches."""
+        """Call the function with device tensors without values, and count its launches."""
         trace, report = Trace(H100), RankReport(0)
         try:
             with install(trace, 1):

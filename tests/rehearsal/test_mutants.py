@@ -22,8 +22,8 @@ def broken(perform, config, mutant):
     [
         SLOW("no_wait_for_weights", "all_gather"),
         SLOW("no_wait_for_gradients", "reduce_scatter"),
-        SLOW("streams_are_not_joined", "what nothing orders after"),
-        ("streams_do_not_wait", "what nothing orders after"),
+        SLOW("streams_are_not_joined", "memory without waiting for"),
+        ("streams_do_not_wait", "memory without waiting for"),
     ],
 )
 def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):

@@ -28,7 +28,7 @@ FIGURES = {
 def rehearse(tmp_path, perform):
     """Return a function that rehearses the tiny config with options and returns the exit code.
 
-    It uses the common processes, as starting new ones takes longer than the rehearsal.
+    It uses the processes that tests share, as starting new ones takes longer than the rehearsal.
     """
     shape = SHAPE | MONITORED
     tiny_config(str(tmp_path), "muon", **shape | overrides(settings("llama")))

@@ -1,5 +1,5 @@
 """Recipes, and full commands of docs/papers.md that change one, at small size on two simulated
-GPUs, with one of their axes cut in turn; one of those that differ in numbers alone."""
+GPUs, with one of their axes cut in turn. Of recipes that differ only in numbers, one is tested."""
 
 import shlex
 from dataclasses import replace

@@ -20,7 +20,7 @@ def order() -> StreamOrder:
 def test_a_read_on_another_stream_needs_an_event(order):
     order.access(B, [WHOLE], [], "read", "there")
     (finding,) = order.findings
-    assert str(finding) == "read at there reads what nothing orders after write at here"
+    assert str(finding) == "read at there reads memory without waiting for write at here"
 
 
 def test_an_event_orders(order):

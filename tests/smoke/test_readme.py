@@ -64,7 +64,7 @@ def run(copy: Path, commands: list[tuple[str, str]]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the commands of a block for the fast test, with two training steps on one rank;
+    """Return the commands of a block for the fast test, with two training steps on one rank and
     without `make test`, which runs this test."""
     lines = []
     for line in MAKE_TEST.sub("", text).splitlines():
@@ -81,7 +81,8 @@ def shortened(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def way_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A copy after README's commands up to a run on a user's text, and their output."""
+    """A copy after the README's commands up to a run on a user's text, and the output of these
+    commands."""
     copy = fresh_copy(tmp_path_factory.mktemp("way_in"))
     short = [
         (kind, shortened(text) if kind == "bash" else text) for kind, text in blocks("README.md")
@@ -120,7 +121,7 @@ def test_the_first_commands_are_those_of_ci() -> None:
     "page", ["README.md", "docs/running.md", "docs/data.md", "docs/huggingface.md"]
 )
 def test_every_command_of_a_page_works_after_those_before_it(page: str, tmp_path: Path) -> None:
-    """All except `make test`, which `make test-all` runs first."""
+    """All commands run except `make test`, which `make test-all` runs first."""
     commands = [(kind, MAKE_TEST.sub("", text)) for kind, text in blocks(page)]
     said = run(fresh_copy(tmp_path), commands)
     assert "next: python scripts/plot.py" in said
@@ -179,7 +180,8 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
 def test_demo_again_says_so_and_changes_nothing(
     demo: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From another working directory, as all paths of the corpus are those of the repository."""
+    """The command runs in another working directory, as all paths of the corpus are those of the
+    repository."""
     monkeypatch.chdir(tmp_path)
     before = {each: each.stat().st_mtime_ns for each in demo.iterdir()}
     assert main(["--demo", "--output", str(demo)]) == 0

@@ -55,7 +55,7 @@ def case(what: object, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def run(cases: int, strategy: Any, call: Callable[[Any], None]) -> None:
-    """Call with `count` examples of a strategy."""
+    """Call a function with `count` examples of a strategy."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     test = given(strategy)(lambda case: call(case))
     settings(max_examples=cases, suppress_health_check=quiet)(test)()

@@ -91,7 +91,8 @@ def sharded_libraries(content: dict[str, Any]) -> Rows:
 
 
 def pc_layers(content: dict[str, Any]) -> Rows:
-    """Return time of a step and bytes of masters and state, relative to those without PC layers."""
+    """Return the time of a step and the bytes of masters and state, relative to a run without PC
+    layers."""
     sides = {"materialized": content, "in the graph": content["variants"]["pc.evaluator=in_graph"]}
     without = content["variants"]["pc=null"]
 
@@ -166,9 +167,9 @@ def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
 
 
 def known_figures() -> list[tuple[float, ...]]:
-    """Return mean and error, and mean and interval, of every variant of every committed study, and
-    of the difference of any two with the same seeds, also the first three; and tokens that AdamW
-    needs, with their interval."""
+    """Return the mean with its error, and the mean with its interval, of every variant of every
+    committed study, and of the difference of any two variants with the same seeds, also of the
+    first three seeds. The tokens that AdamW needs are included, with their interval."""
     groups: dict[tuple[int, ...], list[list[float]]] = {}
     known: list[tuple[float, ...]] = []
     for path in (ROOT / "studies").rglob("results.json"):

@@ -1,4 +1,4 @@
-"""The wheel: one import package that only needs torch, next to any other packages."""
+"""The wheel: one import package that needs only torch and works next to any other packages."""
 
 import os
 import re

@@ -110,7 +110,7 @@ def _chosen(
     different = list(changes(saved, configured))
     if different:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} must have the run's model, got other "
+            f"checkpoint.initialize_from: {info.path} must have the run's model, got differences: "
             f"{', '.join(different)}; set these keys of model as in {info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")

@@ -17,7 +17,7 @@ from training.json_file import read_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-"""Version of manifest.json; increase it when older ones become unreadable."""
+"""Version of manifest.json; increase it when older files become unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)

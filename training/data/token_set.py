@@ -122,7 +122,7 @@ class TokenSet:
             raise DataError(
                 f"set {self.name}: {self.prefix}.idx must have two documents or more for "
                 "data.document_mask and data.first_token_loss=false, got one: prepare the text "
-                "again with its documents apart"
+                "again with separate documents"
             )
         if not borders.first_token_loss and documents == self.tokens:
             raise DataError(

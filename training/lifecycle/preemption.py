@@ -57,7 +57,7 @@ class StopRequests:
                 )
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
-            print(f"warning: SLURM_JOB_END_TIME {problem}: the run does not see its time limit")
+            print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores its time limit")
         self.error: Exception | None = None
         """Error on this rank between steps; the run ends with it after a save."""
         self._signalled = False
@@ -77,7 +77,7 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return the key in REASONS of this rank's reason to stop, else 0."""
+        """Return the key in REASONS of this rank's reason to stop, or 0 if there is none."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:

@@ -99,7 +99,7 @@ class HeldFolder:
                 f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
                 "saved there"
             )
-        with contextlib.suppress(OSError):  # a disk that does not respond is no reason
+        with contextlib.suppress(OSError):  # a disk that does not respond is no reason to stop
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(
                     f"run.dir {self.path} has been in use by another run since its lock was removed"

@@ -44,7 +44,7 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, {} if there are no experts; wait like
+        """Return MaxVio of the last step by layer, or {} if there are no experts; wait like
         `metrics`."""
         moe = self.config.moe
         if moe is None:

@@ -70,7 +70,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return figures `[units]` of mean gradients `[units, rows, cols]`.
 
-    With `previous`, the gradients of the previous step, alignment is included.
+    If `previous`, the gradients of the previous step, is given, alignment is included.
     """
     sums = of_matrices(gradient)
     figures = {

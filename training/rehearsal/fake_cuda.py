@@ -22,7 +22,7 @@ def install(trace: Trace) -> None:
         put(torch.cuda.random, name, function)
     generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets this itself
     put(torch.cuda, "default_generators", (generator,) * trace.device.node_size)
-    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives contain it
+    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives state it
     put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
     def record_stream(tensor: Tensor, stream: Any) -> None:

@@ -204,7 +204,7 @@ def share_of(
 
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
-    """Return the seconds of the columns of eigenvalue problems, matrix by matrix."""
+    """Return the seconds that the columns of eigenvalue problems take, matrix by matrix."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])

@@ -126,7 +126,7 @@ class StreamOrder:
         now = Access(stream, self._number, name, place)
         for part in reads:
             memory = self._memory[part.storage]
-            self._check(memory.writes, part, now, "reads what nothing orders after")
+            self._check(memory.writes, part, now, "reads memory without waiting for")
             memory.reads = [
                 each
                 for each in memory.reads
@@ -135,8 +135,8 @@ class StreamOrder:
             memory.reads.append((part, now))
         for part in writes:
             memory = self._memory[part.storage]
-            self._check(memory.writes, part, now, "writes what nothing orders after")
-            self._check(memory.reads, part, now, "overwrites what nothing orders after")
+            self._check(memory.writes, part, now, "writes memory without waiting for")
+            self._check(memory.reads, part, now, "overwrites memory without waiting for")
             memory.reads = [each for each in memory.reads if not part.covers(each[0])]
             memory.writes = [each for each in memory.writes if not part.covers(each[0])]
             memory.writes.append((part, now))

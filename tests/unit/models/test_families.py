@@ -1,4 +1,4 @@
-"""Model families are named in one table; other names are refused."""
+"""One table names the model families; other names are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Attention by FlashAttention's packages: a stand-in for their interface, and refusals."""
+"""Attention by FlashAttention's packages, with a stand-in for their interface, and refusals."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""PC layers in a model of one process: against singular value decompositions."""
+"""PC layers in a model of one process, compared with singular value decompositions."""
 
 from typing import Any
 

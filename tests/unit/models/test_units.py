@@ -99,7 +99,8 @@ def test_initial_weights_do_not_depend_on_the_layout(case, init):
 
 
 def test_the_draw_does_not_depend_on_how_weights_are_split():
-    """The scale by depth, which applies only to up, does not depend on the division either."""
+    """The scale by depth, which applies only to the up projection, does not depend on the division
+    either."""
     init = InitConfig(spectral=False, depth_scaled=True, depth_scaling="layer")
     plain = replace(MODEL, layers=1, init=init)
     values = []

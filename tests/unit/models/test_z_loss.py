@@ -50,7 +50,7 @@ def test_chunks_equal_autograd(chunk: int, cap: float | None) -> None:
 def test_models_equal_autograd(
     name: str, loss_chunk: int | None, dtype: torch.dtype, world: Groups
 ) -> None:
-    """Loss, both figures and all gradients agree; gemma2 caps its logits."""
+    """The loss, both figures and all gradients agree; gemma2 caps its logits."""
     shape = tiny_model(name.removeprefix("tied "), tie_embeddings=name.startswith("tied"))
     model, parameters = drawn(shape, dtype, loss_chunk=loss_chunk, z_loss=True)
     tokens, labels = tokens_of(4, 16, 60)

@@ -12,7 +12,7 @@ from tests.update_cases import built
 
 
 def test_weights_of_a_checkpoint_are_taken_as_they_are(world) -> None:
-    """Also test a change of the weights before loading."""
+    """A change of the weights before loading is tested too."""
     model, update = built(world, "muon", "none", recorded=False)
     watch = WeightWatch(update.optimizer)
     watch.note()

@@ -106,8 +106,9 @@ def is_normal(weight: Tensor, std: float) -> None:
 
 @pytest.mark.parametrize("name", ["llama271m_adamw", *large("llama1b_(adamw|muon)"), *large(GRAM)])
 def test_initial_weights_are_those_of_the_paper(name: str, tmp_path: Path, world: Groups) -> None:
-    """PC: 0.02, over sqrt(2 (l + 1)) for o, up and down of layer l, counted from 0. Gram: min(1,
-    sqrt(rows / cols)) / sqrt(cols), of whole q, k and v."""
+    """The PC paper's deviation is 0.02, divided by sqrt(2 (l + 1)) for o, up and down of layer l,
+    counted from 0. That of the Gram paper is min(1, sqrt(rows / cols)) / sqrt(cols), of whole q, k
+    and v."""
     config, trainer = built(name, tmp_path, world)
     for layer, role, weight in matrices(config, trainer):
         rows, cols = weight.shape
@@ -119,7 +120,8 @@ def test_initial_weights_are_those_of_the_paper(name: str, tmp_path: Path, world
 def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
     name: str, tmp_path: Path, world: Groups
 ) -> None:
-    """||W||_2 = S = sqrt(rows / cols), of whole q, k and v, and after steps of algorithm 2."""
+    """The norm is ||W||_2 = S = sqrt(rows / cols), of whole q, k and v, also after steps of
+    algorithm 2."""
     config, trainer = built(name, tmp_path, world, single)
     # Draw and factor are float32; a tracked norm is accurate to half a percent.
     for slack in (1e-5, 1e-2):
@@ -141,7 +143,7 @@ def condition_number(values: Tensor) -> float:
 def test_the_condition_number_is_that_of_the_pc_papers_matrices(
     name: str, tmp_path: Path, world: Groups
 ) -> None:
-    """GMCN over whole q, k, v, o, gate, up and down, of PC(W) in PC layers."""
+    """Test GMCN over whole q, k, v, o, gate, up and down; PC layers use PC(W)."""
     plain, twin = built(name.removesuffix("_pc"), tmp_path, world)
     groups: dict[str, list[float]] = {"": [], "/pc": [], "/qkv": []}
     for _, role, weight in matrices(plain, twin):
@@ -170,7 +172,7 @@ def test_the_condition_number_is_that_of_the_pc_papers_matrices(
 def test_the_penalty_is_that_of_the_gram_papers_matrices(
     name: str, tmp_path: Path, world: Groups
 ) -> None:
-    """The sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
+    """Test the sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
 
     def penalised(config: Config) -> Config:
         section = config.gram_penalty or GramPenaltyConfig()

@@ -98,8 +98,8 @@ def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
     [("llama1b_adamw_pc", 0.391, 0.258), ("llama1b_muon_pc", 0.235, 0.191)],
 )
 def test_pc_layers_cost_what_their_paper_counts(name: str, bound: float, exact: float) -> None:
-    """FLOPs relative to the blocks', in percent (appendix G.1): k products with the smaller Gram
-    matrix, q power iterations, and twice as much in the backward pass."""
+    """Test the FLOPs relative to those of the blocks, in percent (appendix G.1): k products with
+    the smaller Gram matrix, q power iterations, and twice as much in the backward pass."""
     config = recipe(name)
     assert config.pc is not None and config.pc.level is not None
     k, q = config.pc.level, config.pc.steps
@@ -151,8 +151,8 @@ def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, sp
 
 
 def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
-    """The model has 1008 modules with these radii: q, k, v 0.25, o 1, gate and up 1.732, down
-    0.577."""
+    """The model has 1008 modules, with radius 0.25 for q, k and v, 1 for o, 1.732 for gate and up,
+    and 0.577 for down."""
     model = recipe("qwen3_1.7b_sso").model
     matrices = [u for u in all_units(model) if u.is_matrix and u.role not in ("embedding", "head")]
     assert len(matrices) == 36 * 28 and model.padded_vocab == 100_352

@@ -189,7 +189,7 @@ def unit_of(info: Any, name: str) -> Any:
 
 
 def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
-    """A parameter is in float64 and float32, with as much again during rounding."""
+    """A parameter is in memory in float64 and float32, with as much again during rounding."""
     infos = [read_checkpoint(step_folder(runs / "sphere", step)) for step in STEPS]
     mean = Mean([CheckpointWeights(info) for info in infos], [1 / 3] * 3, on_sphere=False)
     largest = max(sum(unit.numel for unit in units) for units in mean.units.values())

@@ -115,7 +115,7 @@ def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) ->
 
 
 def test_peak_memory_is_in_bytes() -> None:
-    """Compared with the peak that the kernel states, in KiB."""
+    """The peak is compared with that of the kernel, which is in KiB."""
     (stated,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert train.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(stated), rel=0.1)
 

@@ -175,7 +175,8 @@ def test_what_is_no_number_of_tokens_is_refused(text: str, capsys) -> None:
 def test_a_tokenizer_that_an_export_would_change_is_refused(
     kind: str, in_config: bool | None, in_file: bool, tmp_path: Path, capsys
 ) -> None:
-    """transformers' class would change it, by `add_prefix_space` of tokenizer_config.json."""
+    """transformers' class would change the tokenizer by `add_prefix_space` of
+    tokenizer_config.json."""
     source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
     home = tmp_path / "model"
     home.mkdir()

@@ -44,7 +44,8 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tokens, tmp_path_factory) -> Callable[..., Path]:
-    """The folder of a run of one step, one for equal keywords (config keys with __ for the dot)."""
+    """The folder of a run of one step; equal keywords (config keys with __ for the dot) give the
+    same run."""
     found: dict[str, Path] = {}
 
     def folder(**keys: object) -> Path:
@@ -86,7 +87,7 @@ def exported(trained, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def out(exported, tmp_path) -> Path:
-    """A copy of it."""
+    """A copy of this export."""
     return Path(shutil.copytree(exported, tmp_path / "out"))
 
 

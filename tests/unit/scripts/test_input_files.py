@@ -258,7 +258,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "m.jsonl": (POINTED, "is a Git LFS pointer"),
     "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
     "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n", "it is HTML or XML, as after a failed"),
-    "p.parquet": (b"<html></html>", r"it is not a Parquet file, it begins with b'<html></html>'"),
+    "p.parquet": (b"<html></html>", r"it is not a Parquet file but begins with b'<html></html>'"),
     "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
     "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
     "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),

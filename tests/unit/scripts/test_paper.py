@@ -139,7 +139,8 @@ def lower(variant: Any, other: Any) -> bool | None:
 
 
 def unclipped_muon() -> Any:
-    """Return Muon of figure 8 of SSO before its bound of clipping was tuned, without gain."""
+    """Return Muon's losses for figure 8 of SSO, before its clipping bound was tuned without
+    gain."""
     rows = json.loads((ROOT / "studies/optimizers/results/qwen3/results.json").read_text())["rows"]
     (losses,) = (row["losses"] for row in rows if row["variant"] == "Muon")
     return SimpleNamespace(losses=pd.Series(losses))
@@ -312,7 +313,7 @@ class Figures:
 
 def verdict(statement: Callable[..., list[bool | None]], content: dict[str, Any]) -> str:
     """Return the status of a statement. At least three seeds decide it: it holds or fails in all of
-    them, or by intervals. None is undecided."""
+    them, or by intervals. A statement of None is undecided."""
     runs = [*content.values()]
     if "seeds" in runs[0]:
         named = [*runs[0]["seeds"]]

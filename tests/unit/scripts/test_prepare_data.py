@@ -199,7 +199,7 @@ def test_integer_type_is_megatrons(vocab_size: int) -> None:
 
 
 def test_a_tokenizer_is_trained_on_an_equal_share_of_every_set(tmp_path, monkeypatch) -> None:
-    """It sees the first training documents, none that is held out."""
+    """The tokenizer sees the first training documents and no held-out document."""
     monkeypatch.setattr(preparation, "TOKENIZER_BYTES", 3000)
     seen: list[str] = []
     train = preparation.train_tokenizer

@@ -86,7 +86,7 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str
 
 
 def with_lm_eval() -> Path:
-    """The interpreter of an environment with lm-eval; skips without one."""
+    """The interpreter of an environment with lm-eval; without one the test is skipped."""
     default = ROOT / ".venv-eval" / "bin" / "python"
     if importlib.util.find_spec("lm_eval") is not None:
         default = Path(sys.executable)

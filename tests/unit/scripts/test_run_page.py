@@ -29,8 +29,8 @@ from training.run import train
 
 @pytest.fixture(scope="module")
 def folder(shared_folder):
-    """A stopped and continued run with PC layers, monitors and a penalty, a run without, and a
-    failing run."""
+    """A stopped and continued run with PC layers, monitors and a penalty, a run without these, and
+    a failing run."""
     folder = shared_folder
     world = process_groups.initialize()
     common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}

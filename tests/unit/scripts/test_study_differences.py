@@ -1,4 +1,4 @@
-"""A study names the keys in which its variants differ, other than keys that it tunes or sets."""
+"""A study names the keys in which its variants differ, except keys that it tunes or sets."""
 
 import re
 from collections.abc import Iterable

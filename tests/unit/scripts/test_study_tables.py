@@ -136,7 +136,7 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
 
 @pytest.mark.parametrize("seeds", [*range(2, 13), 20, 100])
 def test_intervals_are_students_for_every_number_of_seeds(seeds):
-    """Its density, integrated over the interval, is 0.95."""
+    """The density of Student's t, integrated over the interval, is 0.95."""
     degrees, width = seeds - 1, half_width(seeds)
     x = np.linspace(-width, width, 100_001)
     scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / (degrees * math.pi) ** 0.5

@@ -17,7 +17,8 @@ SHAPES = [(24, 48), (32, 32), (32, 1024), (40, 64), (64, 128), (128, 128), (128,
 
 
 def largest(x: Tensor) -> float:
-    """Return the largest singular value in `x` `[batch, rows, cols]`, NaN if one is not finite."""
+    """Return the largest singular value in `x` `[batch, rows, cols]`, or NaN if one is not
+    finite."""
     return float(torch.linalg.matrix_norm(x.double(), 2).max())
 
 

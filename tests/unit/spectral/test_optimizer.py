@@ -265,7 +265,7 @@ def test_a_group_that_is_refused_is_not_added() -> None:
 @pytest.mark.parametrize("rule", ["muon", "muon_plus_plus", "adamw"])
 def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     """bfloat16 parameters equal the rounded weights of the same float32 steps, under rules that
-    read weights and others; a checkpoint contains the masters."""
+    read weights and rules that do not; a checkpoint contains the masters."""
     start = [
         torch.randn(6, 8).bfloat16(),
         torch.randn(6, 8).bfloat16(),

@@ -49,7 +49,8 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
 def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(
     bias: bool, made: type[nn.Linear]
 ) -> None:
-    """`reset_parameters` of every module, as for FSDP2; nn.Linear's would draw a copy, PC(W)."""
+    """`reset_parameters` of every module is called, as for FSDP2; that of nn.Linear would draw a
+    copy, PC(W)."""
     with torch.device("meta"):
         layer = made(12, 20, bias)
         if made is nn.Linear:

@@ -52,7 +52,8 @@ def test_schedules_that_converge_reach_one() -> None:
 def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, decay: float) -> None:
     """Test flat, 1/k and 1/k^2 spectra; without restarts half precision diverges on the last two.
 
-    `bound` is about the plain form's own error on 1/k^2, where even its input rounding is visible.
+    `bound` is roughly the plain form's own error on 1/k^2, where even its input rounding is
+    visible.
     """
     x = spectrum(torch.arange(1, 129, dtype=torch.float64) ** -decay, 128, 512)
     exact = msign_by_svd(x, "polar_express", 8, dtype)
@@ -128,7 +129,7 @@ def test_errors_name_the_argument(argument: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 6), (2, 5, 7), (3, 40, 9), (4, 24)])
 def test_the_gradient_is_that_of_the_polar_factor(shape: tuple[int, ...]) -> None:
-    """In plain and in Gram form, of wide, tall and stacked matrices."""
+    """Test the plain and the Gram form, with wide, tall and stacked matrices."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
     u, _, vh = torch.linalg.svd(x, full_matrices=False)

@@ -47,8 +47,8 @@ def advance(
     place: str = "nowhere",
     poison: float = 0.0,
 ) -> Tensor:
-    """Take steps in place and return each unit's refusals; before the first of them an entry of
-    unit 1 of `place` is set to `poison`."""
+    """Take steps in place and return each unit's refusals. Before the first step an entry of unit 1
+    of `place` is set to `poison`."""
     count = torch.zeros(BATCH)
     for step in steps:
         grad = gradient(step)

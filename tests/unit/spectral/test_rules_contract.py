@@ -189,7 +189,7 @@ def test_rates_of_single_matrices_are_refused(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
-    """The values that routing shows equal those of a step."""
+    """The values that routing shows equal the values of a step."""
     rule = make(name)
     weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
     before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)

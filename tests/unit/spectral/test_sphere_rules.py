@@ -45,7 +45,7 @@ def test_every_step_ends_near_the_radius(
 
 
 def test_spectral_sphere_steps_are_tangent() -> None:
-    """A step does not change <Theta, W> from R to first order; a MuonSphere step does."""
+    """An SSO step does not change <Theta, W> from R to first order; a MuonSphere step does."""
     generator = torch.Generator().manual_seed(0)
     start = spectral_init_(torch.empty(2, 48, 64), generator=generator)
     u, _, vh = torch.linalg.svd(start.double(), full_matrices=False)

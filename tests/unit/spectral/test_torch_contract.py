@@ -300,7 +300,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @EVERY
 @pytest.mark.parametrize("tensor", [False, True])
 def test_schedulers_drive_the_rate_and_the_step(kind: Kind, tensor: bool) -> None:
-    """As for torch's SGD; a step of lr 0 changes nothing, so the rate takes effect."""
+    """They do so as for torch's SGD; a step of lr 0 changes nothing, so the rate takes effect."""
     for name, schedule in SCHEDULES.items():
         rate = torch.tensor(0.05) if tensor else 0.05
         own, theirs = kind(parameters(), lr=rate), torch.optim.SGD(parameters(), lr=0.05)

@@ -6,8 +6,8 @@ state the reasons; an unlisted difference, or an error other than a ValueError a
 - Changing the rows of one matrix must change one head of the queries, keys and values that the
 model passes to attention.
 
-Prints the number and the names of each library's models that are right by comparison, refused, or
-not watchable. SWEEP=llama,vit sweeps only these.
+It prints the number and the names of each library's models that are right by comparison, refused,
+or not watchable. SWEEP=llama,vit sweeps only these models.
 """
 
 import importlib

@@ -83,7 +83,7 @@ class Runs:
         yield from self.problems_of(f"{kind}{number}{always}", fault, code)
 
     def problems_of(self, name: str, fault: Fault, expected: int | None) -> Iterator[str]:
-        """As `problems`, of a run that must end with the code `expected`, None for any."""
+        """Yield the `problems` of a run that must end with the code `expected` (None: any code)."""
         run_dir, always = self.disk.runs / name, fault.period == 1
         code, said = self.disk.run(name, self.arguments, fault)
         errors = [line for line in said.splitlines() if line.startswith("error: ")]

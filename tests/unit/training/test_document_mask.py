@@ -56,8 +56,8 @@ def raw_losses(batch: Batch) -> LossFunction:
 def test_every_counted_token_has_the_same_weight(
     micro_batch: int, folder: str, world: Groups
 ) -> None:
-    """The loss of a step is the mean over the counted tokens of its global batch, with any numbers
-    in its micro-batches."""
+    """The loss of a step is the mean over the counted tokens of its global batch, whatever their
+    numbers in its micro-batches."""
     config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)

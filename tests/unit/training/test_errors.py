@@ -1,4 +1,4 @@
-"""Reports of errors: with the file, by the failing rank, and to torchrun."""
+"""Reports of errors: they name the file, come from the failing rank, and reach torchrun."""
 
 import json
 import socket

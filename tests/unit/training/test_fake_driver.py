@@ -24,7 +24,7 @@ def open_to_all(folder: Path) -> None:
 
 
 def of_another(folder: Path) -> None:
-    """Make `folder` another user's."""
+    """Make `folder` belong to another user."""
     folder.mkdir(mode=0o700)
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")

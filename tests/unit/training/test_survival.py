@@ -124,7 +124,7 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, pois
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
-    """The run must not end as if it were complete."""
+    """The run must not end as if it had been completed."""
     poisoned(10)
     with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
         train(config_of(folder), world)

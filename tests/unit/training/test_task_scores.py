@@ -243,7 +243,7 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
 
 
 def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
-    """The plan counts padded sequences, and reports missing files or a missing tokenizer."""
+    """The plan counts padded sequences, and reports missing files and a missing tokenizer."""
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     files = write_tasks(tmp_path)
     keys["monitors__interval"] = 0

@@ -32,8 +32,8 @@ def lines(folder: str, name: str) -> list[dict]:
 
 @pytest.mark.parametrize("who", ["TORCHELASTIC", pytest.param("SLURM", marks=pytest.mark.slow)])
 def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, capsys):
-    """`--resume none` applies to a command's first start, and to another command's. SLURM's id
-    identifies a job; torchrun's id differs at each start."""
+    """`--resume none` applies to the first start of a command, and to that of another command.
+    SLURM's id identifies a job; torchrun's id differs at each start."""
     keys = {"log__interval": 1, "checkpoint__interval": 2, "train__micro_batch": 8}
 
     def start(command: str, restarts: int, exit_step: int) -> list[int]:

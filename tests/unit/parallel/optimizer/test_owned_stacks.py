@@ -69,7 +69,7 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
 
 
 class Planned(Units):
-    """Units without a step."""
+    """Units that are only planned, never stepped."""
 
     def take(self, part: slice) -> NoReturn:
         raise NotImplementedError

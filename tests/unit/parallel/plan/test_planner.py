@@ -94,7 +94,7 @@ def test_memory_of_one_rank_is_the_whole_model():
 
 @pytest.mark.parametrize("experts", [1, 4])
 def test_buffers_are_those_of_the_larger_domain(experts):
-    """One step group of each domain, six float32 copies of its matrices except for the router."""
+    """Each domain has one step group, with six float32 copies of its matrices except the router."""
     moe = MoEConfig(experts=experts, top_k=1, expert_ffn=12)
     units = all_units(replace(TINY, family="moe", moe=moe))
     sizes = {"dense": 0, "expert": 0}

@@ -1,4 +1,5 @@
-"""Another person's checkpoint: it uses no file outside its folder and reads no environment."""
+"""Another person's checkpoint: loading it uses no file outside its folder and reads no environment
+variable."""
 
 import dataclasses
 import hashlib

@@ -56,8 +56,8 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
-    """Test a dtype and sizes given by value or by default, and a set with a date or with new
-    hashes."""
+    """Test a dtype and sizes that are given by value or by default, and a set with a date or with
+    new hashes."""
     keys = [{"optimizer__distributed__exchange_dtype": name} for name in ("null", "fp32")]
     before, now = (settings(tiny_config(str(tmp_path), "muon", **key)) for key in keys)
     assert differences(before | {"data": {"walk.modified": "2001"}}, now | {"data": {}}, ()) == {}

@@ -178,7 +178,7 @@ def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
 
 @pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95])
 def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: float) -> None:
-    """The ends of steps are in none, one or both stages of a ramp, on and off its borders."""
+    """Decay begins in different parts of the run, on and off the borders of the ramp's stages."""
     ramp = (RampStage(batch=3, until_steps=6), RampStage(batch=5, until_steps=11))
     config = TrainConfig(
         steps=20, global_batch=8, micro_batch=1, sequence_length=32, batch_ramp=ramp
@@ -195,7 +195,7 @@ def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: flo
 
 
 def test_a_run_that_only_decays_begins_at_the_peak(minimal: Path) -> None:
-    """Its 18.75 full steps are fewer than 19, the next whole number."""
+    """The run has 18.75 full steps, fewer than 19, the next whole number."""
     keys = ["train.steps=20", "schedule.kind=wsd", "schedule.unit=tokens"]
     keys += ["schedule.cooldown_fraction=1", "schedule.min_ratio=0", "train.global_batch=8"]
     config = load_config(minimal, [*keys, "train.batch_ramp=[{batch: 3, until_steps: 2}]"])

@@ -84,7 +84,7 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
 
 
 def test_windows_of_another_length_begin_after_as_many_tokens(prefixes: dict[str, Path]) -> None:
-    """Windows follow each set's order of the new windows, also across epochs."""
+    """The windows follow each set's order of windows of the new length, also across epochs."""
     read = training_data(prefixes, length=8).read(100)
     longer = training_data(prefixes, length=16)
     alone = [longer.source(sample) for sample in range(400)]

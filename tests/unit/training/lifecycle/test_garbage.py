@@ -11,7 +11,7 @@ from training.run import train
 
 @pytest.fixture(autouse=True)
 def _unfrozen():
-    """As in a program, nothing is frozen when a run begins."""
+    """Unfreeze all objects: as in a program, nothing is frozen when a run begins."""
     gc.unfreeze()
     yield
     gc.freeze()

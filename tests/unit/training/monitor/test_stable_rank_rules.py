@@ -1,9 +1,9 @@
-"""Rules of stable ranks at initialisation in whole models, by float64 SVD.
+"""Rules of stable ranks at initialisation, tested in whole models by float64 SVD.
 
-They are table 1 of "When do spectral gradient updates help in deep learning?". The theorems of its
-section 3 bound the stable rank after a block by a constant times the stable rank before it, and the
-effect of Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512 rows here: norms of
-Gaussian matrices of k rows deviate by a multiple of k^-0.5.
+The rules are those of table 1 of "When do spectral gradient updates help in deep learning?". The
+theorems of its section 3 bound the stable rank after a block by a constant times the stable rank
+before it, and the effect of Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512
+rows here: norms of Gaussian matrices of k rows deviate by a multiple of k^-0.5.
 """
 
 from collections.abc import Callable

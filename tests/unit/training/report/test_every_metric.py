@@ -134,7 +134,8 @@ def test_every_metric_is_what_its_name_says(folder: str, world) -> None:
 
 
 def test_figures_of_the_model_leave_out_matrices_without_them() -> None:
-    """As where layers are measured in turn; the largest error is that of either sign."""
+    """Matrices lack figures if layers are measured in turn; the largest error is that of either
+    sign."""
     records = [
         {"role": "q", "layer": 0, "criterion_ratio": 2.0, "radius_error": 0.25},
         {"role": "q", "layer": 1, "criterion_ratio": 0.5, "radius_error": -0.5},

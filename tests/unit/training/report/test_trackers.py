@@ -76,7 +76,7 @@ def test_a_continued_run_is_the_same_one(config, world, service):
 
 
 def test_the_folder_of_a_later_start_offline_has_all_steps(config, world, service, monkeypatch):
-    """In `wandb sync` it replaces the folders of earlier starts."""
+    """In `wandb sync` this folder replaces those of earlier starts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     keys = {"checkpoint__interval": 1, "log__interval": 1}
     for stop in (1, 3, 4):
