@@ -227,7 +227,7 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 
     Forward and backward of every active matrix take 6 FLOPs per element; an embedding that is not
     tied to the head (a lookup) takes none. Attention scores and their values take 6 * heads * (key
-    + value size) per layer and visible key.
+    + value size) FLOPs per layer and visible key.
     """
     units = all_units(model)
     active = active_by_role(model, units)

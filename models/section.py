@@ -2,7 +2,7 @@
 
 pydantic reads the fields: types, which are strict, and bounds (`Annotated`, `Field`). The sentences
 are the manual (training/config/manual.py). Conditions between the fields of a section are in its
-`checks`, conditions between sections in training/config/checks.py.
+`checks`, and conditions between sections are in training/config/checks.py.
 """
 
 import difflib

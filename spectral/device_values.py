@@ -76,7 +76,8 @@ def surely_finite(tensors: list[Tensor]) -> bool:
     """Return whether the host can see without a wait that all elements are finite.
 
     It checks norms, which NaN and infinity make nonfinite; huge finite numbers may overflow a norm.
-    A norm takes half the time of the extremes, and a twentieth of the time of `isfinite`.
+    A norm takes half the time of the largest and the smallest element, and a twentieth of the time
+    of `isfinite`.
     """
     if not is_known(*tensors):
         return False

@@ -87,7 +87,7 @@ class Preconditioner:
 
     Attributes:
         level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
-        steps: block Krylov steps that refresh the top singular pair after each update.
+        steps: number of block Krylov steps that refresh the top singular pair after each update.
         norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
         spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
             PC(W) = gamma g(W).

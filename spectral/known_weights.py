@@ -204,7 +204,7 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that is undivided by its names ends the model, and the evidence.
+        """Return whether a layer that no name shows as divided ends the model, and the evidence.
 
         The evidence is its name or the inputs of other layers. Raises ValueError if no nearby layer
         takes all of its outputs.

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key in a saved state under which are the entries that other programs keep under numbers or
-tensors, which torch would treat as parameters, or under this name."""
+"""Key of a saved state for the entries that other programs keep under this name, or under numbers
+or tensors, which torch would treat as parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -104,7 +104,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
     _replicas: "ProcessGroup | None" = None  # a copied optimizer has no hooks
     _exchange_dtype: torch.dtype | None = None
-    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # of the split; a copy has none
+    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; a copy has none
 
     def __init__(
         self,

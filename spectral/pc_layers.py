@@ -136,7 +136,8 @@ class DividedWeight(EffectiveWeight):
 
 
 class PCLinear(nn.Linear):
-    """A linear layer whose weight is preconditioned as one matrix; arguments as for nn.Linear."""
+    """A linear layer whose weight is preconditioned as one matrix; its arguments are those of
+    nn.Linear."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4

@@ -111,8 +111,8 @@ def partial_fractions(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Fit residues and nodes `(c, t)` of `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
-    Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
-    2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
+    It uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error
+    is 2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
     smoothed.
     """
     logspace = partial(torch.logspace, dtype=torch.float64, device="cpu")
@@ -370,7 +370,7 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 256
-"""Number of rows of a block, except on a CPU. Larger blocks take fewer launches, smaller blocks
+"""Number of rows of a block, except on a CPU. Larger blocks take fewer launches; smaller blocks use
 fewer of the library's slow columns. On an H200, 48 systems of 2,048 rows in float64 are factorised
 and solved in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by
 the library; 48 systems of 512 rows take 1.4 and 1.5 ms in blocks of 128 and 256, and 1.6 ms by the

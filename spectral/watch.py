@@ -364,7 +364,7 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, reduce(self.numbers.joined, distinct))
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
-        """Return an operand of an elementwise operation as a side."""
+        """Return an operand of an elementwise operation as a `Side`."""
         columns, missing = self.columns.read(tensor), [1] * (out.ndim - tensor.ndim)
         if tensor.dtype == torch.bool and _is_continuous(out):
             columns = None  # a mask

@@ -2,8 +2,8 @@
 sum.
 
 Megatron adds a block's output to the residual stream and calls the next norm on the sum, in two
-passes; autograd adds the two gradients of the sum in a third. Here the norm computes the sum too,
-and keeps its result until the norm is called.
+passes; autograd adds the two gradients of the sum in a third pass. Here the norm computes the sum
+too, and keeps its result until the norm is called.
 """
 
 from collections.abc import Callable

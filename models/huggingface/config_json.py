@@ -71,8 +71,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA3_LONGER = 16
-"""Longest sequence stated by Llama 3.1, 3.2 and 3.3, divided by the length of their first training;
-their `factor` is another number."""
+"""Longest sequence that Llama 3.1, 3.2 and 3.3 state, divided by the sequence length of their first
+training; their `factor` is a different number."""
 
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
 """Model types whose settings `model_section` reads, and their families."""

@@ -234,14 +234,14 @@ def build_optimizer(
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
-    loads: dict[int, float] = {}  # by global rank, of the domains before
+    loads: dict[int, float] = {}  # by global rank, of the earlier domains
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
-        # Ranks own dense matrices and experts, which are placed in addition to the dense loads.
+        # Ranks own dense matrices and experts; experts are placed in addition to the dense loads.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
         plan = layout, placed.strategy, placed.owners
@@ -270,7 +270,7 @@ class Update:
     """One update of all weights: the gradients' norm, clipping, the predicate, and the step."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
-        """Prepare the update; `max_norm` as in `DistributedOptimizer.clip`."""
+        """Prepare the update; `max_norm` is as in `DistributedOptimizer.clip`."""
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = optimizer.domains[0].buffers.master.device

@@ -17,7 +17,7 @@ from spectral.sharded.placement import Work
 
 @dataclass(frozen=True)
 class PCAssignment:
-    """Map of a unit's owner from W to the effective weight of the model.
+    """The map by which a unit's owner computes the model's effective weight from W.
 
     Attributes:
         preconditioner: the map.

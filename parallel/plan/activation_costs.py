@@ -50,9 +50,9 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 
     They are the activations of `in_flight` micro-batches, plus temporary memory of one: the head's
     until the loss is computed, or later a layer's gradients and recomputed activations in its
-    backward. The head saves its norm, float32 logits, and logits of the model's dtype; with
+    backward pass. The head saves its norm, float32 logits, and logits of the model's dtype; with
     `loss_chunk` it holds float32 logits and their softmax for one chunk at a time. With `recompute`
-    selective the feed-forward blocks save only their routed experts' tensors, with full a layer
+    selective the feed-forward blocks save only their routed experts' tensors; with full, a layer
     saves only its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens

@@ -340,7 +340,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether memory outside the bound might fit into the rest of `room` bytes."""
+    """Return whether the least memory of every stage fits into `room` bytes."""
     return all(
         least_permanent(shape, stage) + stage_activations(shape, stage) <= room
         for stage in range(shape.inputs.pipeline)

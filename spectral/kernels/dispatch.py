@@ -133,8 +133,8 @@ def listed(device: str) -> bool:
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose the kernel of an operation on stacks `[batch, rows, cols]` of equal rows, or None for
-    the library.
+    """Choose the kernel of an operation on stacks `[batch, rows, cols]` with equal row counts, or
+    None for the library.
 
     The stacks count as one stack, whose number of columns is their mean.
     """

@@ -1,7 +1,7 @@
 """Triton kernels of batched symmetric products, which compute half of the tiles.
 
-    C = alpha A B^T + beta S + gamma I,    known to be symmetric: `A = B`, or `A`, `B` and `S`
-                                           polynomials of one symmetric matrix.
+    C = alpha A B^T + beta S + gamma I,    known to be symmetric because `A = B`, or because `A`,
+                                           `B` and `S` are polynomials of one symmetric matrix.
 
 One program computes one tile on or below the diagonal and writes it and its mirror image, so a
 product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.

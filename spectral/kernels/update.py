@@ -31,7 +31,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Average one part of `grad` into `mean`, `[numel]` each, contiguous."""
+    """Average one part of `grad` into `mean`; both are contiguous `[numel]`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     g = tl.load(grad + place, mask=inside, other=0.0)
@@ -73,7 +73,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one part of one matrix of `weight` `[batch, numel]`, contiguous."""
+    """Update one part of one matrix of the contiguous `weight` `[batch, numel]`."""
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     place = part * BLOCK + tl.arange(0, BLOCK)

@@ -114,7 +114,7 @@ class Rule(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with nulls replaced by the values used."""
+        """Return the fields by name, with nulls replaced by the values that are used instead."""
         return asdict(self)
 
     @abstractmethod
@@ -186,7 +186,7 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; arguments as in `Stack`.
+    """Step one stack by `rule` in place and return its report; the arguments are as in `Stack`.
 
     Raises ValueError for a rate that is a tensor with dimensions.
     """
