@@ -105,7 +105,7 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
     """Yield notes on state that the average omits."""
-    yield "it has no optimizer state, random numbers or place in the data: no run can continue it"
+    yield "the average has no optimizer state, random numbers or data position: no run continues it"
     if last.config.pc is not None:
         yield "PC layers became plain weights, the mean of PC(W); its config has pc: null"
     if norms:

@@ -89,7 +89,7 @@ def compared_by_hand(run: str, runs: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([str(runs / run), str(tmp_path / "mean")]) == 0
     printed = capsys.readouterr().out
     assert "mean of step 1 times 0.3333, step 2 times 0.3333, step 3 times 0.3333" in printed
-    assert "without the optimizer's state" in printed
+    assert "the average has no optimizer state" in printed
     found = read_checkpoint(tmp_path / "mean").tensors("")
     parts = [weights_of(runs / run, step) for step in STEPS]
     assert found.keys() == parts[0].keys()
