@@ -102,7 +102,7 @@ class MoEConfig(Section):
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
-    """Products of a rank's experts: sequential: one by one; grouped: in grouped matrix products;
+    """Products of a rank's experts. sequential: one by one; grouped: in grouped matrix products;
     auto: grouped for bf16 on GPUs. Checkpoints are the same for all three."""
 
     def checks(self) -> Iterator[Check]:
@@ -219,8 +219,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Change of the rotary frequencies; null = none. Not for families with latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Linear layers of attention with biases: qkv: queries, keys and values, as in Qwen2; all: also
-    the output. Biases begin at 0."""
+    """Linear layers of attention that have biases. qkv: queries, keys and values, as in Qwen2; all:
+    also the output. Biases begin at 0."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
@@ -242,7 +242,7 @@ class ModelConfig(Section):
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of the sdpa attention: auto: a kernel of PyTorch; otherwise the FlashAttention package
+    """Kernel of the sdpa attention. auto: a kernel of PyTorch; otherwise the FlashAttention package
     of that name, for bf16 on GPUs. auto chooses neither package, because they were not timed."""
 
     def checks(self) -> Iterator[Check]:

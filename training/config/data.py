@@ -100,10 +100,10 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
-    """Check against the manifest's hashes: none: nothing; sample: the tokenizer, the index, 64
-    blocks of tokens, and every other block at its first use; full: everything at each start. Ranks
-    always compare their tokenizers, manifests and tokens; of sets over 256 MiB they compare 64
-    blocks of 4 KiB."""
+    """Parts of the sets to check against the manifest's hashes. none: nothing; sample: the
+    tokenizer, the index, 64 blocks of tokens, and every other block at its first use; full:
+    everything at each start. Ranks always compare their tokenizers, manifests and tokens; of sets
+    over 256 MiB they compare 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Keep attention within each document of the sets' indexes, with positions from its first token
     in the sequence; false attends to all documents of a sequence. Validation does the same."""
@@ -153,7 +153,7 @@ class ValidationConfig(Section):
     """Interval and size of validation."""
 
     interval: Whole = 0
-    """Steps between validations; the run always validates after the last step. 0 = only then."""
+    """Steps between validations; the run always validates after the last step. 0: only then."""
     samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
@@ -176,7 +176,7 @@ class TasksConfig(Section):
     `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py creates
     it. `NAME: null` removes a task of the base, as in `data.train`."""
     interval: Whole = 0
-    """Steps between scorings; the run always scores after the last step. 0 = only then."""
+    """Steps between scorings; the run always scores after the last step. 0: only then."""
     examples: Count | None = None
     """Number of examples to score per file, from the first on; null = all."""
 

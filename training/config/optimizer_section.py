@@ -102,10 +102,10 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Choice of the owner ranks of matrices: ping_pong: by ascending size, up and down the ranks,
+    """Choice of the owner ranks of matrices. ping_pong: by ascending size, up and down the ranks,
     as in the SSO paper; auto: for balanced loads and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Step of matrices that tensor parallelism splits: owner: one rank steps the whole matrix;
+    """Step of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of groups of buckets, stepped in turn; a group's weights are gathered during the next
@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
     """Update rules and learning rates of the weights."""
 
     qkv_units: QKVUnits = "head"
-    """Split of the fused QKV weight into matrices: head: one per head; group: one per set of query
+    """Split of the fused QKV weight into matrices. head: one per head; group: one per set of query
     heads that share a key head, one per key head and one per value head; component: one each for q,
     k and v; fused: no split."""
     split_gate_up: bool = True

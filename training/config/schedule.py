@@ -116,11 +116,11 @@ class TrainConfig(Section):
     fp8: Literal["hybrid", "e4m3"] | None = None
     """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: none; selective: activations of dense and shared
-    feed-forward blocks; full: all activations of a layer except its input."""
+    """Activations that the backward pass recomputes. none: no activations; selective: activations
+    of dense and shared feed-forward blocks; full: all activations of a layer except its input."""
     loss_chunk: Count | None = None
-    """Vocabulary entries per rank whose logits are in memory at once; backward then repeats the
-    product with the output head. null keeps all logits."""
+    """Vocabulary entries per rank whose logits are in memory at once; the backward pass then
+    repeats the product with the output head. null keeps all logits."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
     """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
     megatron-core's kernels, with one pass per operation. auto is liger on a GPU if liger-kernel is
