@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--write-config",
         type=Path,
         metavar="NEW",
-        help="write a config with config.json's model section on top of --config FILE",
+        help="write a config based on --config FILE, with the model that config.json describes",
     )
     options, more = parser.parse_known_args(arguments)
     # argparse accepts no positional arguments after the options of a subcommand.

@@ -47,7 +47,9 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):
-    """The plan and the host memory of a run's saves, which differ only in folder and values.
+    """One plan and one set of host buffers for all saves of a run.
+
+    Saves differ only in folder and values.
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
     Planning sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor

@@ -86,8 +86,9 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     tensors (q, k, v, its output, rotated q and k, a copy of normalised grouped queries, and keys
     and values of the other context ranks) and the gated block's tensors (gate, up, the activation,
     a copy of up, their product; compiled or with a gradient kernel only gate, up and product; with
-    a shared gate, the output of shared experts). A token's experts, and its rows for them, count as
-    if all were on its rank; each tensor-parallel rank sends its share of the tokens to experts.
+    a shared gate, the output of shared experts). All experts of a token, and the copies of the
+    token that they receive, count as if they were on the token's rank; each tensor-parallel rank
+    sends its share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor

@@ -161,8 +161,8 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
             ) from None
         if (zero := block.find(0)) >= 0:
             raise DataError(
-                f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; without these "
-                f"bytes: {_as_text(path, NO_ZEROS)}"
+                f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; to remove all "
+                f"such bytes: {_as_text(path, NO_ZEROS)}"
             )
         yield text if offset else text.removeprefix("\ufeff")  # a byte order mark is no text
         offset += len(block)

@@ -174,7 +174,7 @@ def _begin(
 
 def _check_unchanged(now: str, before: str) -> None:
     if now != before:
-        raise DataError("an input has changed while it was read; nothing was written")
+        raise DataError("an input changed while it was read; nothing was written")
 
 
 def _check_free(target: Path, overwrite: bool) -> None:

@@ -38,7 +38,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # the error contains its report
+    logging.set_verbosity_error()  # the error below contains the report of transformers
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -48,7 +48,7 @@ class SpectralSphereRule(MuonSphereRule):
         return "early_exit" if self.early_exit else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with the tolerance used for a null."""
+        """Return the fields by name, with the value used for a null tolerance."""
         return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:

@@ -318,7 +318,7 @@ def _checked(text: str) -> yaml.Node | None:
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
-            raise yaml.YAMLError(f"a number must be decimal or a quoted string, got {node.value}")
+            raise yaml.YAMLError(f"a number must be decimal, and a string quoted, got {node.value}")
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:

@@ -135,7 +135,7 @@ class Launch:
 
     @classmethod
     def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
-        """Create the launch of a kernel that passes once over its tensors without products."""
+        """Create the launch of a kernel that reads or writes tensors once, without products."""
         return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
 
 

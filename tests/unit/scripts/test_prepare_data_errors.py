@@ -76,7 +76,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
     options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1"]
-    assert "an input has changed while it was read" in refusal(main([f"set={source}", *options]))
+    assert "an input changed while it was read" in refusal(main([f"set={source}", *options]))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

@@ -159,7 +159,7 @@ NUMBERS = ["010", "1:30", "-0_7", "1:30.5", "1_0", "0b11", ".1_5", "0x1F", "1_0e
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_number_that_yaml_reads_in_another_base_is_refused(minimal: Path, number: str) -> None:
-    wanted = f"a number must be decimal or a quoted string, got {number}"
+    wanted = f"a number must be decimal, and a string quoted, got {number}"
     (problem,) = problems(minimal, f"train.steps={number}")
     assert wanted in problem
     minimal.write_text(minimal.read_text() + f"\nseed: {number}\n")
