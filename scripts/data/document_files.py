@@ -201,7 +201,8 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
         try:
             row = parse_json(line)
         except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
-            raise DataError(f"{where}: invalid JSON: {error}; {_remedy(number, line, path)}") from None
+            remedy = _remedy(number, line, path)
+            raise DataError(f"{where}: invalid JSON: {error}; {remedy}") from None
         if isinstance(row, list):
             raise DataError(f"{where}: one JSON list, not a row; {_rewrite('.[]', path)}")
         yield row_text(row, where, key)
