@@ -222,19 +222,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _warn_unfrozen(self) -> None:
-        """Warn once about parameters that were frozen at the split and have gradients now."""
+        """Warn once about each parameter that was frozen at the split and has a gradient now."""
+        names = []
         for name, frozen in self._frozen:
             parameter = frozen()
             if parameter is None or not parameter.requires_grad or parameter.grad is None:
                 continue
             if parameter not in self._kinds:
-                warnings.warn(
-                    f"{name} has a gradient but is not stepped: it was frozen when "
-                    "split_parameters made the groups; add_param_group adds it",
-                    stacklevel=4,
-                )
-                self._frozen = ()
-                return
+                names.append(name)
+        if names:
+            named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            warnings.warn(
+                f"no step uses the gradients of {named}, frozen when split_parameters made the "
+                "groups; add_param_group adds parameters",
+                stacklevel=4,
+            )
+            self._frozen = [each for each in self._frozen if each[0] not in names]
 
     def _rename(self) -> None:
         """Update the names of groups whose parameters another program has removed or added.

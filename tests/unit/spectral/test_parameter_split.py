@@ -336,11 +336,17 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
     model[1].weight.requires_grad_(True)
     optimizer.step()  # without a gradient
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^1.weight has a gradient but is not stepped: .* frozen"):
+    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.weight, frozen"):
+        optimizer.step()
+    optimizer.step()
+    model[1].bias.requires_grad_(True)
+    model(batch).sum().backward()
+    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.bias, frozen"):
         optimizer.step()
     optimizer.step()
     later = Muon(split)
     later.add_param_group({"params": [("1.weight", model[1].weight)]})
+    model[1].bias.grad = None
     before = model[1].weight.clone()
     later.step()
     assert not torch.equal(model[1].weight, before)
