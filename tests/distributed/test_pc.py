@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
     plain: Case = ({}, adamw, {})
     *found, same, refused = [*loaded(2, shared), *loaded(1, [*back, ("adamw", plain)])]
     assert same == whole["sphere"]  # bit for bit
-    assert "PC layers and the model 0; layers.0.down, for one" in refused
+    assert "PC layers and the model 0; layers.0.down, for example" in refused
     for (name, _), losses in zip([*shared, back[0]], found, strict=True):
         # The first loss is of the loaded weights; later steps sum in another order.
         assert losses[0] == pytest.approx(whole[name][0], rel=1e-6)

@@ -126,7 +126,7 @@ def test_dtypes_that_no_kernel_takes(other: torch.dtype) -> None:
 
 
 def test_a_matrix_that_32_bits_cannot_address() -> None:
-    with pytest.raises(ValueError, match="less than 2\\^31 elements"):
+    with pytest.raises(ValueError, match="fewer than 2\\^31 elements"):
         symmetric.product(*[torch.empty(1, 1, 2**31 + 1, device="meta")] * 2, TILE)
 
 
