@@ -213,19 +213,9 @@ class KnownWeights:
         (_, inner), *scopes = weight.path[_base(weight) :]
         if self.single:
             return False, "one matrix"
-        later, mixer = self._later(weight)
         inside = any(module in self.blocks for _, module in scopes)
-        takers = {x.module for x in later if x.inputs == outputs}
-        pools = any("pool" in name for name, _ in weight.path)
-        if not inside and pools and takers and takers <= self.repeated:
-            raise _unclear(weight, " looks like a head or one matrix: other blocks run after it")
-        if not inside and not takers:
-            reason = self._head(weight, outputs, later)
-            if reason.endswith(": a head") and mixer:
-                why = f"{mixer} adds or multiplies activations after it"
-                raise _unclear(weight, f" looks like a head or one matrix: {why}")
-            if reason or not later:
-                return bool(reason), reason or "one matrix, unless it is a head"
+        if not inside and (found := self._outside(weight, outputs)) is not None:
+            return found
         if why := self._contained(weight, outputs):
             raise _unclear(weight, f" looks like several matrices in one: {why}")
         for _, scope in scopes:
@@ -238,6 +228,26 @@ class KnownWeights:
             return False, "one output per head of attention"
         why = f"no layer takes its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
+
+    def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
+        """Return whether a layer outside repeated blocks ends the model, and the evidence.
+
+        None: other layers of its modules decide. Raises ValueError if it may be either.
+        """
+        later, mixer = self._later(weight)
+        takers = {x.module for x in later if x.inputs == outputs}
+        if takers:
+            if any("pool" in name for name, _ in weight.path) and takers <= self.repeated:
+                why = "other blocks run after it"
+                raise _unclear(weight, f" looks like a head or one matrix: {why}")
+            return None
+        reason = self._head(weight, outputs, later)
+        if reason.endswith(": a head") and mixer:
+            why = f"{mixer} adds or multiplies activations after it"
+            raise _unclear(weight, f" looks like a head or one matrix: {why}")
+        if reason:
+            return True, reason
+        return None if later else (False, "one matrix, unless it is a head")
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
         """Return the evidence that a layer, whose outputs no later layer takes, is a head, or
