@@ -6,10 +6,7 @@ from tests.tiny_families import overrides, settings
 
 QWEN3 = {**overrides(settings("qwen3")), "model__head_dim": 24}
 GEMMA2: dict[str, Any] = {**overrides(settings("gemma2")), "model__head_dim": 24}
-DEEPSEEK: dict[str, Any] = {
-    **overrides(settings("deepseek")),
-    "model__latent__query_rank": "null",
-}
+DEEPSEEK: dict[str, Any] = {**overrides(settings("deepseek")), "model__latent__query_rank": "null"}
 MOE: dict[str, Any] = {
     **overrides(settings("moe")),
     "model__qk_norm": False,

@@ -24,10 +24,7 @@ MIXTURE = {
     "model__moe__dense_layers": 1,
 }
 """Overrides that turn the tiny model into a mixture of experts."""
-ROUTED = MIXTURE | {
-    "optimizer__roles__router__rule": "adamw",
-    "optimizer__roles__router__lr": 3e-3,
-}
+ROUTED = MIXTURE | {"optimizer__roles__router__rule": "adamw", "optimizer__roles__router__lr": 3e-3}
 """Overrides for a mixture of experts with a separate rate for routers."""
 
 

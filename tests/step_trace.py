@@ -93,12 +93,7 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
     CPU tensors stand for GPU tensors, so checks that only run on a CPU are left out.
     """
-    with (
-        as_on_a_device(),
-        without_eigensolvers(),
-        _FromHost() as host,
-        Operations() as operations,
-    ):
+    with as_on_a_device(), without_eigensolvers(), _FromHost() as host, Operations() as operations:
         call()
     assert not host.seen, host.seen
     for name, kinds in operations.seen:

@@ -3,7 +3,6 @@
 import re
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ TORCHRUN = [
 
 
 @pytest.mark.timeout(1800)
-def test_a_lost_node_that_is_started_again_continues_from_the_checkpoint_on_disk(
-    clone: Path,
-) -> None:
+def test_a_lost_node_that_is_started_again_continues_from_the_checkpoint_on_disk(clone) -> None:
     if reason := missing():
         pytest.skip(reason)
 

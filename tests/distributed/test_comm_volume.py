@@ -33,9 +33,7 @@ def test_planned_bytes_are_sent_and_held(name, folder):
     results = run_on_ranks(ranks, "tests.distributed.workers", "sent_in_one_step", arguments)
     for i, overrides in enumerate(runs):
         config = tiny_config(
-            folder,
-            **{f"parallel__{key}": value for key, value in layout.items()},
-            **overrides,
+            folder, **{f"parallel__{key}": value for key, value in layout.items()}, **overrides
         )
         for stage in plan_run(config, ranks).stages:
             counted = [rank[i] for rank in results if rank[i]["stage"] == stage.stage]

@@ -78,9 +78,7 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
         assert said == "merge_ needs an unsharded model: load the state into one"
 
 
-def test_a_checkpoint_continues_on_another_mesh(
-    fast: list[tuple[Any, Any]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:
     rules = ["adamw", "spectral_sphere"]
     shared = {"rules": rules, "folder": str(tmp_path)}
     run_on_ranks(4, WORKERS, "save", {"how": "hsdp", **shared})

@@ -61,9 +61,7 @@ def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 2e-4), (torch.bfloat16, 3e-2), (torch.float16, 6e-3)]
 )
-def test_msign_is_as_accurate_as_its_dtype(
-    shape: tuple[int, int, int], dtype: torch.dtype, bound: float
-) -> None:
+def test_msign_is_as_accurate_as_its_dtype(shape, dtype, bound) -> None:
     """Compare Gaussian matrices with the same polynomials in float64; on a CPU the errors for 512 x
     2048 are 3e-5, 9e-3 and 3e-3."""
     x = torch.randn(shape, device="cuda")

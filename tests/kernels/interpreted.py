@@ -20,7 +20,6 @@ from scripts.bench import tune
 from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
 from spectral.kernels import dispatch, library, symmetric, update
 from spectral.kernels.dispatch import Tile
-from spectral.optimizer import SpectralOptimizer
 from spectral.rules.base import take_step
 from spectral.rules.muon import MuonRule, PolarRule, momentum_of
 from spectral.rules.spectral_sphere import SpectralSphereRule
@@ -83,12 +82,7 @@ def test_commuting() -> None:
 
 @pytest.mark.parametrize(
     "view",
-    [
-        lambda x: x.mT,
-        lambda x: x[:, 1::2, 3:],
-        lambda x: x[::2],
-        lambda x: x[:1].expand(3, -1, -1),
-    ],
+    [lambda x: x.mT, lambda x: x[:, 1::2, 3:], lambda x: x[::2], lambda x: x[:1].expand(3, -1, -1)],
     ids=["transposed", "strided", "every other matrix", "one matrix thrice"],
 )
 def test_strides(view: Callable[[Tensor], Tensor]) -> None:
@@ -233,9 +227,7 @@ SSO = SpectralSphereRule(steps=2)
         *((CAUTIOUS, True), (CAUTIOUS, False), (SSO, True), (SSO, False)),
     ],
 )
-def test_a_step_by_the_kernels(
-    to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None
-) -> None:
+def test_a_step_by_the_kernels(to_kernels, monkeypatch, rule, active) -> None:
     """Weights and reported norm equal the library's."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
@@ -254,9 +246,7 @@ def test_a_step_by_the_kernels(
 
 
 @pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere])
-def test_optimizer_joins_shapes_by_the_kernels(
-    kind: type[SpectralOptimizer], to_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_joins_shapes_by_the_kernels(kind, to_kernels, monkeypatch) -> None:
     """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
     same steps one shape at a time. The joined passes over weights and Gram matrices are counted."""
     shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]

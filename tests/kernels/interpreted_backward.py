@@ -1,6 +1,5 @@
 """Runs with backward-pass kernels in Triton's interpreter, against runs without them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("layout", "keys"), LAYOUTS, ids=["tensor", "pipeline", "expert", "grouped experts"]
 )
-def test_losses_and_weights_are_those_of_autograd(
-    layout: dict[str, int], keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_losses_and_weights_are_those_of_autograd(layout, keys, tmp_path) -> None:
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
 
     def followed(parts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -41,9 +41,7 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 5), (1, 70), (0, 8), (2, 1)])
-def test_gated_activations(
-    name: str, scaled: bool, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_gated_activations(name, scaled, shape, dtype) -> None:
     """A large gate must not overflow; the gradient of the result may have any strides."""
     *rows, cols = shape
     wide = drawn(*rows, 2 * cols, dtype=dtype)
@@ -74,19 +72,9 @@ def test_a_wide_row_takes_several_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-    ("s", "b", "groups", "ratio", "size"),
-    [(5, 2, 2, 3, 8), (9, 1, 1, 1, 6), (1, 3, 20, 1, 2)],
+    ("s", "b", "groups", "ratio", "size"), [(5, 2, 2, 3, 8), (9, 1, 1, 1, 6), (1, 3, 20, 1, 2)]
 )
-def test_heads(
-    s: int,
-    b: int,
-    groups: int,
-    ratio: int,
-    size: int,
-    documents: bool,
-    normed: bool,
-    dtype: torch.dtype,
-) -> None:
+def test_heads(s, b, groups, ratio, size, documents, normed, dtype) -> None:
     """Test more heads and tokens than a program handles at a time, halves that are not powers of
     two, and positions in documents per sequence."""
     mixed = drawn(s, b, groups, (ratio + 2) * size, dtype=dtype)

@@ -1,6 +1,5 @@
 """A run with every fused part, Liger's loss in Triton's interpreter, and one without."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +34,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("layout", "keys"), LAYOUTS, ids=["one", "tensor", "pipeline", "expert", "expert, z"]
 )
-def test_losses_and_weights_are_those_of_single_operations(
-    layout: dict[str, int], keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_losses_and_weights_are_those_of_single_operations(layout, keys, tmp_path) -> None:
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
 
     def followed(parts: dict[str, Any], *, products: bool) -> list[dict[str, Any]]:

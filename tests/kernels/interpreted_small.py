@@ -69,9 +69,7 @@ def test_root(batch: int, nodes: int) -> None:
     torch.testing.assert_close(found, tangent_model.root(model), rtol=1e-9, atol=1e-12)
 
 
-def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan(monkeypatch) -> None:
     """Test a bracket of zero width, `f` entirely above and below 0, and NaN.
 
     If `f` does not increase, the result depends on the grid, here the kernel's.

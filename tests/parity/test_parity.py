@@ -1,7 +1,6 @@
 """Every family against its model in the transformers library, on the same weights."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +67,5 @@ SLOW = (
 
 
 @pytest.mark.parametrize("name", slow_but([n for n in MODELS if n not in SLOW], [*MODELS]))
-def test_logits_and_gradients_are_those_of_transformers(
-    name: str, world: object, tmp_path: Path
-) -> None:
+def test_logits_and_gradients_are_those_of_transformers(name, world, tmp_path) -> None:
     compare(MODELS[name], tmp_path)

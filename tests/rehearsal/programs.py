@@ -65,7 +65,7 @@ class TracedCall:
 ALLOWED_READS = {
     "rows of each expert at models/blocks/experts.py": (
         "an all-to-all wants the rows of each rank in host memory: once per layer and pass"
-    ),
+    )
 }
 """Allowed reads by the host between logging steps, by prefix of their place, with the reason."""
 

@@ -25,9 +25,7 @@ LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_bat
         pytest.param("gemma2", {"parallel__pipeline": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_would_not_break(
-    family: str, layout: dict[str, int], perform: Perform, tmp_path: Path
-) -> None:
+def test_a_run_would_not_break(family, layout, perform, tmp_path) -> None:
     """The host does not wait for the device."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)
     sound(perform, config, 2, 1)

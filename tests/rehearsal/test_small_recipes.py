@@ -3,12 +3,11 @@ GPUs, with one of their axes cut in turn. Of recipes that differ only in numbers
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from scripts.papers.catalogue import key_of, read_catalogue
-from tests.rehearsal.programs import Perform, sound
+from tests.rehearsal.programs import sound
 from tests.small_recipes import distinct, recipes, small_recipe
 from training.config import InvalidConfigError, check
 
@@ -25,9 +24,7 @@ CUTS = ("tensor", "pipeline", "context", "expert")
 
 
 @pytest.mark.parametrize(("run", "first"), [(run, i) for i, run in enumerate(distinct(RUNS))])
-def test_a_small_run_would_not_break(
-    run: str, first: int, perform: Perform, tmp_path: Path
-) -> None:
+def test_a_small_run_would_not_break(run, first, perform, tmp_path) -> None:
     recipe, *overrides = shlex.split(run)
     turn = first % len(CUTS)
     for cut in CUTS[turn:] + CUTS[:turn]:

@@ -21,9 +21,7 @@ WHOLE = ("llama1b_sso", 8, list[str]())
 
 @pytest.mark.usefixtures("perform")
 @pytest.mark.parametrize(("name", "gpus", "changes"), slow_but(RECIPES[:1], [*RECIPES, WHOLE]))
-def test_a_step_takes_as_long_in_a_plan_as_in_a_rehearsal(
-    name: str, gpus: int, changes: list[str]
-) -> None:
+def test_a_step_takes_as_long_in_a_plan_as_in_a_rehearsal(name, gpus, changes) -> None:
     keys = [*changes, "monitors.interval=0", "checkpoint.interval=0"]
     config = load_config(ROOT / "configs" / f"{name}.yaml", keys)
     report = rehearse(on_mock_tokens(config), gpus, device_named("h100"))

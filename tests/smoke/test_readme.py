@@ -177,9 +177,7 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
     }
 
 
-def test_demo_again_says_so_and_changes_nothing(
-    demo: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_again_says_so_and_changes_nothing(demo, capsys, tmp_path, monkeypatch) -> None:
     """The command runs in another working directory, as all paths of the corpus are those of the
     repository."""
     monkeypatch.chdir(tmp_path)

@@ -80,9 +80,7 @@ def test_under_tensor_parallelism_idle_weights_stay_and_experts_are_refused(adap
         megatron.build(megatron.KINDS["sso"], [group], **own)
 
 
-def test_megatrons_registry_builds_what_is_registered(
-    adapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatrons_registry_builds_what_is_registered(adapter, monkeypatch) -> None:
     """The arguments and the call that creates the state follow megatron-core 0.19.2."""
     registry = SimpleNamespace(_EMERGING_OPTIMIZERS={}, EmergingOptimizerEntry=SimpleNamespace)
     monkeypatch.setattr("megatron.core.optimizer.emerging_optimizers", registry, raising=False)

@@ -119,9 +119,7 @@ def recorded(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("page", "file", "rows"), TABLES, ids=[file for _, file, _ in TABLES])
-def test_a_table_has_the_figures_of_its_file(
-    page: str, file: str, rows: Callable[[dict[str, Any]], Rows]
-) -> None:
+def test_a_table_has_the_figures_of_its_file(page, file, rows) -> None:
     content = recorded(file)
     _, named, after = (ROOT / "docs" / page).read_text().partition(f"benchmarks/results/{file}")
     assert named

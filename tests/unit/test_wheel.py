@@ -127,9 +127,7 @@ def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path
 
 
 @pytest.mark.parametrize("python", OTHERS or ["none"])
-def test_another_torch_takes_the_wheel(
-    python: str, wheel: Path, root: Path, tmp_path: Path
-) -> None:
+def test_another_torch_takes_the_wheel(python, wheel, root, tmp_path) -> None:
     """`TORCH_PYTHONS=PYTHON:PYTHON ...` names interpreters with torch and without the wheel."""
     if python == "none":
         pytest.skip("TORCH_PYTHONS names no interpreter with another torch")

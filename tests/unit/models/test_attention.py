@@ -162,9 +162,7 @@ def test_scores_never_exist_in_full() -> None:
 
 
 @pytest.mark.parametrize(("family", "window"), [("llama", None), ("gemma2", 5), ("gemma2", ROWS)])
-def test_the_largest_logit_of_a_layer_is_one_that_its_mask_lets_through(
-    family: str, window: int | None, world: Groups
-) -> None:
+def test_the_largest_logit_of_a_layer_is_one_that_its_mask_lets_through(family, window, world):
     model = tiny_model(family, sliding_window=window)
     layers = built(model)[0].decoder.layers
     together = documents_of(documents(20, 20).firsts, Tensor.clone)
@@ -219,9 +217,7 @@ def one_after_another(
 
 
 @pytest.mark.parametrize(("s", "t"), [(20, 20), (5, 20), (4, 7), (9, 9)])
-def test_the_kernel_of_variable_length_gets_the_documents(
-    s: int, t: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_of_variable_length_gets_the_documents(s, t, monkeypatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", one_after_another)
     apart = documents(s, t)
     ours = outputs_and_gradients(varying_attention, problem(s, t), 0.4, apart.lengths)

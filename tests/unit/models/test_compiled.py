@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -80,9 +79,7 @@ def test_sums_that_are_left_to_norms_are_recomputed(recompute: str, world: Group
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "moe", "grouped", "deepseek"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_graph_is_made_after_the_first_step_and_validation(
-    name: str, recompute: str, world: Groups
-) -> None:
+def test_no_graph_is_made_after_the_first_step_and_validation(name, recompute, world) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     chunk, _ = drawn(MODELS[name], torch.float32, recompute=recompute)
     fuse_blocks_([chunk], counter)
@@ -113,9 +110,7 @@ def test_experts_with_few_tokens_make_no_graph() -> None:
     assert few(torch.zeros(1)).item() == 0 and few(torch.zeros(2)).sum().item() == 2
 
 
-def test_a_machine_without_a_compiler_is_refused(
-    minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_compiler_is_refused(minimal, monkeypatch) -> None:
     config = load_config(minimal, ["train.compile=inductor"])
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/compiler",))

@@ -16,9 +16,7 @@ from tests.tiny_families import tiny_model
 MODEL = tiny_model("llama", layers=1)
 
 
-def test_a_family_without_a_class_in_transformers_is_not_exported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_family_without_a_class_in_transformers_is_not_exported(monkeypatch) -> None:
     mine = replace(FAMILIES["llama"], name="mine", hugging_face=())
     monkeypatch.setitem(FAMILIES, "mine", mine)
     with pytest.raises(InexpressibleError, match="must have a class .*, got mine"):

@@ -47,9 +47,7 @@ def stand_in(with_sums: bool) -> SimpleNamespace:
 
 @pytest.mark.parametrize("kernel", FLASH_MODULES)
 @pytest.mark.parametrize("family", ["qwen3", "moe"])
-def test_a_model_has_the_losses_and_gradients_of_sdpa(
-    family: str, kernel: str, world: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_has_the_losses_and_gradients_of_sdpa(family, kernel, world, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, FLASH_MODULES[kernel], stand_in(kernel == "flash_attention_4"))
     results = []
@@ -88,9 +86,7 @@ def test_what_they_do_not_compute_is_refused(minimal: Any, keys: list[str], mess
         load_config(minimal, keys)
 
 
-def test_a_missing_package_or_another_device_is_refused(
-    minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_or_another_device_is_refused(minimal, monkeypatch) -> None:
     config = load_config(minimal, ASKED)
     with pytest.raises(ConfigError, match=r"cannot be imported \(.*flash_attn_interface"):
         check_backends(config, torch.device("cpu"))

@@ -20,9 +20,7 @@ def test_it_is_the_plain_loss_in_the_interpreter() -> None:
     interpreted("tests/kernels/interpreted_loss.py")
 
 
-def test_auto_takes_it_on_gpus_where_it_is_installed(
-    minimal: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_it_on_gpus_where_it_is_installed(minimal, monkeypatch) -> None:
     config = load_config(minimal, [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert fused_loss(config, GPU) and not fused_loss(config, CPU)

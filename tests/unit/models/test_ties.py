@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from tests.models import tokens_of
 from tests.stepped_models import TINY, assign_matrices, figures_of, parallel_model
@@ -23,9 +22,7 @@ def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [None, 13])
-def test_the_gradient_is_the_sum_of_the_gradients_of_embedding_and_head(
-    chunk: int | None, world: Groups
-) -> None:
+def test_the_gradient_is_the_sum_of_the_gradients_of_embedding_and_head(chunk, world) -> None:
     # The engine's products only accumulate float32.
     options = {"sequence_length": LENGTH, "loss_chunk": chunk, "dtype": torch.float32}
     assign = assign_matrices("adamw")

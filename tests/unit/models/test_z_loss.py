@@ -47,9 +47,7 @@ def test_chunks_equal_autograd(chunk: int, cap: float | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("loss_chunk", [None, 7])
 @pytest.mark.parametrize("name", ["llama", "tied llama", "gemma2"])
-def test_models_equal_autograd(
-    name: str, loss_chunk: int | None, dtype: torch.dtype, world: Groups
-) -> None:
+def test_models_equal_autograd(name, loss_chunk, dtype, world) -> None:
     """The loss, both figures and all gradients agree; gemma2 caps its logits."""
     shape = tiny_model(name.removeprefix("tied "), tie_embeddings=name.startswith("tied"))
     model, parameters = drawn(shape, dtype, loss_chunk=loss_chunk, z_loss=True)

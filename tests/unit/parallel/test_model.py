@@ -9,7 +9,6 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.units import Unit
-from parallel.comm.groups import Groups
 from parallel.storage import bucket_layout
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, figures_of, parallel_model
@@ -38,9 +37,7 @@ class Arriving:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_modules_wait_for_the_weights_that_they_use(
-    name: str, world: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_wait_for_the_weights_that_they_use(name, world, monkeypatch) -> None:
     """Each parameter has its own bucket, so no module waits for the weights of another."""
 
     def one_each(units: list[Unit]) -> list[list[str]]:

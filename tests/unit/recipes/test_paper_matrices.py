@@ -34,10 +34,7 @@ def large(pattern: str) -> list[Any]:
 
 PC = r"llama1b_(adamw|muon)"
 GRAM = r"gpt160m_(adamw|muon)(_gram)?"
-MAPS = {
-    "adamw": (3.625, -9.261, 14.097, -10.351, 2.890),
-    "muon": (2.083, -1.643, 0.560),
-}
+MAPS = {"adamw": (3.625, -9.261, 14.097, -10.351, 2.890), "muon": (2.083, -1.643, 0.560)}
 """Levels 4 and 2 of the PC paper, by optimizer."""
 
 
@@ -117,9 +114,7 @@ def test_initial_weights_are_those_of_the_paper(name: str, tmp_path: Path, world
 
 
 @pytest.mark.parametrize("name", ["llama271m_muon_plus_plus"])
-def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
-    name: str, tmp_path: Path, world: Groups
-) -> None:
+def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(name, tmp_path, world) -> None:
     """The norm is ||W||_2 = S = sqrt(rows / cols), of whole q, k and v, also after steps of
     algorithm 2."""
     config, trainer = built(name, tmp_path, world, single)
@@ -140,9 +135,7 @@ def condition_number(values: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", large(f"{PC}(_pc)?"))
-def test_the_condition_number_is_that_of_the_pc_papers_matrices(
-    name: str, tmp_path: Path, world: Groups
-) -> None:
+def test_the_condition_number_is_that_of_the_pc_papers_matrices(name, tmp_path, world) -> None:
     """Test GMCN over whole q, k, v, o, gate, up and down; PC layers use PC(W)."""
     plain, twin = built(name.removesuffix("_pc"), tmp_path, world)
     groups: dict[str, list[float]] = {"": [], "/pc": [], "/qkv": []}
@@ -169,9 +162,7 @@ def test_the_condition_number_is_that_of_the_pc_papers_matrices(
 
 
 @pytest.mark.parametrize("name", large(GRAM))
-def test_the_penalty_is_that_of_the_gram_papers_matrices(
-    name: str, tmp_path: Path, world: Groups
-) -> None:
+def test_the_penalty_is_that_of_the_gram_papers_matrices(name, tmp_path, world) -> None:
     """Test the sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
 
     def penalised(config: Config) -> Config:

@@ -183,9 +183,7 @@ def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
         ("gpt1.4b_muon", (1e-2, 1e-2, 1e-2 / sqrt(2048), 1e-2), (0.01, 0.0, 0.0, 0.0)),
     ],
 )
-def test_rates_and_decays_are_those_of_the_paper(
-    name: str, rates: tuple[float, ...], decays: tuple[float, ...]
-) -> None:
+def test_rates_and_decays_are_those_of_the_paper(name, rates, decays) -> None:
     config = recipe(name)
     settings = [config.optimizer.settings_for(role) for role in ("up", "embedding", "head", "gain")]
     assert [each.lr for each in settings] == pytest.approx(rates, rel=1e-3)
@@ -258,9 +256,7 @@ def composed(folder: Path, model: str, rule: str) -> Path:
         and (i % len(RULES) == j or model in ("llama1b", "qwen3_1.7b", "gpt160m", *MIXTURES))
     ],
 )
-def test_any_model_trains_under_any_rule_in_three_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path, model: str, rule: str
-) -> None:
+def test_any_model_trains_under_any_rule_in_three_lines(tmp_path, monkeypatch, root, model, rule):
     monkeypatch.chdir(root)
     config = load_config(composed(tmp_path, model, rule))
     check(config, config.plan.gpus or 0)

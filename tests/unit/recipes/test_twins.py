@@ -15,13 +15,7 @@ from training.report.metrics import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 # README's commands train tiny_sso; the others are Llamas, which learn in tests of small recipes.
-TWINS = [
-    "tiny_qwen3_sso",
-    "tiny_gemma2_sso",
-    "tiny_gpt_muon",
-    "tiny_moe_sso",
-    "tiny_deepseek_sso",
-]
+TWINS = ["tiny_qwen3_sso", "tiny_gemma2_sso", "tiny_gpt_muon", "tiny_moe_sso", "tiny_deepseek_sso"]
 STEPS = 100
 
 

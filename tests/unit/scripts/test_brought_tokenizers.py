@@ -53,11 +53,7 @@ def prefix_space(folder: Path) -> Path:
 
 
 LOSSY: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
-    "case": (
-        lower_case,
-        ["The Cat"],
-        "100.0% of 1 decoded document, for example 'the cat' for ",
-    ),
+    "case": (lower_case, ["The Cat"], "100.0% of 1 decoded document, for example 'the cat' for "),
     "unknown": (lower_case, ["the cat"] * 49 + ["猫"], r"2\.0% of 50 .* '\[UNK\]' for '猫'"),
     "other bytes": (metaspace, ["the cat", "the é"], r"50\.0% of 2 decoded"),
     "form": (lower_case, ["the ﬁn"], r"100\.0% of 1 decoded"),
@@ -67,9 +63,7 @@ LOSSY: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_tokenizer_that_loses_text_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal
-) -> None:
+def test_a_tokenizer_that_loses_text_is_refused(name, tmp_path, capsys, refusal) -> None:
     make, documents, message = LOSSY[name]
     source = write_jsonl(tmp_path / "rows.jsonl", documents)
     eod = [] if make is prefix_space else ["--eod", "<eod>"]
@@ -86,9 +80,7 @@ def test_a_tokenizer_that_loses_text_is_refused(
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_up_to_one_percent_is_said(
-    workers: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_up_to_one_percent_is_said(workers, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
     source = write_jsonl(tmp_path / "rows.jsonl", [*PLAIN, "the Cat", *PLAIN])
     command = [f"a={source}", "--tokenizer", str(lower_case(tmp_path)), "--eod", "<eod>",
@@ -97,9 +89,7 @@ def test_up_to_one_percent_is_said(
     assert "changes the text of 0.2% of 601 decoded documents" in capsys.readouterr().err
 
 
-def test_loss_is_found_early(
-    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_is_found_early(tmp_path, monkeypatch, capsys) -> None:
     """Loss is found before 0.1% of the documents is encoded; later documents are sampled."""
     monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 2000)
     source = write_jsonl(
@@ -139,9 +129,7 @@ FORMS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("name", FORMS)
-def test_other_forms_of_tokenizers_are_named_with_what_to_do(
-    name: str, folder: bool, tmp_path: Path, refusal
-) -> None:
+def test_other_forms_of_tokenizers_are_named_with_what_to_do(name, folder, tmp_path, refusal):
     source = write_jsonl(tmp_path / "rows.jsonl", PLAIN)
     home = tmp_path / "model"
     home.mkdir()

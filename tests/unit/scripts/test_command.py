@@ -46,9 +46,7 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
 
 
 @pytest.mark.parametrize(("encoding", "name"), [("ascii", "stdout"), ("latin-1", "stderr")])
-def test_what_a_stream_cannot_encode_is_escaped(
-    encoding: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_stream_cannot_encode_is_escaped(encoding, name, monkeypatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, name, stream)
     assert command(lambda: print("runs/\u732b", file=getattr(sys, name)) or 0)() == 0

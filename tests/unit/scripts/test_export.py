@@ -91,9 +91,7 @@ def out(exported, tmp_path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "out"))
 
 
-def test_an_export_states_its_stage_and_gives_no_false_alarm(
-    run, tmp_path, capsys, monkeypatch
-) -> None:
+def test_an_export_states_its_stage_and_gives_no_false_alarm(run, tmp_path, capsys, monkeypatch):
     """The text of the check is longer than a sequence, but no model reads more than a sequence."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

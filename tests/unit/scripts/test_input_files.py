@@ -57,9 +57,7 @@ def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path: Path) ->
     assert read(tmp_path / "in") == TEXTS[:6]
 
 
-def test_what_is_read_and_ignored_is_one_line_a_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_read_and_ignored_is_one_line_a_set(tmp_path, capsys) -> None:
     mixed_folder(tmp_path / "in")
     (tmp_path / "README.md").write_text("About the data.\n")
     command = [f"web={tmp_path}/in", f"notes={tmp_path}/README.md", "--train-tokenizer", "257"]
@@ -75,9 +73,7 @@ def test_what_is_read_and_ignored_is_one_line_a_set(
 
 
 @pytest.mark.parametrize("name", ["README.md", "LICENSE.txt", "sub/CITATION.md.gz"])
-def test_text_beside_rows_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     mixed_folder(tmp_path / "in")
     (tmp_path / "in/sub").mkdir()
     content = b"About the data.\n"
@@ -123,9 +119,7 @@ def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(find_inputs(str(tmp_path)).inputs) == 1
 
 
-def test_files_of_save_to_disk_are_named_as_such(
-    tmp_path: Path, refusal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_save_to_disk_are_named_as_such(tmp_path, refusal, monkeypatch) -> None:
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     rows.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "dict"))
@@ -218,9 +212,7 @@ def test_an_empty_compressed_file_is_refused(tmp_path: Path, suffix: str) -> Non
         read(path)
 
 
-def test_inputs_without_a_document_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inputs_without_a_document_are_warned_of(tmp_path, capsys) -> None:
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in/a.jsonl", TEXTS)
     (tmp_path / "in/b.jsonl").touch()

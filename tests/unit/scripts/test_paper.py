@@ -234,7 +234,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("sso", "footnote_6"): lambda sso, five, quintic: [within(five, 1e-3), within(quintic, 1e-3)],
     ("gram_penalty", "figure_1"): lambda adamw: [
         max(fallen(adamw.v), fallen(adamw.o), fallen(adamw.down))
-        < min(fallen(adamw.q), fallen(adamw.k), fallen(adamw.up)),
+        < min(fallen(adamw.q), fallen(adamw.k), fallen(adamw.up))
     ],
     ("gram_penalty", "figure_2"): penalty_acts,
     ("gram_penalty", "figure_4"): penalty_acts,
@@ -245,9 +245,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
         muon.loss.last < adamw.loss.last,
         muon.loss.last < warmup.loss.last,
     ],
-    ("spectral_updates", "figure_2"): lambda muon: [
-        muon.largest.greatest < 0.05 * 512,
-    ],
+    ("spectral_updates", "figure_2"): lambda muon: [muon.largest.greatest < 0.05 * 512],
     ("spectral_updates", "figure_5"): above_one("up_ratio", "down_ratio"),
     ("spectral_updates", "figure_6"): lambda muon: [
         muon.attention_mean.settled < 10,
@@ -339,9 +337,7 @@ def test_a_verdict_rests_on_what_the_paper_states(paper: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(("paper", "key"), OF_STUDIES)
-def test_a_row_of_a_study_is_measured_again_from_its_committed_results(
-    paper: str, key: str
-) -> None:
+def test_a_row_of_a_study_is_measured_again_from_its_committed_results(paper, key) -> None:
     item = ITEMS[paper, key]
     assert item.measure is not None
     again = measure(replace(item.measure, series={}), item.tiny)

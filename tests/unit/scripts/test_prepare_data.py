@@ -49,9 +49,7 @@ def prepare(*arguments: object) -> Manifest:
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 
 
-def test_one_document_and_one_byte_are_singular(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_document_and_one_byte_are_singular(tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("a")
     prepare(f"set={tmp_path / 'in.txt'}", "--train-tokenizer", 257, "--output", tmp_path / "out")
     assert "set.train: 1 document, 2 tokens, 1 byte of text" in capsys.readouterr().out
@@ -60,9 +58,7 @@ def test_one_document_and_one_byte_are_singular(
 # --- one result from every format and number of workers -------------------------------------------
 
 
-def test_result_does_not_depend_on_the_number_of_workers(
-    tokenizer: Path, root: Path, tmp_path: Path
-) -> None:
+def test_result_does_not_depend_on_the_number_of_workers(tokenizer, root, tmp_path) -> None:
     for workers in (1, 3):
         prepare(f"set={root}/examples/data/jargon.txt.xz", "--tokenizer", tokenizer,
                 "--validation-fraction", "0.3", "--workers", workers,
@@ -221,18 +217,11 @@ def test_a_tokenizer_is_trained_on_an_equal_share_of_every_set(tmp_path, monkeyp
         (0, {}, [], 0),
         (2, {"tokenizer_config.json": {"eos_token": "<s1>"}}, [], SIZE + 1),
         (2, {"tokenizer_config.json": {"eos_token": {"content": "<s0>"}}}, [], SIZE),
-        (
-            2,
-            {"tokenizer_config.json": {}, "config.json": {"eos_token_id": SIZE + 1}},
-            [],
-            SIZE + 1,
-        ),
+        (2, {"tokenizer_config.json": {}, "config.json": {"eos_token_id": SIZE + 1}}, [], SIZE + 1),
         (2, {"generation_config.json": {"eos_token_id": [1, 2]}}, ["--eod", "<s0>"], SIZE),
     ],
 )
-def test_eod_of_an_existing_tokenizer(
-    tokenizer: Path, tmp_path: Path, special: int, configs: dict, options: list[str], expected: int
-) -> None:
+def test_eod_of_an_existing_tokenizer(tokenizer, tmp_path, special, configs, options, expected):
     folder = hugging_face_folder(tokenizer, tmp_path / "hf", special, configs)
     manifest = prepare(f"set={write_jsonl(tmp_path / 'rows.jsonl', TEXTS)}",
                        "--tokenizer", folder, *options, "--output", tmp_path / "out")  # fmt: skip

@@ -36,9 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- all or nothing -----------------------------------------------------------------------------
 
 
-def test_other_preparation_is_replaced_only_on_request(
-    tokenizer: Path, tmp_path: Path, refusal
-) -> None:
+def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refusal) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]
@@ -64,9 +62,7 @@ def test_other_preparation_is_replaced_only_on_request(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_an_input_that_grows_while_it_is_read_is_refused(
-    tokenizer: Path, tmp_path: Path, refusal, monkeypatch
-) -> None:
+def test_an_input_that_grows_while_it_is_read_is_refused(tokenizer, tmp_path, refusal, monkeypatch):
     source, out = write_jsonl(tmp_path / "rows.jsonl", TEXTS[:10]), tmp_path / "out"
     load = preparation.load_tokenizer
 
@@ -82,9 +78,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["run killed", "worker killed", "interrupted"])
-def test_ended_run_leaves_no_output_and_no_process(
-    tokenizer: Path, root: Path, tmp_path: Path, end: str
-) -> None:
+def test_ended_run_leaves_no_output_and_no_process(tokenizer, root, tmp_path, end) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 2000)
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--workers", "2",
@@ -168,9 +162,7 @@ def check_error(
 
 @pytest.mark.parametrize("name", BAD_FILES)
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_bad_file_is_one_line(
-    tokenizer: Path, tmp_path: Path, name: str, workers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_file_is_one_line(tokenizer, tmp_path, name, workers, capsys) -> None:
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     tokenizer = ["--tokenizer", str(tokenizer)] if workers == "2" else [
@@ -212,9 +204,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("command", "message"), BAD_COMMANDS)
-def test_bad_command_is_one_line(
-    tokenizer: Path, tmp_path: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_command_is_one_line(tokenizer, tmp_path, command, message, capsys) -> None:
     write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     for folder in ("folder", "dataset"):
         (tmp_path / folder).mkdir()

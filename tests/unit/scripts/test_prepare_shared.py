@@ -173,9 +173,7 @@ def exit_code_of(place: str, call: int, options: list[str]) -> int | None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_killed_at_ten_moments_it_goes_on(
-    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str
-) -> None:
+def test_killed_at_ten_moments_it_goes_on(inputs, whole, tmp_path, command) -> None:
     expected, chance = whole(command), random.Random(command)
     options = arguments(command, inputs, tmp_path / "out")
     for _ in range(10):
@@ -187,9 +185,7 @@ def test_killed_at_ten_moments_it_goes_on(
 
 @pytest.mark.parametrize("place", [name for name in KILLED_IN if name != "add"])
 @pytest.mark.parametrize("call", [0, 1, 3])
-def test_killed_in_any_write_it_goes_on(
-    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, place: str, call: int
-) -> None:
+def test_killed_in_any_write_it_goes_on(inputs, whole, tmp_path, place, call) -> None:
     options = arguments("held out", inputs, tmp_path / "out")
     killed(place, call, options)
     assert main(options) == 0
@@ -197,9 +193,7 @@ def test_killed_in_any_write_it_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_it_goes_on_where_it_was(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_goes_on_where_it_was(inputs, tmp_path, capsys) -> None:
     options = arguments("held out", inputs, tmp_path / "out")
     assert killed("add", 200, options)
     assert main(options) == 0
@@ -207,9 +201,7 @@ def test_it_goes_on_where_it_was(
     assert said is not None and 100 < int(said[1]) <= 200
 
 
-def test_other_options_begin_again(
-    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     options = arguments("trained", inputs, tmp_path / "out")
     assert killed("add", 200, [*options, "--validation-fraction", "0.3"])
     assert main(options) == 0
@@ -221,9 +213,7 @@ def test_other_options_begin_again(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("shards", [4, 9])
-def test_shards_are_joined(
-    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str, shards: int
-) -> None:
+def test_shards_are_joined(inputs, whole, tmp_path, command, shards) -> None:
     options = arguments(command, inputs, tmp_path / "out")
     order = list(range(1, shards + 1))
     random.Random(shards).shuffle(order)
@@ -235,9 +225,7 @@ def test_shards_are_joined(
 
 
 @pytest.mark.parametrize("command", ["limited", "held out"])
-def test_killed_shards_and_a_killed_join_go_on(
-    inputs: Path, whole: Callable[[str], dict], tmp_path: Path, command: str
-) -> None:
+def test_killed_shards_and_a_killed_join_go_on(inputs, whole, tmp_path, command) -> None:
     options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
     assert killed("add", 45, options)  # before there are shards, and within a block
     for number in (1, 2, 3, 4):
@@ -252,9 +240,7 @@ def test_killed_shards_and_a_killed_join_go_on(
     assert hashes(tmp_path / "out") == whole(command)
 
 
-def test_shards_encode_little_more_than_their_shares(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_encode_little_more_than_their_shares(inputs, tmp_path, capsys) -> None:
     """The shares include partial documents; the join encodes the rest."""
     options = [f"one={inputs}/one.jsonl", f"--tokenizer={inputs}/tokenizer.json", "--workers=1"]
     options += ["--tokens", "5000", "--output", str(tmp_path / "out")]
@@ -287,9 +273,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     assert "2-of-3 is damaged: its files have wrong sizes" in refusal(main(options))
 
 
-def test_a_file_of_the_hub_that_fails_is_read_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_the_hub_that_fails_is_read_again(monkeypatch, capsys) -> None:
     """Reading continues after its last row; a permanent failure is an error."""
     failures = [3, 0, 5]  # number of rows before an error, for each reading
 
@@ -368,9 +352,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_the_same_text_twice_is_warned_of(
-    name: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_text_twice_is_warned_of(name, inputs, tmp_path, capsys) -> None:
     for file, source in (("one", "one"), ("same", "one"), ("held_out", "held_out")):
         (tmp_path / f"{file}.jsonl").write_bytes((inputs / f"{source}.jsonl").read_bytes())
     (tmp_path / "copy.jsonl.gz").write_bytes(gzip.compress(lines(rows(30, 20))))
@@ -383,9 +365,7 @@ def test_the_same_text_twice_is_warned_of(
     assert re.search(expected, capsys.readouterr().err)
 
 
-def test_different_and_empty_inputs_are_not(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_and_empty_inputs_are_not(inputs, tmp_path, capsys) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").touch()
     options = arguments("held out", inputs, tmp_path / "out", f"one={tmp_path}/*.jsonl")

@@ -58,16 +58,12 @@ def test_properties_hold_at_a_small_size(name: str, tmp_path: Path) -> None:
     ("number", "inside", "outside"),
     [("4.22e-3", 4.229e-3, 4.231e-3), ("27.47", 27.461, 27.459), ("50", 49.1, 48.9)],
 )
-def test_a_printed_number_is_known_to_its_last_digit(
-    number: str, inside: float, outside: float
-) -> None:
+def test_a_printed_number_is_known_to_its_last_digit(number, inside, outside) -> None:
     low, high = bounds(number)
     assert low <= inside <= high and not low <= outside <= high
 
 
-def test_a_wrong_number_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(pi_bound, "BOUND", 3.0)
     assert main(["pi_bound", "--small", "--output", str(tmp_path)]) == 1
     assert "FAIL" in capsys.readouterr().out
@@ -78,9 +74,7 @@ def test_a_wrong_number_fails(
     assert "| FAIL |" in (tmp_path / "table.md").read_text()
 
 
-def test_a_wrong_published_number_fails_at_the_published_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypatch) -> None:
     # Shapes without published numbers replace the published shapes.
     shapes = ((16, 8, 32), (20, 10, 40), (32, 16, 64), (40, 20, 80), (64, 32, 128))
     monkeypatch.setattr(pi_bound.experiment, "__kwdefaults__", {"shapes": shapes})
@@ -272,9 +266,7 @@ passed_checks = cache(
 
 
 @pytest.mark.parametrize(("experiment", "owner", "name", "wrong"), WRONG_VARIANTS)
-def test_a_wrong_variant_fails_a_check(
-    experiment: str, owner: Owner, name: str, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_variant_fails_a_check(experiment, owner, name, wrong, monkeypatch) -> None:
     passed = passed_checks(experiment)
     monkeypatch.setattr(owner, name, wrong(vars(owner)[name]))
     assert [check for check in run_small(experiment) if check.name in passed and not check.passed]

@@ -17,9 +17,7 @@ def gradient(shape: torch.Size, step: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_the_optimizer_sees_gradients_that_are_not_finite(
-    kind: type[SpectralOptimizer], poison: float, nonfinite: str
-) -> None:
+def test_the_optimizer_sees_gradients_that_are_not_finite(kind, poison, nonfinite) -> None:
     """Huge gradients, whose sum overflows, count as finite."""
     parameters = [torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
     optimizer = kind(parameters, lr=0.1, nonfinite=nonfinite)  # type: ignore[arg-type]
@@ -37,9 +35,7 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(
 
 @pytest.mark.parametrize("sizes", [(3,), (2000,), (3, 2000), (2000, 0, 3, 2000, 3)])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float16, torch.float32)])
-def test_any_element_of_small_and_large_tensors_is_looked_at(
-    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
+def test_any_element_of_small_and_large_tensors_is_looked_at(sizes, dtypes) -> None:
     """Small tensors are joined, also of different dtypes."""
     tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
     assert surely_finite(tensors)

@@ -134,9 +134,7 @@ def test_shards_hold_parts_of_matrices(name: str) -> None:
         ({"columns": [3]}, (4, 4), "units has no key columns"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    units: dict[str, Any], shape: tuple[int, ...], message: str
-) -> None:
+def test_what_cannot_be_divided_is_refused(units, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
         Division.of(units).boxes(shape)
 

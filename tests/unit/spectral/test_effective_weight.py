@@ -140,9 +140,7 @@ def test_fit_rejects(arguments: tuple[float, ...], name: str) -> None:
 @pytest.mark.parametrize("recover", [True, False])
 @pytest.mark.parametrize("level", [*PRESETS, "over_flattening"])
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12), (3, 9, 9), (1, 5)])
-def test_gradient_is_that_of_the_definition(
-    shape: tuple[int, ...], level: Level, recover: bool
-) -> None:
+def test_gradient_is_that_of_the_definition(shape, level, recover) -> None:
     w, u, v = matrix(*shape)
     gamma = torch.rand(shape[:-2], dtype=torch.float64) + 0.5
     grad = torch.randn_like(w)

@@ -5,7 +5,6 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,9 +137,7 @@ COPIES: dict[str, Callable[[SpectralOptimizer, str, torch.dtype], SpectralOptimi
 @DTYPES
 @EVERY_RULE
 @pytest.mark.parametrize("how", COPIES)
-def test_entries_of_other_programs_are_kept_and_change_no_step(
-    how: str, rule: str, dtype: torch.dtype
-) -> None:
+def test_entries_of_other_programs_are_kept_and_change_no_step(how, rule, dtype) -> None:
     plain = stepped(made(rule, dtype), 3)
     optimizer = made(rule, dtype)
     stepped(optimizer, 1)
@@ -162,9 +159,7 @@ def test_entries_of_other_programs_are_kept_and_change_no_step(
 
 @EVERY_RULE
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_distributed_checkpoint_keeps_entries_of_other_programs(
-    rule: str, tmp_path: Path
-) -> None:
+def test_a_distributed_checkpoint_keeps_entries_of_other_programs(rule, tmp_path) -> None:
     def model() -> tuple[nn.Module, SpectralOptimizer]:
         net = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 5, bias=False))
         return net, SpectralOptimizer(net.parameters(), rule=rule)
@@ -263,9 +258,7 @@ def refuses(optimizer: SpectralOptimizer, said: str) -> None:
 @EVERY_RULE
 @pytest.mark.parametrize("gradient", ["cut too", "whole", "none"])
 @pytest.mark.parametrize("first", [True, False], ids=["new", "after a step"])
-def test_a_parameter_that_is_cut_without_its_state_is_refused(
-    rule: str, dtype: torch.dtype, gradient: str, first: bool
-) -> None:
+def test_a_parameter_that_is_cut_without_its_state_is_refused(rule, dtype, gradient, first) -> None:
     optimizer = made(rule, dtype)
     if not first:
         optimizer.step()
@@ -330,9 +323,7 @@ def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
 @DTYPES
 @EVERY_RULE
 @pytest.mark.parametrize("steps", [0, 1])
-def test_the_state_follows_a_model_to_another_device(
-    rule: str, dtype: torch.dtype, steps: int
-) -> None:
+def test_the_state_follows_a_model_to_another_device(rule, dtype, steps) -> None:
     """As in `Muon(model.parameters())` before `model.to(device)`; "meta" stands for the device."""
     optimizer = made(rule, dtype, nonfinite="skip")  # which reads no value
     stepped(optimizer, steps)
@@ -402,9 +393,7 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 @DTYPES
 @EVERY_RULE
 @pytest.mark.parametrize("odd", ODD)
-def test_a_gradient_of_any_strides_is_the_contiguous_one(
-    odd: str, rule: str, dtype: torch.dtype
-) -> None:
+def test_a_gradient_of_any_strides_is_the_contiguous_one(odd, rule, dtype) -> None:
     plain, optimizer = made(rule, dtype), made(rule, dtype)
     kept = []
     for one, other in zip(parameters_of(plain), parameters_of(optimizer), strict=True):

@@ -14,9 +14,7 @@ OPTIONS = list(itertools.product([1, 2], ["in", "out"], [None, "frobenius", "siz
 
 @pytest.mark.parametrize(("power", "side", "normalize"), OPTIONS)
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (2, 3, 4, 9)])
-def test_value_and_gradient_are_those_of_the_definition(
-    shape: tuple[int, ...], power: int, side: str, normalize: str | None
-) -> None:
+def test_value_and_gradient_are_those_of_the_definition(shape, power, side, normalize) -> None:
     w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     expected = penalty_by_definition(w, power, side, normalize)
     weights = torch.rand(expected.shape, dtype=torch.float64)
@@ -37,9 +35,7 @@ def test_value_and_gradient_are_those_of_the_definition(
 
 @pytest.mark.parametrize(("power", "side", "normalize"), OPTIONS)
 @pytest.mark.parametrize("kind", ["zero", "orthogonal", "one column", "one row"])
-def test_no_overlap_means_zero_and_a_finite_gradient(
-    kind: str, power: int, side: str, normalize: str | None
-) -> None:
+def test_no_overlap_means_zero_and_a_finite_gradient(kind, power, side, normalize) -> None:
     w = {
         "zero": torch.zeros(3, 4, 6),
         "orthogonal": torch.linalg.qr(torch.randn(3, 6, 6)).Q,

@@ -73,9 +73,7 @@ def test_inside_products_are_ieee_and_afterwards_as_before(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "nothing"])
-def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_set(
-    way: str,
-) -> None:
+def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_set(way) -> None:
     WAYS[way]()
     model = nn.Linear(24, 16, bias=False)
     optimizer = SpectralSphere(model.parameters(), lr=1e-2)

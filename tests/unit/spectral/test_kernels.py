@@ -53,17 +53,13 @@ def test_small_problems_take_a_kernel_on_listed_devices() -> None:
         (0, 4096, 4096, "bfloat16", H200, None),
     ],
 )
-def test_the_shipped_table(
-    batch: int, rows: int, cols: int, dtype: str, device: str, tile: str | None
-) -> None:
+def test_the_shipped_table(batch, rows, cols, dtype, device, tile) -> None:
     pytest.importorskip("triton")
     found = dispatch.lookup("gram", batch, rows, cols, dtype, device)
     assert (found and str(found)) == tile
 
 
-def test_a_devices_own_entries_come_before_those_of_its_kind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_devices_own_entries_come_before_those_of_its_kind(monkeypatch, tmp_path) -> None:
     row = {"operation": "gram", "dtype": "bfloat16", "batch": 1, "rows": 1024, "cols": 1024}
     tile = {"block": 64, "depth": 32, "warps": 4, "stages": 4}
     kinds = {"sm_90": None, "NVIDIA H100": tile}
@@ -104,9 +100,7 @@ def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
     assert "import of triton halted" in said
 
 
-def test_stacks_of_different_columns_are_looked_up_by_their_mean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stacks_of_different_columns_are_looked_up_by_their_mean(monkeypatch) -> None:
     pytest.importorskip("triton")
     stacks = [torch.empty(4, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
     monkeypatch.setattr(dispatch, "device_name", lambda device: "NVIDIA H200 (sm_90)")

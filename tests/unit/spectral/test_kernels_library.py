@@ -51,9 +51,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 
 
 @pytest.mark.parametrize("slow", [torch.bfloat16, torch.float16])
-def test_products_through_float32_are_rounded_once(
-    slow: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_through_float32_are_rounded_once(slow, monkeypatch) -> None:
     """The test is valid on any CPU, as float64 represents every sum of 16-bit products."""
     monkeypatch.setattr(library, "SLOW_ON_CPU", {slow})
     for dtype in (torch.bfloat16, torch.float16):
@@ -93,9 +91,7 @@ def test_large_products_are_right_and_exactly_symmetric(name: str, dtype: torch.
 @pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize("n", [1, 5, 41, 150])
 @pytest.mark.parametrize("name", ["gram", *PRODUCTS])
-def test_blocks_agree_with_the_whole(
-    name: str, n: int, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_agree_with_the_whole(name, n, batch, monkeypatch) -> None:
     """In float64 only the order of sums may differ."""
     call = PRODUCTS.get(name, kernels.gram)
     x = symmetric(batch, n, n, dtype=torch.float64)

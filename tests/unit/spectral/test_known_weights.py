@@ -523,9 +523,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "text.weight looks like a head or one matrix: Clip adds or multiplies",
     ),
     "a last layer that is added": (
-        lambda: trunk(
-            ("pool", holder("Pool", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8))),
-        ),
+        lambda: trunk(("pool", holder("Pool", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8)))),
         "mlp.layers.1.weight looks like a head or one matrix: Pool adds",
     ),
     "a pooler before other blocks": (
@@ -637,9 +635,7 @@ def kept(m: Any, x: Tensor) -> Any:
         lambda: branch(positions, layer=lambda n, m: nn.Conv2d(n, m, 1)),
     ],
 )
-def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:
     model = nn.Sequential(linear(8, 8), build(), linear(8, 3))
     with pytest.raises(ValueError, match="1.wide.weight looks like .*takes channels apart"):
         split_parameters(model)

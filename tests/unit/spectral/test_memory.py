@@ -51,9 +51,7 @@ def peaks() -> dict[str, float]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", RULES_OF_MATRICES)
-def test_a_large_unit_takes_three_of_its_own_size(
-    name: str, shape: tuple[int, int], peaks: dict[str, float]
-) -> None:
+def test_a_large_unit_takes_three_of_its_own_size(name, shape, peaks) -> None:
     # The 5% are vectors, and for SSO on square matrices one block of columns, 1/24.
     assert peaks[f"{name} {shape}"] <= 3.05
 

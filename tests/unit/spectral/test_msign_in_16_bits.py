@@ -1,7 +1,5 @@
 """msign in 16 bits stays bounded for any input, by its form, margins and restarts."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,9 +35,7 @@ def gradient_like(shape: tuple[int, int], count: int, generator: torch.Generator
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_momenta_that_made_a_bfloat16_gram_form_diverge(
-    root: Path, schedule: str, dtype: torch.dtype
-) -> None:
+def test_momenta_that_made_a_bfloat16_gram_form_diverge(root, schedule, dtype) -> None:
     momenta = load_file(root / "tests/data/diverging_momenta.safetensors")["momentum"].float()
     bound = ROOM * max(1.0, largest_value(coefficients(schedule, STEPS, dtype)))
     assert largest(msign(momenta, schedule=schedule, steps=STEPS, dtype=dtype)) <= bound

@@ -161,9 +161,7 @@ def correlated(rho: float, size: int = 32) -> Tensor:
     # A negative estimate (two of three draws of independent entries) gives no ratio.
     [(False, 0.2, False), (True, 0.2, True), (True, -0.5 / 1024, False)],
 )
-def test_correlation_rescale_acts_once_and_only_when_asked(
-    asked: bool, first: float, acts: bool
-) -> None:
+def test_correlation_rescale_acts_once_and_only_when_asked(asked, first, acts) -> None:
     rule = MuonPlusPlusRule(algorithm="project", correlation_rescale=asked, momentum=0.0)
     w = correlated(first)
     state = rule.init_state(w)

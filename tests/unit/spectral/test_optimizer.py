@@ -84,9 +84,7 @@ def test_muon_equals_torch(nesterov: bool, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["numbers", "tensors", "both"])
 @pytest.mark.parametrize("name", RULES)
-def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(
-    name: str, kind: str
-) -> None:
+def test_groups_that_differ_in_their_rate_are_stepped_each_with_its_own(name, kind) -> None:
     """Compare rates by layer, changed by a scheduler, with one optimizer per layer."""
     shape, count = (6, 10), 3
     start = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
@@ -195,9 +193,7 @@ def test_splitting_parameters() -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["optimizer", "group"])
-def test_mistakes_are_errors(
-    options: dict[str, Any], error: type[Exception], message: str, where: str
-) -> None:
+def test_mistakes_are_errors(options, error, message, where) -> None:
     weight, of = nn.Parameter(torch.ones(3, 3)), {"rule": "muon", **options}
     if where == "group" and not {*WHOLE}.isdisjoint(of):
         error, message = TypeError, "is not for a group; give it to the optimizer"
@@ -337,9 +333,7 @@ def test_what_others_write_into_16_bits_is_stepped(how: str, rule: str) -> None:
     ("before", "after", "atol"),  # rounding errors of weights below 8
     [("float32", "float64", 2e-6), ("float64", "float32", 2e-6), ("float32", "bfloat16", 0.1)],
 )
-def test_the_state_follows_weights_that_are_cast(
-    name: str, before: str, after: str, atol: float
-) -> None:
+def test_the_state_follows_weights_that_are_cast(name, before, after, atol) -> None:
     """Weights are cast between steps to the other dtype, which the reference always has."""
     start, grads = torch.randn(8, 6), torch.randn(3, 8, 6)
     cast, reference = (nn.Parameter(start.to(getattr(torch, x))) for x in (before, after))

@@ -126,9 +126,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         ("amsgrad", [False, None], [True]),
     ],
 )
-def test_options_of_torch_that_are_fixed_here(
-    kind: type, where: str, name: str, accepted: list[object], refused: list[object]
-) -> None:
+def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refused) -> None:
     def step(value: object) -> Parameter:
         parameter = weight(8, 12)
         group, options = {"params": [parameter]}, {name: value}
@@ -154,9 +152,7 @@ def test_options_of_torch_that_are_fixed_here(
         ("eps", 1e-7, "no epsilon is needed"),
     ],
 )
-def test_options_of_torchs_muon_have_a_hint(
-    where: str, option: str, value: object, hint: str
-) -> None:
+def test_options_of_torchs_muon_have_a_hint(where, option, value, hint) -> None:
     if (where, option) == ("group", "eps"):  # written into the groups of Adam by other programs
         return
     group, options = {"params": [weight(8, 12)]}, {option: value}

@@ -105,10 +105,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[tuple[int, int], int]]]] 
             "experts.down_proj": {(HIDDEN, INNER): EXPERTS},
         },
     ),
-    "Qwen3Moe": (
-        MIXTURE,
-        {"q_proj": Q, "experts.gate_up_proj": {(20, HIDDEN): 2 * EXPERTS}},
-    ),
+    "Qwen3Moe": (MIXTURE, {"q_proj": Q, "experts.gate_up_proj": {(20, HIDDEN): 2 * EXPERTS}}),
     "DeepseekV3": (LATENT, DEEPSEEK),
     "DeepseekV2": (LATENT, DEEPSEEK),
 }
@@ -252,8 +249,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
     with pytest.raises(
-        ValueError,
-        match=r"Wqkv.weight must match.* equal values, got Wqkv\* and \*.weight",
+        ValueError, match=r"Wqkv.weight must match.* equal values, got Wqkv\* and \*.weight"
     ):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
     with pytest.raises(
@@ -316,9 +312,7 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
         (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
     ],
 )
-def test_a_split_of_something_else_is_refused(
-    model: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_a_split_of_something_else_is_refused(model, options, error, message) -> None:
     with pytest.raises(error, match=message):
         split_parameters(model, **options)
     with pytest.raises(TypeError, match=r"params must be parameters or split_parameters\(model\)"):

@@ -46,9 +46,7 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("made", [PCLinear, nn.Linear])
-def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(
-    bias: bool, made: type[nn.Linear]
-) -> None:
+def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(bias, made) -> None:
     """`reset_parameters` of every module is called, as for FSDP2; that of nn.Linear would draw a
     copy, PC(W)."""
     with torch.device("meta"):

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectral.sharded.placement import (
-    Work,
-    loads_of,
-    longest_processing_time,
-    ping_pong,
-    place,
-)
+from spectral.sharded.placement import Work, loads_of, longest_processing_time, ping_pong, place
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
 RANKS = st.integers(1, 4)

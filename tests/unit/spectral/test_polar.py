@@ -96,9 +96,7 @@ def test_zero_nan_and_null_directions(ratio: float) -> None:
 
 @pytest.mark.parametrize("scale", [1e-37, 1.0, 1e37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_matrices_are_normalised_in_place_to_the_same_bits(
-    dtype: torch.dtype, scale: float
-) -> None:
+def test_large_matrices_are_normalised_in_place_to_the_same_bits(dtype, scale) -> None:
     x = scale * torch.randn(2, 520, 530, generator=torch.Generator().manual_seed(4), dtype=dtype)
     x[0, 3, 5] = torch.nan
     assert x[0].numel() > CACHE_ELEMENTS["cpu"]

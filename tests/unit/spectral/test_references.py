@@ -63,9 +63,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_rule_equals_its_reference(
-    name: str, options: dict[str, Any], shape: tuple[int, int]
-) -> None:
+def test_a_rule_equals_its_reference(name, options, shape) -> None:
     """Run three steps with decay on a stack of three matrices with a gap below the largest singular
     value."""
     if name == "muon_plus_plus" and 1 in shape:

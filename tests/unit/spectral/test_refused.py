@@ -98,9 +98,7 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
 
 @pytest.mark.parametrize("together", [1, 3, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(
-    case: str, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_is_refused_alone_in_every_slice_of_a_stack(case, together, monkeypatch) -> None:
     """Test the first, the last and a middle one of eight matrices; only some fit a CPU's cache."""
     monkeypatch.setitem(CACHE_ELEMENTS, "cpu", together * ROWS * COLS)
     rule, generator = CASES[case], torch.Generator().manual_seed(0)
@@ -161,9 +159,7 @@ def test_a_refused_step_leaves_no_trace_in_the_state(case: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rows", [1, 16, 200])
-def test_a_singular_value_that_has_grown_is_seen(
-    rows: int, schedule: str, dtype: torch.dtype
-) -> None:
+def test_a_singular_value_that_has_grown_is_seen(rows, schedule, dtype) -> None:
     """Test eigenvalues of the Gram matrix before the last step: values within the image of [0, 1]
     count as bounded, a value 2.5 times as large does not."""
     steps = coefficients(schedule, 8, dtype)

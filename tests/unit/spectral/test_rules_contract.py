@@ -8,15 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.device_values import unless_all
-from spectral.rules import (
-    RULES,
-    MomentumRule,
-    MsignRule,
-    Report,
-    Rule,
-    State,
-    register_rule,
-)
+from spectral.rules import RULES, MomentumRule, MsignRule, Report, Rule, State, register_rule
 from spectral.rules.base import class_problems, take_step
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device

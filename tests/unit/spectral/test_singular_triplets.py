@@ -38,8 +38,7 @@ def errors(w: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(128, 128), (64, 512), (512, 64), (512, 512), (1, 1), (1, 9), (9, 1), (2, 2), (3, 50)],
+    "shape", [(128, 128), (64, 512), (512, 64), (512, 512), (1, 1), (1, 9), (9, 1), (2, 2), (3, 50)]
 )
 def test_cold_start_on_gaussian_weights(shape: tuple[int, int]) -> None:
     """Gaussian weights, with gaps near 1% and less, are the hardest case. A hundred cold power

@@ -130,9 +130,7 @@ def decaying(rows: int, cols: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [gaussian, low_rank, rank_deficient, decaying])
-def test_two_shifts_are_as_exact_as_ten(
-    make: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_shifts_are_as_exact_as_ten(make, monkeypatch) -> None:
     """Errors after one evaluation agree up to rounding and the error of partial fractions."""
     problem = problems(make, 128, 160, RHOS)
     few = solve_multiplier(*problem).residual.abs()
@@ -172,9 +170,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize("rows, cols, seed, at_zero, expected, gain", GOLDEN)
-def test_golden_values(
-    rows: int, cols: int, seed: int, at_zero: float, expected: float, gain: float
-) -> None:
+def test_golden_values(rows, cols, seed, at_zero, expected, gain) -> None:
     m = unit(torch.randn(rows, cols, generator=generator(seed)).double())
     w = torch.randn(rows, cols, generator=generator(1000 + seed)).double()
     left, _, right = torch.linalg.svd(w)
@@ -234,9 +230,7 @@ def test_nan_is_reported_not_hidden() -> None:
     assert solution.direction[1].isnan().any()
 
 
-def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(monkeypatch) -> None:
     """The inner product of the first guess is NaN; the next evaluation, in the middle of the
     bracket, replaces it."""
     problem = [x.double() for x in problems(gaussian, 8, 12, (0.5,))]
@@ -254,9 +248,7 @@ def test_a_first_guess_whose_iteration_is_not_bounded_is_replaced(
 
 @pytest.mark.parametrize("evaluations", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24), (2, 1200, 1000)])
-def test_directions_take_the_buffers_of_rules_alone(
-    shape: tuple[int, int, int], evaluations: int
-) -> None:
+def test_directions_take_the_buffers_of_rules_alone(shape, evaluations) -> None:
     generator = torch.Generator().manual_seed(6)
     m = torch.randn(shape, generator=generator) / (shape[1] * shape[2]) ** 0.5
     u = torch.nn.functional.normalize(torch.randn(shape[:2], generator=generator), dim=-1)
@@ -318,12 +310,7 @@ def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
     [(torch.float16, 1e-4, 0.05), (torch.bfloat16, 1e-3, 0.3)],
     ids=["float16", "bfloat16"],
 )
-def test_one_evaluation_in_16_bits_is_tangent(
-    dtype: torch.dtype,
-    multiplier: float,
-    error: float,
-    exact: list[list[tuple[float, Tensor]]],
-) -> None:
+def test_one_evaluation_in_16_bits_is_tangent(dtype, multiplier, error, exact) -> None:
     """On recorded momenta the model's root is right, and rounding errors along Theta are removed;
     the linear objective equals the exact direction's.
 
@@ -349,9 +336,7 @@ def test_one_evaluation_in_16_bits_is_tangent(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_reported_honestly(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_is_reported_honestly(dtype, monkeypatch) -> None:
     """A component along Theta is removed only if rounding can explain it."""
     m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
     solution = solve_multiplier(m, u, v, dtype=dtype)
@@ -381,9 +366,7 @@ def test_empty_batch_and_errors() -> None:
 @pytest.mark.parametrize("joined", [1, 3])
 @pytest.mark.parametrize("size", [3, 64, 256])
 @pytest.mark.parametrize("rows", [1, 64, 65, 200])
-def test_systems_in_blocks_are_solved(
-    rows: int, size: int, joined: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systems_in_blocks_are_solved(rows, size, joined, monkeypatch) -> None:
     monkeypatch.setattr(tangent_model, "block_rows", lambda rows, device: size)
     monkeypatch.setattr(tangent_model, "joined_blocks", lambda device: joined)
     half, x = gaussian(3, rows, rows + 8), gaussian(3, 2, rows, seed=1)

@@ -449,10 +449,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             head=linear(16, 4),
         ),
         torch.randn(9, 16),
-        {
-            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
-            "down": lambda w: [*w],
-        },
+        {"gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]},
     ),
     "a mixture of stacked weights": (
         lambda: Module(
@@ -720,10 +717,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 MIXTURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, int]]] = {
     "layers": (lambda m, x: torch.stack([m.a(x), m.b(x), m.c(x)], -2), {"a": 1, "b": 1, "c": 1}),
-    "layers and the input": (
-        lambda m, x: torch.stack([m.a(x), m.b(x), x], -2),
-        {"a": 1, "b": 1},
-    ),
+    "layers and the input": (lambda m, x: torch.stack([m.a(x), m.b(x), x], -2), {"a": 1, "b": 1}),
     "layers, added to one": (
         lambda m, x: torch.stack([m.a(x), m.b(x), m.c(x)], -2) + m.d(x)[..., None, :],
         {"a": 1, "b": 1, "c": 1, "d": 1},

@@ -84,11 +84,7 @@ EXPERTS: Wanted = {
 MODELS: dict[str, tuple[dict[str, Any], str, Wanted]] = {
     "Llama": (SIZES, "ForCausalLM", LLAMA),
     "Qwen3": (SIZES, "ForCausalLM", LLAMA),
-    "Mixtral": (
-        {**MIXTURE, "intermediate_size": 20},
-        "ForCausalLM",
-        EXPERTS,
-    ),
+    "Mixtral": ({**MIXTURE, "intermediate_size": 20}, "ForCausalLM", EXPERTS),
     "Qwen3Moe": (MIXTURE, "ForCausalLM", EXPERTS),
     "Qwen3Next": (
         LINEAR,

@@ -53,9 +53,7 @@ def raw_losses(batch: Batch) -> LossFunction:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_every_counted_token_has_the_same_weight(
-    micro_batch: int, folder: str, world: Groups
-) -> None:
+def test_every_counted_token_has_the_same_weight(micro_batch, folder, world) -> None:
     """The loss of a step is the mean over the counted tokens of its global batch, whatever their
     numbers in its micro-batches."""
     config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
@@ -184,11 +182,7 @@ def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
     assert validation[0].counted_tokens == int(whole["counted"].sum())
     for samples in (1, *range(75, 90)):  # some sequences end where a document begins
         part = ValidationData(
-            "walk",
-            f"{folder}/tokens",
-            sequence_length=32,
-            samples=samples,
-            borders=data.borders,
+            "walk", f"{folder}/tokens", sequence_length=32, samples=samples, borders=data.borders
         )
         batch = next(part.batches(micro_batch=samples, data_rank=0, data_size=1))[0]
         counted = as_batch(batch, world, data.borders)["counted"]

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("prepare", [link, open_to_all, of_another])
-def test_a_folder_that_another_could_have_filled_is_not_used(
-    prepare: Callable[[Path], None], temporary
-):
+def test_a_folder_that_another_could_have_filled_is_not_used(prepare, temporary) -> None:
     foreign = temporary / f"spectrain-{os.getuid()}"
     prepare(foreign)
     found = cache()

@@ -116,9 +116,7 @@ def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> 
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-def test_a_unit_that_is_refused_for_long_ends_the_run(
-    interval: int, folder: str, world: Groups
-) -> None:
+def test_a_unit_that_is_refused_for_long_ends_the_run(interval, folder, world) -> None:
     """Refusals are counted over reports, and checked at each."""
     keys = {"train__max_skipped_steps": 2, "log__interval": interval}
     config = tiny_config(folder, "muon", **SMALL, **keys)

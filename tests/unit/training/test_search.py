@@ -29,8 +29,7 @@ def layouts_of(recipe, gpus, *overrides, **device):
 @pytest.mark.parametrize(
     ("recipe", "memory"),
     slow_but(
-        [("tiny_sso", 8e8)],
-        [("tiny_sso", 8e8), ("tiny_moe_muon", 5e8), ("tiny_qwen2.5_sso", 8e8)],
+        [("tiny_sso", 8e8)], [("tiny_sso", 8e8), ("tiny_moe_muon", 5e8), ("tiny_qwen2.5_sso", 8e8)]
     ),
 )
 def test_no_random_layout_is_faster_than_the_best(recipe, memory):

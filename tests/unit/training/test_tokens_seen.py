@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from scripts.huggingface.card import card
 from scripts.plots.run_data import read_run
 from scripts.plots.run_page import key_figures
@@ -27,9 +25,7 @@ STARTS = [
 ]
 
 
-def test_over_three_resumes_with_another_batch_and_length(
-    folder: str, tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_three_resumes_with_another_batch_and_length(folder, tmp_path, world, monkeypatch):
     read = 0
     batches = build.training_batches
 

@@ -1,20 +1,16 @@
 """The process that writes a rank's parts of the state."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from parallel.checkpoint.state import StatePart, boxes
 from parallel.checkpoint.state_writer import NotFiniteStateError, StatePlanner, Writer
-from parallel.comm.groups import Groups
 
 
 @pytest.mark.parametrize("element", [7, 10, 16])
-def test_an_element_that_is_not_finite_is_named_by_its_place_in_the_whole(
-    element: int, world: Groups, tmp_path: Path
-) -> None:
+def test_an_element_that_is_not_finite_is_named_by_its_place_in_the_whole(element, world, tmp_path):
     """Test the end of a row, whole rows, and the beginning of a row, which are separate parts."""
     whole = torch.zeros(5, 4)
     whole.view(-1)[element] = torch.nan

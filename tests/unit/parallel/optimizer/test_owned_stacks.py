@@ -85,9 +85,7 @@ def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[in
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_units_are_joined_and_cut_up_to_the_workspace(
-    listed_meta: torch.device, device: str
-) -> None:
+def test_units_are_joined_and_cut_up_to_the_workspace(listed_meta, device) -> None:
     found, place = stacks("llama1b_sso"), torch.device(device)
     lists = planned(found, place)
     seen: dict[int, int] = {}

@@ -44,8 +44,7 @@ def bucket_layouts(draw):
     """Draw `(units, bucket_layout)` of random models and alignments."""
     units = draw(models())
     bucket_layout = BucketPlanner(
-        ranks=draw(st.integers(1, 9)),
-        alignment=draw(st.sampled_from([1, 8, 64])),
+        ranks=draw(st.integers(1, 9)), alignment=draw(st.sampled_from([1, 8, 64]))
     ).layout(units)
     return units, bucket_layout
 

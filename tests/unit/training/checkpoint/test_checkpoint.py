@@ -34,12 +34,7 @@ from training.lifecycle.run_folder import locked
 from training.loop import Outcome
 from training.run import train
 
-SAVED = {
-    "checkpoint__interval": 2,
-    "log__interval": 1,
-    "train__steps": 4,
-    "train__micro_batch": 8,
-}
+SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4, "train__micro_batch": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)

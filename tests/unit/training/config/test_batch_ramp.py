@@ -119,9 +119,7 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
     assert [run.tokens(line) for line in run.monitors] == [line["tokens"] for line in run.monitors]
 
 
-def test_a_rewind_returns_to_the_batch_of_its_step(
-    config_folder: str, world, monkeypatch, poisoned
-) -> None:
+def test_a_rewind_returns_to_the_batch_of_its_step(config_folder, world, monkeypatch, poisoned):
     """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
     out; the next steps have the batches of their step numbers."""
     read: list[list[int]] = []

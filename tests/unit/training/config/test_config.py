@@ -195,9 +195,7 @@ def test_bases_are_merged_in_order_and_lists_replace(tmp_path: Path, minimal: Pa
     assert load_config(tmp_path / "top.yaml", ["run.name=x"]).run.dir == "runs/x"
 
 
-def test_unreadable_files_are_named(
-    tmp_path: Path, minimal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_named(tmp_path, minimal, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text, said in (
         ("a.yaml", "base: b.yaml", "base files form a cycle: a.yaml -> b.yaml -> a.yaml"),
@@ -294,9 +292,7 @@ def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
         ("tiny_muon", 2, 0.0),
     ],
 )
-def test_an_empty_pc_section_is_the_papers_choice(
-    root: Path, name: str, level: int, decay: float
-) -> None:
+def test_an_empty_pc_section_is_the_papers_choice(root, name, level, decay) -> None:
     """Level 4 under AdamW and 2 under Muon; gamma decays like every other vector."""
     config = load_config(root / "configs" / f"{name}.yaml", ["pc={}"])
     assert config.pc is not None and config.pc.level == level
@@ -315,9 +311,7 @@ def test_an_empty_pc_section_is_the_papers_choice(
     ("name", "coefficient"),
     [("gpt160m_adamw", 1e-3), ("gpt405m_muon", 1e-4), ("gpt1.4b_muon", 1e-4)],
 )
-def test_an_empty_gram_penalty_section_is_the_papers_choice(
-    root: Path, name: str, coefficient: float
-) -> None:
+def test_an_empty_gram_penalty_section_is_the_papers_choice(root, name, coefficient) -> None:
     config = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty={}"])
     assert config.gram_penalty is not None
     assert config.gram_penalty.coefficient == coefficient
@@ -345,9 +339,7 @@ def overlay(minimal: Path, tmp_path: Path) -> Path:
         (["data.train.text=null", "data.train.text.path=x"], ["mine", "text"]),
     ],
 )
-def test_null_leaves_out_sets_of_a_base(
-    overlay: Path, overrides: list[str], names: list[str]
-) -> None:
+def test_null_leaves_out_sets_of_a_base(overlay, overrides, names) -> None:
     assert set(load_config(overlay, overrides).data.train) == set(names)
 
 

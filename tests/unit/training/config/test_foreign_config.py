@@ -217,9 +217,7 @@ def test_a_saved_config_may_contain_a_key_that_is_gone(minimal: Path) -> None:
     ("old", "new"),
     [("rule: adamw\n", "rule: elsewhere\n"), ("roles: {}", "roles: {o: {rule: elsewhere}}")],
 )
-def test_a_run_needs_the_packages_of_the_rules_that_it_uses(
-    minimal: Path, old: str, new: str
-) -> None:
+def test_a_run_needs_the_packages_of_the_rules_that_it_uses(minimal, old, new) -> None:
     """Settings of other rules that were installed are not an obstacle."""
     config = load_config(minimal)
     text = to_yaml(config).replace("  rules:\n", "  rules:\n    elsewhere: {strength: 2}\n")

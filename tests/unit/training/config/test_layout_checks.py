@@ -59,9 +59,7 @@ REFUSED = [
         ),
     ],
 )
-def test_a_layout_is_refused_with_the_reason(
-    minimal: Path, overrides: list[str], world_size: int | None, problem: str
-) -> None:
+def test_a_layout_is_refused_with_the_reason(minimal, overrides, world_size, problem) -> None:
     assert any(problem in line for line in problems(minimal, *overrides, world_size=world_size))
 
 

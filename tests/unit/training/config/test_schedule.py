@@ -36,9 +36,7 @@ def torch_rates(reference: Reference, steps: int, ratio: float) -> list[float]:
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 1, 13])
 @pytest.mark.parametrize(("kind", "reference"), [("cosine", cosine), ("linear", linear)])
-def test_equals_torch_after_the_warm_up(
-    kind: str, reference: Reference, warmup: int, ratio: float
-) -> None:
+def test_equals_torch_after_the_warm_up(kind, reference, warmup, ratio) -> None:
     total = 120
     schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, min_ratio=ratio)  # type: ignore[arg-type]
     ours = [learning_rate_factor(step, total, schedule) for step in range(warmup, total + 1)]

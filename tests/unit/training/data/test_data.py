@@ -68,9 +68,7 @@ def test_blend_follows_the_evenly_spaced_order(weights: list[float]) -> None:
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     samples=st.integers(0, 4 * BLEND_PERIOD),
 )
-def test_weights_are_honoured_after_any_number_of_samples(
-    weights: list[float], samples: int
-) -> None:
+def test_weights_are_honoured_after_any_number_of_samples(weights, samples) -> None:
     used = build_blend({str(i): weight for i, weight in enumerate(weights)}).used(samples)
     shares = np.array(weights) / sum(weights)
     # Blend's bound, plus the rounding of shares to whole samples per period.
@@ -114,9 +112,7 @@ def test_sample_is_the_window_it_claims_in_any_order_of_access(prefixes: dict[st
     assert data[10**12].shape == (9,)  # any sample directly, without the samples before
 
 
-def test_every_epoch_visits_every_window_once_in_another_order(
-    prefixes: dict[str, Path],
-) -> None:
+def test_every_epoch_visits_every_window_once_in_another_order(prefixes) -> None:
     data = training_data(prefixes)
     visits: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for k in range(700):
@@ -152,9 +148,7 @@ def test_describe_counts_what_is_used(prefixes: dict[str, Path]) -> None:
         assert str(use).startswith(f"{use.name}: {use.weight:.1%} of the samples")
 
 
-def test_fingerprint_tells_what_decides_the_order(
-    prefixes: dict[str, Path], tmp_path: Path
-) -> None:
+def test_fingerprint_tells_what_decides_the_order(prefixes, tmp_path) -> None:
     base = training_data(prefixes).fingerprint()
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -196,9 +190,7 @@ def test_global_batch_does_not_depend_on_the_layout(data_size: int, micro_batch:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(
-    prefixes: dict[str, Path], workers: int
-) -> None:
+def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(prefixes, workers) -> None:
     data = training_data(prefixes)
 
     def batches(consumed: int, count: int) -> list[torch.Tensor]:
@@ -230,9 +222,7 @@ def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> Non
 @pytest.mark.parametrize("samples", [None, 1, 5, 1000])
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_every_validation_window_counts_once(
-    prefixes: dict[str, Path], samples: int | None, data_size: int, micro_batch: int
-) -> None:
+def test_every_validation_window_counts_once(prefixes, samples, data_size, micro_batch) -> None:
     data = ValidationData("b", prefixes["b"], sequence_length=8, samples=samples)
     layout = {"micro_batch": micro_batch, "data_size": data_size}
     counted: Counter[tuple[int, ...]] = Counter()
@@ -264,9 +254,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]
         ValidationData("b", prefixes["b"], sequence_length=8, token_bytes=lengths[:300])
 
 
-def test_bytes_are_estimated_from_the_manifest_or_unknown(
-    prefixes: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bytes_are_estimated_from_the_manifest_or_unknown(prefixes, tmp_path) -> None:
     unknown = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
     assert unknown.target_bytes is None and unknown.bits_per_byte(1.0) is None
     write_manifest(tmp_path)

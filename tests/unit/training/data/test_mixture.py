@@ -65,9 +65,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in read_metrics(folder)}
 
 
-def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(
-    start, tmp_path: Path
-) -> None:
+def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(start, tmp_path) -> None:
     change = {"checkpoint__allow_change": "[data]"}
     start(8, FIRST)
     write_token_set(tmp_path / "small", tokens=1_000, vocab=120, seed=17)
@@ -96,9 +94,7 @@ def test_windows_of_another_length_begin_after_as_many_tokens(prefixes: dict[str
         assert found == order[begun:][: len(found)], token_set.name
 
 
-def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(
-    start, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(start, tmp_path) -> None:
     read = start(4, FIRST)
     path = checkpoints.read_checkpoint(tmp_path / "run").path
     for key in ("read", "phase"):  # as in a checkpoint of a version without counts

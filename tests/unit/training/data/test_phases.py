@@ -19,10 +19,7 @@ from training.config import load_config
 from training.dry_run import data_table, phase_uses
 
 FIRST = {"big": 0.6, "middle": 0.4, "small": 0.0}
-PHASES = [
-    (8, {"big": 0.2, "middle": 0.3, "small": 0.5}),
-    (15, {"small": 1.0}),
-]
+PHASES = [(8, {"big": 0.2, "middle": 0.3, "small": 0.5}), (15, {"small": 1.0})]
 """Steps before each phase, and weights; the last phase reads only one set, repeatedly."""
 BY_HAND = {8: FIRST, 15: PHASES[0][1], 22: PHASES[1][1]}
 
@@ -60,9 +57,7 @@ def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
     assert table.endswith("\nepochs are unknown without the manifest.json of text")
 
 
-def test_each_set_goes_on_at_its_count_and_stops_change_nothing(
-    start, tmp_path: Path, capsys
-) -> None:
+def test_each_set_goes_on_at_its_count_and_stops_change_nothing(start, tmp_path, capsys) -> None:
     whole = start(22, FIRST, **COMMON)
     printed = capsys.readouterr().out
     assert re.search(r"data: from step 9 on big 20.0% after 1,2\d\d tokens, middle 30.0%", printed)
@@ -108,11 +103,7 @@ def test_phases_are_runs_cut_by_hand(start, tmp_path: Path) -> None:
     assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
 
 
-def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
-    start,
-    tmp_path: Path,
-    capsys,
-) -> None:
+def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, capsys) -> None:
     keys = {
         "train__steps": 20,
         "train__batch_ramp": "[{batch: 8, until_steps: 4}, {batch: 16, until_steps: 9}]",
@@ -141,9 +132,7 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(
 
 
 @pytest.mark.slow
-def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(
-    start, tmp_path: Path, poisoned
-) -> None:
+def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(start, tmp_path, poisoned) -> None:
     """Steps 9 and 10 are not finite: the run returns to step 6, phases begin after steps 8 and 15
     again, and two batches of the second one are left out."""
     poisoned(8)

@@ -48,9 +48,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
     ],
 )
-def test_sets_of_the_same_text_are_named(
-    prepared: Path, train: dict[str, str], validation: dict[str, str], how: str | None
-) -> None:
+def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> None:
     prefixes = [
         {name: prepared / path for name, path in sets.items()} for sets in (train, validation)
     ]

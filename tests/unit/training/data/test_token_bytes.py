@@ -82,9 +82,7 @@ def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sequence", [[], [{"type": "Sequence", "normalizers": []}]])
-def test_an_empty_normalizer_changes_nothing(
-    byte_level: Path, tmp_path: Path, sequence: list[dict[str, object]]
-) -> None:
+def test_an_empty_normalizer_changes_nothing(byte_level, tmp_path, sequence) -> None:
     """DeepSeek's tokenizer has such a step."""
     normalizer = {"type": "Sequence", "normalizers": sequence}
     lengths = token_byte_lengths(edited(byte_level, tmp_path, normalizer=normalizer))
@@ -95,9 +93,7 @@ def test_an_empty_normalizer_changes_nothing(
 
 @pytest.mark.parametrize("samples", [1, 3, 20, 37, None])
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_bytes_of_the_windows_that_were_read_are_counted(
-    tmp_path: Path, samples: int | None, with_manifest: bool
-) -> None:
+def test_bytes_of_the_windows_that_were_read_are_counted(tmp_path, samples, with_manifest) -> None:
     """Test a tokenizer of words with spaces; the positions of tokens in the text are the
     reference."""
     texts = [f"x{'é' * (i % 5)} the cat {'abcdefgh'[: i % 7]} {i}" for i in range(60)]

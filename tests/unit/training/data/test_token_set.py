@@ -36,9 +36,7 @@ def patch(path: Path, offset: int, content: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("count", [9, 16, 17, 100])
-def test_windows_overlap_by_one_token_and_cut_the_stream(
-    tmp_path: Path, count: int, dtype: type
-) -> None:
+def test_windows_overlap_by_one_token_and_cut_the_stream(tmp_path, count, dtype) -> None:
     tokens = np.arange(count, dtype=dtype)[::-1].copy()
     found = TokenSet("set", write_stream(tmp_path / "set", tokens), 8)
     expected = [tokens[i : i + 9].tolist() for i in range(0, count - 8, 8)]
@@ -116,9 +114,7 @@ def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path])
         check_vocabulary(sets, largest)
 
 
-def test_manifest_beside_the_set_must_agree_with_it(
-    prefixes: dict[str, Path], tmp_path: Path
-) -> None:
+def test_manifest_beside_the_set_must_agree_with_it(prefixes, tmp_path) -> None:
     write_manifest(tmp_path, max_token=12345)
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
@@ -140,9 +136,7 @@ MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "",
         (MANIFEST % '{"a.bin": "1"}', "manifest.json: files.a.bin must be an integer, got '1'"),
     ],
 )
-def test_unusable_manifest_is_one_clear_error(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
+def test_unusable_manifest_is_one_clear_error(tmp_path, content, message) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(DataError, match=message):
@@ -186,9 +180,7 @@ def test_zeros_of_the_right_size_are_refused(prepared: Path) -> None:
     assert opened(prepared, "none").window(0).sum() == 0
 
 
-def test_a_flipped_bit_is_noticed_when_it_is_first_read(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_is_noticed_when_it_is_first_read(prepared, monkeypatch) -> None:
     monkeypatch.setattr("training.data.token_set.SPREAD", 2)  # first and last block
     path = prepared / "tokens.train.bin"
     place = BLOCK  # also of the last token of the previous window
@@ -237,9 +229,7 @@ def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -
         opened(prepared)
 
 
-def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(prepared, monkeypatch) -> None:
     """Earlier versions prepared such sets."""
     manifest = prepared / "manifest.json"
     blocks = read_manifest(prepared).sets["tokens.train"].sha256["blocks"]
@@ -264,9 +254,7 @@ def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
-    tmp_path: Path, workers: int
-) -> None:
+def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_path, workers):
     """Test this without an entry in the manifest, and in a prefetching process."""
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77

@@ -32,9 +32,7 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
     assert len(biases) == 2 and all(bias.abs().sum() > 0 for bias in biases)
 
 
-def test_balancing_losses_are_logged_as_their_papers_define_them(
-    folder: str, world: Groups
-) -> None:
+def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) -> None:
     """The reference uses the logits of all four micro-batches of two sequences of 32 tokens."""
     coefficients = {"sequence_aux_loss": 1e-2, "global_aux_loss": 3e-3, "z_loss": 1e-3}
     trainer = trainer_of(

@@ -17,9 +17,7 @@ def refuse(constant: str) -> None:
 
 
 @given(st.lists(st.dictionaries(st.text().filter(lambda n: n != "step"), st.floats())))
-def test_every_line_is_json_and_floats_come_back_exactly(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]
-) -> None:
+def test_every_line_is_json_and_floats_come_back_exactly(tmp_path_factory, rows) -> None:
     with closing(MetricsWriter(tmp_path_factory.mktemp("run"))) as writer:
         for step, row in enumerate(rows):
             writer.log(row, step=step)
