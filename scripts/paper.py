@@ -54,8 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code of the first command that fails."""
     options = parse(arguments)
     # Imported here, as these modules load torch, pandas and matplotlib.
-    from scripts.papers.catalogue import read_catalogue, read_hours, write_hours
-    from scripts.papers.item_commands import commands, describe, plotting, write_measured
+    from scripts.papers.catalogue import (
+        commands,
+        describe,
+        plotting,
+        read_catalogue,
+        read_hours,
+        write_hours,
+        write_measured,
+    )
     from scripts.papers.page import draw, figure_file, page
     from scripts.plots.style import save
 

@@ -4,22 +4,24 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from models.families import model_size
-from parallel.plan.devices import Device
+from models.section import named
+from parallel.plan.devices import DEVICES, Device
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import step_time
 from spectral.rules.muon import MsignRule
 from training.assignments import config_assignments, unit_options
 from training.config import Config
-from training.config.device_file import device_named
+from training.config.binding import InvalidConfigError, bind
 from training.config.schedule import EqualSteps
+from training.config.yaml_files import over, read_saved
 from training.data.build_data import with_mock_sets
 from training.data.manifest import manifest_of
 from training.data.mock_tokens import MockTokens
@@ -222,3 +224,23 @@ def rule_operands(config: Config) -> str:
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"
+
+
+def device_named(text: str) -> Device:
+    """Return the device with the name `text`, or described in the YAML file `text`, whose `base`
+    names the device that supplies the omitted figures.
+
+    Raises InvalidConfigError if there is neither, or with all problems of the file.
+    """
+    if text in DEVICES:
+        return DEVICES[text]
+    if not Path(text).is_file():
+        raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
+    figures = dict(read_saved(Path(text)))
+    base = str(figures.pop("base", "h100"))
+    if base not in DEVICES:
+        raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])
+    try:
+        return bind(Device, over(asdict(DEVICES[base]), figures))
+    except InvalidConfigError as error:
+        raise InvalidConfigError([f"{text}: {line}" for line in error.problems]) from None

@@ -1,9 +1,13 @@
-"""Writer of the state of a weights-only checkpoint, with one parameter in memory at a time."""
+"""Weights-only checkpoints, written with one parameter in memory at a time, and the weighted mean
+of a run's checkpoints."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +21,25 @@ from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.state import SCHEMA
 from parallel.checkpoint.state_writer import FileFacts, StateWriter, file_facts, write_plain
-from training.assignments import unit_options
-from training.config import Config
+from scripts.command import check_free
+from scripts.data.folder import AtomicFolder
+from scripts.huggingface.export import check_room, raise_problems
+from spectral.batching import grouped
+from spectral.singular_triplets import COLD_STEPS, top_singular
+from training.assignments import config_assignments, unit_options
+from training.checkpoint import checkpoints
+from training.checkpoint.resume_rules import changes, model_facts
+from training.checkpoint.stored_checkpoint import (
+    CONFIG,
+    STATE,
+    AveragedCheckpoints,
+    CheckpointInfo,
+    CheckpointWeights,
+)
+from training.config import Config, to_yaml
+from training.config.yaml_files import flat
 from training.errors import InputError
+from training.machine.environment import versions
 from training.report.progress import progress
 from training.report.table import short
 
@@ -96,3 +116,132 @@ class LazyPlanner(DefaultSavePlanner):
         value = self._last = self._sources[write_item.index.fqn]().clone()
         self.written += value.numel()
         return value
+
+
+def average(
+    infos: Sequence[CheckpointInfo], weights: Sequence[float], target: Path, *, on_sphere: bool
+) -> list[float]:
+    """Write the mean of checkpoints as a weights-only checkpoint, the new folder `target`.
+
+    `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
+    Returns the spectral norms of these matrices in the mean, relative to the radius. Raises
+    InputError for checkpoints of several runs, models or tokenizers, or a target that exists.
+    """
+    check_free(target)
+    for info in infos:
+        check_same(info, infos[-1])
+    for info in infos:
+        raise_problems(info)
+    last = infos[-1]
+    mean = Mean([CheckpointWeights(info) for info in infos], weights, on_sphere=on_sphere)
+    check_room(target, 4 * sum(unit.numel for units in mean.units.values() for unit in units))
+    with ExitStack() as stack:
+        folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
+        state = folder.path / STATE
+        state.mkdir()
+        facts = write_state(state, mean.config, mean.read, mean.buffers, last.step)
+        text = to_yaml(replace(mean.config, pc=None))
+        (folder.path / CONFIG).write_text(text, encoding="utf-8")
+        used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
+        checkpoints.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
+        folder.commit()
+    return mean.norms
+
+
+def kept(info: CheckpointInfo) -> dict[str, Any]:
+    """Return the run's entries of the average, from its last checkpoint."""
+    keys = ("step", "identity", "progress", "initialized_from")
+    return {
+        **{key: info.meta[key] for key in keys if key in info.meta},
+        "weights_only": True,
+        "versions": versions(),
+    }
+
+
+def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
+    """Raise InputError unless both checkpoints are of one run, model and tokenizer."""
+    if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
+        raise InputError(
+            f"{info.path} must be a checkpoint of the run of {last.path}, whose run_id is "
+            f"{last.meta.get('run_id')}, got {run}"
+        )
+    different = list(changes(*map(_model, (info, last))))
+    if different:
+        raise InputError(
+            f"{info.path} must have the model of {last.path}, got differences: "
+            f"{', '.join(different)}"
+        )
+
+
+def _model(info: CheckpointInfo) -> dict[str, Any]:
+    """Return the model settings and the tokenizer of a checkpoint."""
+    config = info.config
+    model = model_facts(config.model)
+    pc = {} if config.pc is None else {f"pc.{k}": v for k, v in flat(asdict(config.pc))}
+    pc.pop("pc.evaluator", None)
+    return model | pc | {"tokenizer": info.meta["identity"].get("tokenizer", {}).get("sha256")}
+
+
+class Mean:
+    """Parameters and buffers of the weighted mean of checkpoints.
+
+    buffers  shape of each buffer
+    units    units of each parameter
+    norms    spectral norm over radius of each matrix on a sphere, in the parameters read so far
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[CheckpointWeights],
+        weights: Sequence[float],
+        *,
+        on_sphere: bool,
+    ) -> None:
+        for each in checkpoints:
+            each.check()
+        self.config: Config = checkpoints[-1].config
+        self.buffers: Mapping[str, tuple[int, ...]] = checkpoints[-1].buffer_shapes()
+        units = all_units(self.config.model, **unit_options(self.config))
+        self.units = grouped(units, lambda unit: unit.parameter)
+        self.norms: list[float] = []
+        self._parts = list(zip(checkpoints, weights, strict=True))
+        self._on_sphere = on_sphere
+        self._assign = config_assignments(self.config)
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter in the view shape of its units, or a buffer, float32."""
+        if name in self.buffers:
+            shape = self.buffers[name]
+            return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
+        shape = self.units[name][0].view_shape
+        parts = ((each.parameter(name, shape), weight) for each, weight in self._parts)
+        whole = weighted_sum(parts)
+        for unit in self.units[name]:
+            if not self._parts[-1][0].preconditioned(unit):
+                self._measure(unit, unit.view(whole))
+        return whole
+
+    def _measure(self, unit: Unit, matrix: Tensor) -> None:
+        """Record a matrix's distance from its sphere, if any, and rescale it if requested."""
+        rule = self._assign(unit).rule
+        if not rule.whole_matrix:
+            return
+        rows, cols = unit.shape
+        radius = rule.radius_of((rows, cols))
+        if radius is None:
+            return
+        stack = matrix.reshape(1, rows, cols)
+        zeros = torch.zeros(1, rows), torch.zeros(1, cols)
+        norm = top_singular(stack, *zeros, steps=COLD_STEPS)[0].item()
+        self.norms.append(norm / radius)
+        if self._on_sphere and norm > 0:
+            matrix.mul_(radius / norm)
+
+
+def weighted_sum(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Return the weighted sum of tensors, computed in float64, as float32."""
+    total = torch.zeros(())
+    for i, (value, weight) in enumerate(parts):
+        total = torch.zeros_like(value, dtype=torch.float64) if not i else total
+        total.add_(value, alpha=weight)
+    return total.float()

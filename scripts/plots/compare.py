@@ -8,11 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scripts.plots.html_page import PageSection, figure_sections, page
-from scripts.plots.run_data import RunData, read_run
+from scripts.plots.run_data import RunData, RunStatus, read_run, run_status
 from scripts.plots.run_figures import FIGURES
-from scripts.plots.run_page import key_figures, subtitle
-from scripts.plots.run_status import RunStatus, run_status
+from scripts.plots.run_page import PageSection, figure_sections, key_figures, page, subtitle
 from training.config.yaml_files import flat
 from training.errors import InputError
 

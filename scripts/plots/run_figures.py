@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from scripts.plots import blocks, curves, spectra
+from scripts.plots import curves, spectra
 from scripts.plots.run_data import RunData
 from scripts.plots.style import save
 
@@ -55,8 +55,8 @@ FIGURES = (
     RunFigure("update", "How the spectra of the update moved", single=spectra.update),
     RunFigure("condition_numbers", "Condition numbers", curves.condition_numbers),
     RunFigure("tracked_norms", "The norms that PC layers track", curves.tracked_norms),
-    RunFigure("residual", "The residual stream", single=blocks.residual),
-    RunFigure("attention_logits", "Attention logits", blocks.attention_logits),
+    RunFigure("residual", "The residual stream", single=spectra.residual),
+    RunFigure("attention_logits", "Attention logits", spectra.attention_logits),
     RunFigure("signal", "Signal and noise", single=curves.signal),
     RunFigure("rule_reports", "What the rules report", single=curves.rule_reports),
     RunFigure("stable_rank", "Stable rank of the weights", single=spectra.stable_rank),

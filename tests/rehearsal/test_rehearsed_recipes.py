@@ -5,8 +5,8 @@ import pytest
 from tests.paths import ROOT
 from tests.small_recipes import recipes
 from training.config import check, load_config
-from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
+from training.dry_run import device_named
 from training.rehearsal.rehearse import rehearse
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]  # 200 layers at full size take minutes

@@ -5,8 +5,8 @@ import pytest
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import load_config
-from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
+from training.dry_run import device_named
 from training.rehearsal.rehearse import rehearse
 
 TWO_BY_TWO = ["parallel.tensor=2", "parallel.pipeline=2"]

@@ -34,7 +34,7 @@ LEVELS = {
         {"json_file"},
         {"config"},
         {"assignments", "data", "machine"},
-        {"report", "monitor", "nonfinite", "penalty_schedule"},
+        {"report", "monitor", "nonfinite"},
         {"checkpoint"},
         {"lifecycle", "start_groups"},
         {"validation", "launcher"},

@@ -2,8 +2,7 @@
 
 schema.py, data.py, schedule.py and optimizer_section.py contain the fields and the conditions
 within sections, checks.py the conditions between sections; yaml_files.py and binding.py read YAML,
-manual.py writes docs/configuration.md, and device_file.py reads the planned GPU. Nothing here
-depends on the engine. Start with schema.py.
+manual.py writes docs/configuration.md. Nothing here depends on the engine. Start with schema.py.
 """
 
 from collections.abc import Sequence

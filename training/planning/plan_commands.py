@@ -1,20 +1,27 @@
-"""The commands that plan a run: `pretrain.py --dry-run` and `pretrain.py --fit`."""
+"""The commands that plan a run, `pretrain.py --dry-run` and `pretrain.py --fit`, and the changes
+that make a run fit its devices, cheapest first, with their costs."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from parallel.comm.groups import world_size
+from parallel.plan.devices import GIB
+from parallel.plan.planner import Plan
 from training.config import Config, check
-from training.config.checks import legal_ranks
-from training.config.device_file import device_named
+from training.config.checks import legal_micro_batches, legal_ranks
 from training.data.build_data import with_vocabulary
-from training.dry_run import plan_run, step_shape
+from training.dry_run import device_named, plan_run, step_shape
 from training.errors import ConfigError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
+    LEVELS,
+    LOSS_CHUNK,
+    Changes,
     Layouts,
+    Variant,
     best_layouts,
     changed,
     legal_layouts,
@@ -22,7 +29,7 @@ from training.planning.layout_search import (
     search_table,
 )
 from training.planning.plan_screen import describe
-from training.planning.remedies import assignment, remedy_table
+from training.report.table import table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
@@ -89,3 +96,77 @@ def own_gpus(config: Config) -> int:
     if started > 1:
         return started
     return config.plan.gpus or next(iter(legal_ranks(config)), config.parallel.model_ranks)
+
+
+def remedies(layouts: Layouts) -> list[Variant]:
+    """Return single changes that save memory, cheapest first."""
+    before = layouts.plan({}).memory.total
+    variants: list[Variant] = []
+    for changes in _candidates(layouts):
+        if layouts.legal(changes) and layouts.sound(changes):
+            planned = layouts.plan(changes)
+            if planned.memory.total < before:
+                variants.append(Variant(changes, planned))
+    return sorted(variants, key=lambda each: each.plan.time.total)
+
+
+def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
+    """Return the fewest changes, added in order, that together make the run fit, or None if none
+    do."""
+    for remedy in variants:
+        if remedy.plan.fits:
+            return remedy
+    changes: dict[str, Any] = {}
+    least = layouts.plan({}).memory.total
+    for remedy in variants:
+        tried = {**changes, **remedy.changes}
+        if not layouts.legal(tried):
+            continue
+        planned = layouts.plan(tried)
+        if planned.memory.total < least:
+            changes, least = tried, planned.memory.total
+        if planned.fits:
+            return Variant(changes, planned)
+    return None
+
+
+def _candidates(layouts: Layouts) -> Iterator[Changes]:
+    config = layouts.config
+    train, parallel, model = config.train, config.parallel, config.model
+    if train.loss_chunk is None and model.padded_vocab // parallel.tensor > LOSS_CHUNK:
+        yield {"train.loss_chunk": LOSS_CHUNK}
+    for level in LEVELS[LEVELS.index(train.recompute) + 1 :]:
+        yield {"train.recompute": level}
+    smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
+    for size in sorted(smaller, reverse=True)[:2]:
+        yield {"train.micro_batch": size}
+    for key in ("tensor", "pipeline", "expert"):
+        yield {f"parallel.{key}": 2 * getattr(parallel, key)}
+
+
+def remedy_table(layouts: Layouts, planned: Plan) -> str:
+    """Return the savings and costs of each change, and the changes that fit together."""
+    variants = remedies(layouts)
+    rows = [
+        (
+            assignment(remedy.changes),
+            f"{(remedy.plan.memory.total - planned.memory.total) / GIB:+.1f}",
+            f"{remedy.plan.time.total / planned.time.total - 1:+.1%}",
+            "fits" if remedy.plan.fits else "",
+        )
+        for remedy in variants
+    ]
+    shown = table(("would help", "GiB", "time", ""), rows)
+    together = combined(layouts, variants)
+    if together is None:
+        return f"{shown}\nnone of these is enough: see --fit, or use more GPUs"
+    return (
+        f"{shown}\nfits with {assignment(together.changes)}: "
+        f"{together.plan.memory.total / GIB:.1f} GiB, "
+        f"{together.plan.time.total / planned.time.total - 1:+.1%} time"
+    )
+
+
+def assignment(changes: Changes) -> str:
+    """Return changes as overrides of the command line."""
+    return " ".join(f"{key}={'null' if v is None else v}" for key, v in changes.items())

@@ -16,7 +16,7 @@ from parallel.comm import groups
 from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
-from training.rehearsal import fake_cuda, hosts, model_parts, process_groups
+from training.rehearsal import fake_cuda, model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.program import name_of, replace
@@ -102,7 +102,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     mode.install()
     fake_cuda.install(trace)
     process_groups.install(trace, world)
-    hosts.install(trace)
+    process_groups.install_exchanges(trace)
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)

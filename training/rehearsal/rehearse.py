@@ -8,9 +8,8 @@ from pathlib import Path
 
 from parallel.plan.devices import Device
 from training.config import Config, check
-from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
-from training.dry_run import plan_run
+from training.dry_run import device_named, plan_run
 from training.errors import ConfigError
 from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches

@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel.comm import groups as process_groups
 from scripts import convert_hf
 from scripts.average import main
-from scripts.checkpoints.mean import Mean
+from scripts.checkpoints.weights_only import Mean
 from tests.fuzzed import FLIP, damage
 from tests.live_bytes import peak_bytes
 from tests.run_configs import MIXTURE, tiny_config

@@ -19,8 +19,14 @@ import pytest
 from models.families import model_size
 from scripts import plot, reproduce, study
 from scripts.paper import main
-from scripts.papers.catalogue import full_command, key_of, read_catalogue, read_hours
-from scripts.papers.item_commands import commands, plotting
+from scripts.papers.catalogue import (
+    commands,
+    full_command,
+    key_of,
+    plotting,
+    read_catalogue,
+    read_hours,
+)
 from scripts.papers.measured import Measure, measure, statistics_of, trained_series
 from scripts.studies.description import read_study
 from scripts.studies.records import Record

@@ -17,10 +17,9 @@ import pytest
 from parallel.comm import groups as process_groups
 from scripts.plot import main
 from scripts.plots import curves, spectra
-from scripts.plots.run_data import RunData, read_run
+from scripts.plots.run_data import RunData, read_run, run_status
 from scripts.plots.run_figures import FIGURES
 from scripts.plots.run_page import happenings, report
-from scripts.plots.run_status import run_status
 from scripts.plots.style import mark_single_points
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines

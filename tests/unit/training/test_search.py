@@ -12,8 +12,7 @@ from tests.slow_cases import slow_but
 from training.config import check, load_config
 from training.errors import ConfigError
 from training.planning.layout_search import Layouts, best_layouts, changed, legal_layouts
-from training.planning.plan_commands import fit
-from training.planning.remedies import combined, remedies, remedy_table
+from training.planning.plan_commands import combined, fit, remedies, remedy_table
 
 KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]
 SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]

@@ -7,8 +7,7 @@ import pytest
 from parallel.plan.devices import DEVICES
 from tests.paths import ROOT
 from training.config import InvalidConfigError, load_config
-from training.config.device_file import device_named
-from training.dry_run import step_shape
+from training.dry_run import device_named, step_shape
 from training.errors import ConfigError
 
 

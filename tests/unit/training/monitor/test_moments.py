@@ -7,7 +7,6 @@ from torch.nn.functional import cosine_similarity
 from spectral import measures
 from tests.matrices import penalty_by_definition
 from training.monitor import matrix_figures as figures
-from training.monitor import moments
 
 SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
 
@@ -15,7 +14,7 @@ SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Use blocks of a few rows, with a shorter last block."""
-    monkeypatch.setattr(moments, "BLOCK", 40)
+    monkeypatch.setattr(figures, "BLOCK", 40)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,9 +7,8 @@ import torch
 
 from tests.paths import ROOT
 from training.config import load_config
-from training.config.device_file import device_named
 from training.data.build_data import on_mock_tokens
-from training.dry_run import plan_run, step_shape
+from training.dry_run import device_named, plan_run, step_shape
 from training.planning import added_cost as cost
 
 RUNS = [

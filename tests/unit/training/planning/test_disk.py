@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_configs import tiny_config
-from training.planning.disk import checkpoint_bytes, checkpoints_text
+from training.planning.plan_screen import checkpoint_bytes, checkpoints_text
 from training.run import train
 
 WIDE = {"model__hidden": 256, "model__ffn": 768, "checkpoint__interval": 1, "train__exit_step": 1}
