@@ -20,8 +20,11 @@ from training.data.token_bytes import tokenizer_file
 from training.data.validation_data import ValidationData
 
 SHOWN: Final = 6
-OF_STATE: Final = re.compile(r".*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|roles)")
-"""Keys that determine the state in a checkpoint other than weights."""
+OF_STATE: Final = re.compile(
+    r"(.*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|learnable_gamma)"
+    r"|moe\.expert_bias) was .*|moe\.global_aux_loss was (0\.0, .*|.*, is 0\.0)"
+)
+"""Changes that add or remove tensors in a checkpoint other than weights, or change their type."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys of the train section that change results; the steps belong to the schedule."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
@@ -175,10 +178,10 @@ def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
     for kind, changes in different.items():
         more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         lines.append(f"{place} differs in its {kind}: {', '.join(changes[:SHOWN])}{more}")
-    keys = [text.split(" ", 1)[0] for changes in different.values() for text in changes]
-    if "weights" in keys:
+    texts = [text for changes in different.values() for text in changes]
+    if any(text.startswith("weights ") for text in texts):
         todo = "its weights do not fit this model: name another run.dir"
-    elif any(map(OF_STATE.fullmatch, keys)):
+    elif any(map(OF_STATE.fullmatch, texts)):
         todo = f"it cannot be loaded: {new_run(place, pc)}"
     else:
         todo = f"to continue it anyway, set checkpoint.allow_change=[{', '.join(different)}]"
