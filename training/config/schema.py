@@ -324,7 +324,7 @@ LARGE_WIDTH: Final = 1024
 
 def with_paper_choices(config: Config) -> Config:
     """Return `config` with nulls of PC layers and Gram penalty replaced by the papers' choices, so
-    that a run's saved config is explicit. Settings without effect are null."""
+    that a run's saved config is explicit. A level without effect is null."""
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:
         spectral = RULES[optimizer.matrix.rule].whole_matrix
@@ -333,7 +333,7 @@ def with_paper_choices(config: Config) -> Config:
         pc = replace(
             pc,
             level=level if pc.polynomial.kind == "preset" else None,
-            gamma_weight_decay=decay if pc.learnable_gamma else None,
+            gamma_weight_decay=decay if pc.learnable_gamma else pc.gamma_weight_decay,
         )
     if penalty is not None and penalty.coefficient is None:
         large = config.model.hidden >= LARGE_WIDTH
