@@ -103,12 +103,14 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
             f"--tokens must be at most {room}, the positions of the model after the prompt, "
             f"got {tokens}"
         )
-    # Ignore the folder's generation_config.json.
-    sampling = (
-        {"do_sample": True, "temperature": options.temperature} if options.temperature else {}
-    )
+    # Ignore the folder's generation_config.json, and transformers' default of the 50 most probable
+    # tokens.
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     model.generation_config = GenerationConfig(
-        max_new_tokens=tokens, eos_token_id=end, pad_token_id=end, **sampling
+        max_new_tokens=tokens,
+        eos_token_id=end,
+        pad_token_id=end,
+        **(sampling if options.temperature else {}),
     )
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())

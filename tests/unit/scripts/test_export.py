@@ -27,7 +27,7 @@ from tests.token_files import prepare_text
 from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointWeights
-from training.errors import InputError
+from training.errors import InputError, printable
 from training.report import progress
 from training.run import train
 
@@ -136,9 +136,10 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_a_file_may_have_as_many_bytes_as_its_limit() -> None:
-    entries = [(name, torch.empty(4)) for name in "abc"]
-    assert [len(run) for run in shards(entries, 32)] == [2, 1]
+def test_files_have_as_many_tensors_as_their_limit_allows() -> None:
+    sizes = {"a": 4, "b": 4, "c": 4, "d": 4, "e": 12, "f": 2, "g": 6, "h": 1}
+    files = shards([(name, torch.empty(size)) for name, size in sizes.items()], 32)
+    assert ["".join(each) for each in files] == ["ab", "cd", "e", "fg", "h"]
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -189,6 +190,14 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
         assert generate([str(out), "A matrix", *sampling]) == 0
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
+    # The whole distribution at the temperature, of which transformers by default uses 50 tokens.
+    model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("A matrix", return_tensors="pt")["input_ids"]
+    torch.manual_seed(1)
+    for _ in range(8):
+        probabilities = (model(ids).logits[:, -1].detach() / 5).softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(probabilities, 1)], 1)
+    assert drawn[0] == printable(tokenizer.decode(ids[0])) + "\n"
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> None:
