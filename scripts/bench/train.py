@@ -201,7 +201,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def variants(options: argparse.Namespace) -> dict[str, Config]:
-    """Load the config and its variants, by name.
+    """Load the config and its variants as they are measured, by name.
 
     Raises InputError for a variant on another layout of ranks.
     """
@@ -213,6 +213,11 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
     for name, config in configs.items():
         if config.parallel != configs[CONFIG].parallel:
             raise InputError(f"--variant must keep the layout of ranks, got {name}")
+        # The last step of a run is logged, so it must come after the measured ones, which have the
+        # full batch.
+        steps = max(config.train.steps, WARM_UP + options.steps + 3)
+        train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
+        configs[name] = replace(config, train=train)
     return configs
 
 
@@ -316,13 +321,7 @@ def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print and write the result on rank 0."""
     options = parse(arguments)
-    steps = WARM_UP + options.steps
-    configs = {}
-    for name, config in variants(options).items():
-        # The last step of a run is logged, so the measured ones must not include it.
-        train = replace(config.train, steps=max(config.train.steps, steps + 3), exit_step=None)
-        train = replace(train, batch_ramp=())  # steps of the full batch are measured
-        configs[name] = replace(config, train=train)
+    configs = variants(options)
     groups = start(configs[CONFIG])
     clock = time.perf_counter if len(configs) == 1 else time.process_time
     try:

@@ -86,6 +86,18 @@ def test_the_speed_of_training_is_that_of_its_phases(folder: str, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_measured_steps_have_the_full_batch_and_no_report(folder: str, tmp_path: Path) -> None:
+    ramp = "train.batch_ramp=[{batch: 4, until_steps: 3}]"
+    few = ["train.steps=5", "train.exit_step=4", "schedule.warmup_steps=0", ramp]
+    options = ["--steps", "9", "--variant", "train.z_loss=0.1 train.exit_step=3"]
+    tiny_config(folder)
+    found = train.variants(train.parse(["--config", f"{tmp_path}/config.yaml", *few, *options]))
+    assert [config.train.z_loss for config in found.values()] == [0, 0.1]
+    for config in found.values():
+        assert {*map(config.train.batch, range(99), [0] * 99)} == {8}
+        assert config.train.last > train.WARM_UP + 9
+
+
 def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) -> None:
     """Phases are means; the mean of two ranks is neither rank's."""
     config = tiny_config(folder)
