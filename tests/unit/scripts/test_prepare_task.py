@@ -115,19 +115,25 @@ def test_every_format_has_the_examples_of_lm_eval(name, tmp_path):
     assert [[each.context, each.choices, each.answer] for each in found] == EXAMPLES[name]
 
 
+SCORED = 25
+
+
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a PC-layer run that scored two tasks, and its export `out`."""
+    """A folder with a PC-layer run that scored `SCORED` examples of two tasks, and files of these
+    examples."""
     folder = tmp_path_factory.mktemp("scored")
     tokens = prepare_text(folder, TEXT, 800)
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
             for kind in ("train", "validation")}  # fmt: skip
     keys = task_keys(write_tasks(folder, examples=40), **sets, model__vocab_size=300, pc__level=2)
     world = process_groups.initialize()
-    keys |= {"train__steps": 6, "train__micro_batch": 8, "checkpoint__interval": 3}
-    train(tiny_config(str(folder), **keys), world)
+    keys |= {"train__steps": 4, "train__micro_batch": 8, "checkpoint__interval": 2}
+    train(tiny_config(str(folder), **keys, tasks__examples=SCORED), world)
     process_groups.shutdown()
-    export(folder / "run", folder / "out", Options())
+    for name in ("words", "digits"):
+        head = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)[:SCORED]
+        (folder / f"{name}.jsonl").write_text("".join(head))
     return folder
 
 
@@ -155,22 +161,23 @@ def results(output: Path) -> dict[str, float]:
 def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
+    export(scored / "run", tmp_path / "out", Options())
     options = ["--python", str(with_lm_eval()), "--output", str(tmp_path)]
-    assert evaluate([str(scored / "out"), "--tasks", *files, *options]) == 0
+    assert evaluate([str(tmp_path / "out"), "--tasks", *files, *options]) == 0
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
-    """Score the newest checkpoint of a run, and an earlier one with other scores."""
+    """Score the newest checkpoint of a run, and an earlier one on more examples than the run."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
     assert "| file_words | acc " in capsys.readouterr().out
-    earlier = run / "checkpoints" / "step_00000003"
-    assert evaluate([str(earlier), "--tasks", files[0], "--dtype", "bfloat16"]) == 0
-    assert "| file_words | acc_norm " in capsys.readouterr().out
+    earlier, more = run / "checkpoints" / "step_00000002", write_tasks(tmp_path, examples=40)
+    assert evaluate([str(earlier), "--tasks", more["words"], "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert "| file_words | acc_norm " in said and "task file_words: 40 examples" in said
 
 
 @pytest.mark.slow
@@ -180,7 +187,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
     if part == "tokenizer":
         file, rule = scored / "d" / "tokenizer.json", "is not the tokenizer of the run"
     else:
-        (file,) = (scored / "run" / "checkpoints" / "step_00000006" / "state").glob("*.distcp")
+        (file,) = (scored / "run" / "checkpoints" / "step_00000004" / "state").glob("*.distcp")
         rule = "has changed since it was written"
     content = file.read_bytes()
     half = len(content) // 2

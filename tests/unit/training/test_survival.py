@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.verify import main as verify
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -92,6 +93,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     # Checkpoints contain the range, so the next start leaves out these samples as well.
     progress = read_checkpoint(folder / "run").meta["progress"]
     assert progress["left_out"] == [[40, 56]] and progress["sample"] == 8 * 12
+    assert verify([str(folder / "run")]) == 0
 
 
 def test_a_rewind_puts_later_checkpoints_aside(folder, world, poisoned):
@@ -281,6 +283,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     assert outcome.stopped == "a signal" and outcome.step == 3
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2]
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"]
+    assert verify([str(folder / "run")]) == 0  # no step is missing
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}

@@ -106,16 +106,21 @@ def test_phases_are_runs_cut_by_hand(start, tmp_path: Path) -> None:
 def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, capsys) -> None:
     keys = {
         "train__steps": 20,
-        "train__batch_ramp": "[{batch: 8, until_steps: 4}, {batch: 16, until_steps: 9}]",
+        "train__batch_ramp": "[{batch: 8, until_steps: 4}, "
+        f"{{batch: 16, until_tokens: {112 * LENGTH}}}]",
         "schedule__kind": "wsd",
         "schedule__cooldown_fraction": 0.25,
         "schedule__unit": "tokens",
         "data__phases": phases("after_share: 0.3", "with_decay: true"),
     }
+    # The second batch ends after step 9, in the second phase.
     # 4 * 8 + 5 * 16 + 11 * 32 = 464 samples are 14.5 full steps, of which 4 decay: from 336 on.
     beginnings = {6: 4 * 8 + 2 * 16, 16: 4 * 8 + 5 * 16 + 7 * 32}
     whole = start(20, FIRST, **keys)
     assert len(whole) == 464
+    stated = json.loads((tmp_path / "run" / "data.json").read_text())["sets"]
+    read = Counter(name for name, _ in whole)
+    assert {each["name"]: each["samples"] for each in stated} == read
     assert "data: from step 17 on small 100.0%" in capsys.readouterr().out
     assert {name for name, _ in whole[: beginnings[6]]} == {"big", "middle"}
     assert {name for name, _ in whole[beginnings[16] :]} == {"small"}
