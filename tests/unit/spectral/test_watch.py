@@ -23,11 +23,15 @@ Pieces = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Module(nn.Module):
-    """A module of layers and parameters, and the function that it computes."""
+    """A module of layers and parameters, and the function that it computes. `layers` are names,
+    inputs and outputs of linear layers without bias, such as "q 12 8, out 8 4"."""
 
-    def __init__(self, forward: Callable[..., Any], **members: Any) -> None:
+    def __init__(self, forward: Callable[..., Any], layers: str = "", **members: Any) -> None:
         super().__init__()
         self.function = forward
+        for layer in filter(None, layers.split(", ")):
+            name, inputs, outputs = layer.split()
+            setattr(self, name, linear(int(inputs), int(outputs)))
         for name, member in members.items():
             if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
                 member = nn.Parameter(member)
@@ -270,33 +274,24 @@ def mixed_scales(m: Any, x: Tensor) -> Any:
 def halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
     """Compute a layer whose halves are combined by a function of two tensors."""
     return lambda: Module(
-        lambda m, x: m.out(function(*m.both(x).chunk(2, -1))),
-        both=linear(12, 20),
-        out=linear(10, 12),
+        lambda m, x: m.out(function(*m.both(x).chunk(2, -1))), "both 12 20, out 10 12"
     )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] = {
     "attention by sums": (
-        lambda: Module(attention_by_sums, qkv=linear(12, 36), out=linear(12, 12)),
+        lambda: Module(attention_by_sums, "qkv 12 36, out 12 12"),
         x,
         {"qkv.weight": rows(4)},
     ),
     "a kernel of each head": (
-        lambda: Module(
-            convolved_by_tokens, values=linear(12, 12), kernels=linear(12, 9), out=linear(12, 12)
-        ),
+        lambda: Module(convolved_by_tokens, "values 12 12, kernels 12 9, out 12 12"),
         x,
         {"values.weight": rows(4), "kernels.weight": rows(3)},
     ),
     "a sum over branches by a layer": (
         lambda: Module(
-            mixed_scales,
-            stem=linear(12, 12),
-            a=linear(12, 12),
-            b=linear(12, 12),
-            scales=nn.Conv1d(2, 1, 1),
-            out=linear(12, 2),
+            mixed_scales, "stem 12 12, a 12 12, b 12 12, out 12 2", scales=nn.Conv1d(2, 1, 1)
         ),
         x,
         {"a.weight": whole, "b.weight": whole},
@@ -327,8 +322,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a sum of branches": (
         lambda: Module(
             lambda m, x: m.out(m.parts(x).unflatten(-1, (2, 6)).sum(-2).relu()),
-            parts=linear(12, 12),
-            out=linear(6, 12),
+            "parts 12 12, out 6 12",
         ),
         x,
         {"parts.weight": whole},
@@ -336,10 +330,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a product with a table": (
         lambda: Module(
             lambda m, x: m.out(attention(heads(m.q(m.tokens), 4), *[heads(m.kv(x), 4)] * 2)),
+            "q 12 12, kv 12 12, out 12 12",
             tokens=torch.randn(2, 5, 12),
-            q=linear(12, 12),
-            kv=linear(12, 12),
-            out=linear(12, 12),
         ),
         x,
         {"tokens": None, "q.weight": rows(4), "kv.weight": rows(4)},
@@ -356,59 +348,46 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a chunk and a product": (
         lambda: Module(
             lambda m, x: m.last(m.out((h := m.both(x).chunk(2, -1))[0] * F.gelu(h[1]))),
-            both=linear(12, 20),
-            out=linear(10, 12),
-            last=linear(12, 3),
+            "both 12 20, out 10 12, last 12 3",
         ),
         x,
         {"both.weight": rows(10), "out.weight": whole, "last.weight": None},
     ),
     "a fused convolution": (
-        lambda: Module(fused_convolution, to_qkv=nn.Conv2d(8, 24, 1), out=linear(8, 8)),
+        lambda: Module(fused_convolution, "out 8 8", to_qkv=nn.Conv2d(8, 24, 1)),
         image,
         {"to_qkv.weight": convolution(6), "out.weight": None},
     ),
     "rotary of a part": (
-        lambda: Module(rotary, qkv=linear(12, 36), out=linear(12, 12)),
+        lambda: Module(rotary, "qkv 12 36, out 12 12"),
         x,
         {"qkv.weight": rows(6)},
     ),
     "complex rotary": (
-        lambda: Module(complex_rotary, qkv=linear(12, 24), out=linear(8, 12)),
+        lambda: Module(complex_rotary, "qkv 12 24, out 8 12"),
         x,
         {"qkv.weight": rows(4)},
     ),
     "columns of two weights": (
-        lambda: Module(
-            latent, down=linear(12, 8), up=linear(6, 14), q=linear(12, 12), out=linear(6, 12)
-        ),
+        lambda: Module(latent, "down 12 8, up 6 14, q 12 12, out 6 12"),
         x,
         {"down.weight": rows(6, 2), "up.weight": rows(4, 3), "q.weight": rows(6)},
     ),
     "gates of heads": (
-        lambda: Module(gated_attention, q=linear(12, 16), kv=linear(12, 16), out=linear(8, 12)),
+        lambda: Module(gated_attention, "q 12 16, kv 12 16, out 8 12"),
         x,
         {"q.weight": rows(4), "kv.weight": rows(4)},
     ),
     "six modulations": (
         lambda: Module(
-            modulated,
-            ada=linear(5, 72),
-            first=linear(12, 12),
-            second=linear(12, 12),
-            norm=nn.LayerNorm(12),
-            head=linear(12, 2),
+            modulated, "ada 5 72, first 12 12, second 12 12, head 12 2", norm=nn.LayerNorm(12)
         ),
         (x, torch.randn(2, 5)),
         {"ada.weight": rows(12), "first.weight": whole, "second.weight": whole},
     ),
     "experts by index": (
         lambda: Module(
-            experts,
-            gate=linear(8, 3),
-            gate_up=torch.randn(3, 12, 8),
-            down=torch.randn(3, 8, 6),
-            head=linear(8, 4),
+            experts, "gate 8 3, head 8 4", gate_up=torch.randn(3, 12, 8), down=torch.randn(3, 8, 6)
         ),
         tokens,
         {
@@ -420,10 +399,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "batched experts [e, in, out], interleaved": (
         lambda: Module(
             batched_experts,
-            gate=linear(8, 3),
+            "gate 8 3, head 8 4",
             gate_up=torch.randn(3, 8, 12),
             down=torch.randn(3, 6, 8),
-            head=linear(8, 4),
         ),
         tokens,
         {
@@ -434,9 +412,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "experts whose inputs are weighed": (
         lambda: Module(
             lambda m, x: m.head(x + ((x * m.gate(x).sigmoid().T[..., None]) @ m.experts).sum(0)),
-            gate=linear(8, 3),
+            "gate 8 3, head 8 4",
             experts=torch.randn(3, 8, 8),
-            head=linear(8, 4),
         ),
         tokens,
         {"experts": lambda w: [e.T for e in w], "head.weight": None},
@@ -444,52 +421,42 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "grouped experts": (
         lambda: Module(
             grouped_experts,
+            "head 16 4",
             gate_up=torch.randn(2, 32, 16),
             down=torch.randn(2, 16, 16),
-            head=linear(16, 4),
         ),
         torch.randn(9, 16),
         {"gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]},
     ),
     "a mixture of stacked weights": (
-        lambda: Module(
-            mixture,
-            **{"a1": linear(12, 6), "b1": linear(12, 6), "a2": linear(6, 12), "b2": linear(6, 12)},
-            gate=linear(12, 2),
-            head=linear(12, 4),
-        ),
+        lambda: Module(mixture, "a1 12 6, b1 12 6, a2 6 12, b2 6 12, gate 12 2, head 12 4"),
         x,
         {"a1.weight": whole, "a2.weight": whole, "b2.weight": whole, "gate.weight": None},
     ),
     "gates of streams": (
-        lambda: Module(gated_streams, down=linear(12, 5), up=linear(5, 12), head=linear(4, 4)),
+        lambda: Module(gated_streams, "down 12 5, up 5 12, head 4 4"),
         x,
         {"down.weight": whole, "up.weight": whole},
     ),
     "additive attention": (
-        lambda: Module(
-            additive_attention,
-            **{"q": linear(12, 8), "k": linear(12, 8), "head": linear(12, 4)},
-            scale=torch.randn(8),
-        ),
+        lambda: Module(additive_attention, "q 12 8, k 12 8, head 12 4", scale=torch.randn(8)),
         x,
         {"q.weight": whole, "k.weight": whole},
     ),
     "a scan by sums": (
-        lambda: Module(scan_by_sums, qkv=linear(12, 24), head=linear(8, 4)),
+        lambda: Module(scan_by_sums, "qkv 12 24, head 8 4"),
         x,
         {"qkv.weight": rows(4)},
     ),
     "inputs, gates and steps of a recurrence": (
-        lambda: Module(state_space, inner=linear(12, 24), out=linear(8, 12)),
+        lambda: Module(state_space, "inner 12 24, out 8 12"),
         x,
         {"inner.weight": rows(8, 4, 4, 3, 3, 2), "out.weight": None},
     ),
     "a recurrence of channels": (
         lambda: Module(
             channel_states,
-            inner=linear(12, 12),
-            out=linear(12, 4),
+            "inner 12 12, out 12 4",
             **{name: torch.randn(12, 3) for name in ("b", "c", "decay")},
         ),
         x,
@@ -498,8 +465,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a head whose outputs are scaled": (
         lambda: Module(
             lambda m, x: (F.normalize(y := m.head(m.first(x)), dim=-1), y * x[..., :1]),
-            first=linear(12, 12),
-            head=linear(12, 4),
+            "first 12 12, head 12 4",
         ),
         x,
         {"first.weight": whole, "head.weight": None},
@@ -507,8 +473,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "an [in, out] weight": (
         lambda: Module(
             lambda m, x: m.out(attention(*(heads(y, 4) for y in (x @ m.fused).chunk(3, -1)))),
+            "out 8 12",
             fused=torch.randn(12, 24),
-            out=linear(8, 12),
         ),
         x,
         {"fused": columns(4)},
@@ -544,9 +510,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     ),
     "a weight that is normed": (
         lambda: Module(
-            lambda m, x: m.out(F.glu(m.both(x))),
-            both=weight_norm(linear(12, 20)),
-            out=linear(10, 12),
+            lambda m, x: m.out(F.glu(m.both(x))), "out 10 12", both=weight_norm(linear(12, 20))
         ),
         x,
         {
@@ -559,19 +523,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             lambda m, x: m.out(
                 single_token(*(heads(y, 4) for y in (m.q(x), *m.kv(x[:, :1]).chunk(2, -1))))
             ),
-            q=linear(12, 12),
-            kv=linear(12, 24),
-            out=linear(12, 12),
+            "q 12 12, kv 12 24, out 12 12",
         ),
         x,
         {"q.weight": rows(4), "kv.weight": rows(4)},
     ),
     "queries of several heads and one key": (
         lambda: Module(
-            lambda m, x: m.out(one_key(heads(m.q(x), 4), m.k(x))),
-            q=linear(12, 12),
-            k=linear(12, 4),
-            out=linear(12, 12),
+            lambda m, x: m.out(one_key(heads(m.q(x), 4), m.k(x))), "q 12 12, k 12 4, out 12 12"
         ),
         x,
         {"q.weight": rows(4), "k.weight": whole},
@@ -579,9 +538,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a stream that layers take whole and in blocks": (
         lambda: Module(
             lambda m, x: m.out(y := m.first(x)) + m.gate(y.unflatten(-1, (3, 4))).flatten(-2),
-            first=linear(12, 12),
-            gate=linear(4, 4),
-            out=linear(12, 12),
+            "first 12 12, gate 4 4, out 12 12",
         ),
         x,
         {"first.weight": whole},
@@ -589,8 +546,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "a weight with a spectral norm by a hook": (
         lambda: Module(
             lambda m, x: m.out(F.glu(m.both(x))),
+            "out 10 12",
             both=nn.utils.spectral_norm(linear(12, 20)).eval(),
-            out=linear(10, 12),
         ),
         x,
         {"both.weight_orig": rows(10)},
@@ -600,23 +557,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             lambda m, x: m.out(
                 attention(q := torch.einsum("btd,hde->bhte", x, m.q), q, heads(m.v(x), 4))
             ),
+            "v 12 12, out 12 12",
             q=torch.randn(3, 12, 4),
-            v=linear(12, 12),
-            out=linear(12, 12),
         ),
         x,
         {"q": lambda w: [h.T for h in w], "v.weight": rows(4)},
     ),
     "a group of heads for each part of a weight": (
-        lambda: Module(grouped_heads, down=linear(4, 12), up=linear(12, 12)),
+        lambda: Module(grouped_heads, "down 4 12, up 12 12"),
         x,
         {"down.weight": rows(4)},
     ),
     "parts of a weight": (
         lambda: Module(
             lambda m, x: m.out(F.linear(x, m.both[:10]) * F.linear(x, m.both[10:])),
+            "out 10 12",
             both=torch.randn(20, 12),
-            out=linear(10, 12),
         ),
         x,
         {"both": rows(10)},
@@ -624,9 +580,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "two weights as one": (
         lambda: Module(
             lambda m, x: m.out(F.glu(F.linear(x, torch.cat([m.a.weight, m.b.weight])))),
-            a=linear(12, 10),
-            b=linear(12, 10),
-            out=linear(10, 12),
+            "a 12 10, b 12 10, out 10 12",
         ),
         x,
         {"a.weight": whole, "b.weight": whole},
@@ -634,8 +588,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
     "multi-head attention": (
         lambda: Module(
             lambda m, x: m.out(m.attention(x, x, x)[0]),
+            "out 12 12",
             attention=nn.MultiheadAttention(12, 3, batch_first=True).eval(),
-            out=linear(12, 12),
         ),
         x,
         {"attention.in_proj_weight": rows(4), "attention.out_proj.weight": whole},
@@ -651,27 +605,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         },
     ),
     "a recurrent layer": (
-        lambda: Module(recurrent, gru=nn.GRU(12, 5), head=linear(5, 2)),
+        lambda: Module(recurrent, "head 5 2", gru=nn.GRU(12, 5)),
         x,
         {"gru.weight_ih_l0": rows(5), "gru.weight_hh_l0": rows(5)},
     ),
     "a table of relative positions": (
-        lambda: Module(
-            relative, qkv=linear(12, 24), positions=torch.randn(17, 4), out=linear(8, 12)
-        ),
+        lambda: Module(relative, "qkv 12 24, out 8 12", positions=torch.randn(17, 4)),
         x,
         {"qkv.weight": rows(4), "positions": None},
     ),
     "a view in place": (
-        lambda: Module(viewed_in_place, both=linear(12, 20), out=linear(10, 12)),
+        lambda: Module(viewed_in_place, "both 12 20, out 10 12"),
         x,
         {"both.weight": rows(10)},
     ),
     "a tied head": (
         lambda: Module(
             lambda m, i: F.linear(m.inner(m.table(i)), m.table.weight),
+            "inner 12 12",
             table=nn.Embedding(7, 12),
-            inner=linear(12, 12),
         ),
         torch.tensor([[1, 2, 3]]),
         {"table.weight": None, "inner.weight": whole},
@@ -682,12 +634,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
                 m.first(m.tokens.expand(len(x), -1, -1) + m.bias[torch.tensor([0, 3])].mean())
                 + m.second(x[:, :4] + m.positions[:4])
             ),
+            "first 12 12, second 12 12, head 12 2",
             tokens=torch.randn(1, 4, 12),
             positions=torch.randn(20, 12),
             bias=torch.randn(5, 3),
-            first=linear(12, 12),
-            second=linear(12, 12),
-            head=linear(12, 2),
         ),
         x,
         {"tokens": None, "positions": None, "bias": None, "first.weight": whole},
@@ -749,8 +699,7 @@ def test_a_mixture_has_the_same_matrices_however_it_is_written(name: str, spelli
     layers |= {"fused": linear(12, 36), "w": torch.randn(3, 12, 12), "v": torch.randn(3, 12, 12)}
     model = Module(
         lambda m, x: m.head(SPELLINGS[spelling](m.gate(x).softmax(-1), made(m, x))),
-        gate=linear(12, 3),
-        head=linear(12, 4),
+        "gate 12 3, head 12 4",
         **{key: layers[key] for key in matrices},
     )
     rows = {row.name.partition(".")[0]: row for row in split_parameters(model, example=x).rows}
@@ -924,42 +873,45 @@ def hidden(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.T
 
 
-UNUSED = Module(lambda m, x: m.used(x), used=linear(12, 4), unused=linear(12, 4))
+UNUSED = Module(lambda m, x: m.used(x), "used 12 4, unused 12 4")
 EDGES = torch.eye(x.shape[1]).to_sparse()
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "not used": (UNUSED, "^unused.weight: the pass did not use it\n.*units.*elementwise.*example"),
     "sets": (
-        Module(two_ways, both=linear(12, 16), a=linear(8, 4), b=linear(8, 4)),
+        Module(two_ways, "both 12 16, a 8 4, b 8 4"),
         "both.weight: .*: 0-3, 8-11; 4-7, 12-15",
     ),
     "a hidden product": (
-        Module(lambda m, x: m.out(hidden(x, m.weight)), weight=torch.ones(6, 12), out=linear(6, 4)),
+        Module(lambda m, x: m.out(hidden(x, m.weight)), "out 6 4", weight=torch.ones(6, 12)),
         "weight: spectrain_tests.product.default hides",
     ),
     "tokens that a frozen layer takes": (
         Module(
             lambda m, x: m.out(attention(*(heads(y, 4) for y in (m.q(x), *[m.kv(m.tokens)] * 2)))),
+            "q 12 12, out 12 12",
             tokens=torch.randn(1, 6, 12),
-            q=linear(12, 12),
             kv=linear(12, 12).requires_grad_(False),
-            out=linear(12, 12),
         ),
         "^tokens: a product with a weight that is frozen or given hides",
     ),
     "a weight of products of factors": (
         Module(
             lambda m, x: m.out(F.linear(x, (m.a @ m.b) * (m.c @ m.d))),
-            **{"a": torch.randn(12, 2), "b": torch.randn(2, 12)},
-            **{"c": torch.randn(12, 2), "d": torch.randn(2, 12)},
-            out=linear(12, 4),
+            "out 12 4",
+            a=torch.randn(12, 2),
+            b=torch.randn(2, 12),
+            c=torch.randn(12, 2),
+            d=torch.randn(2, 12),
         ),
         "^a: a product with a weight .*\nb: a product .*\nc: a product .*\nd: a product",
     ),
     "a Kronecker product of factors": (
         Module(
             lambda m, x: m.out(F.linear(x, torch.kron(m.a, m.b @ m.c))),
-            **{"a": torch.randn(3, 3), "b": torch.randn(4, 2), "c": torch.randn(2, 4)},
-            out=linear(12, 4),
+            "out 12 4",
+            a=torch.randn(3, 3),
+            b=torch.randn(4, 2),
+            c=torch.randn(2, 4),
         ),
         "b: a product with a weight .*\nc: a product with a weight",
     ),
@@ -968,120 +920,106 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.out(x).index_add(
                 0, torch.tensor([]).long(), m.expert(x[x[:, 0, 0] > 9])
             ),
-            expert=linear(12, 8),
-            out=linear(12, 8),
+            "expert 12 8, out 12 8",
         ),
         "^expert.weight: the pass used it for no token",
     ),
     "sparse tensors": (
-        Module(lambda m, x: m.out(EDGES @ m.first(x[0])), first=linear(12, 8), out=linear(8, 4)),
+        Module(lambda m, x: m.out(EDGES @ m.first(x[0])), "first 12 8, out 8 4"),
         "^first.weight: aten.* of sparse tensors hides",
     ),
     "distances": (
-        Module(attention_by_distances, qkv=linear(12, 36), out=linear(12, 12)),
+        Module(attention_by_distances, "qkv 12 36, out 12 12"),
         "qkv.weight: aten.*dist.* hides",
     ),
     "inference mode": (
-        Module(
-            torch.inference_mode()(lambda m, x: m.out(m.first(x))),
-            first=linear(12, 8),
-            out=linear(8, 4),
-        ),
+        Module(torch.inference_mode()(lambda m, x: m.out(m.first(x))), "first 12 8, out 8 4"),
         "inference mode, which hides matrix products: use torch.no_grad",
     ),
     "a shape alone": (
-        Module(
-            lambda m, x: m.out(torch.zeros_like(m.first(x))), first=linear(12, 8), out=linear(8, 4)
-        ),
+        Module(lambda m, x: m.out(torch.zeros_like(m.first(x))), "first 12 8, out 8 4"),
         "first.weight: nothing took its outputs",
     ),
     "a hidden consumer": (
-        Module(
-            lambda m, x: m.out(hidden(m.first(x), torch.ones(6, 8))),
-            first=linear(12, 8),
-            out=linear(6, 4),
-        ),
+        Module(lambda m, x: m.out(hidden(m.first(x), torch.ones(6, 8))), "first 12 8, out 6 4"),
         "first.weight: spectrain_tests.product.default hides",
     ),
     "outputs that nothing takes": (
-        Module(lambda m, x: (m.side(x), m.used(x))[1], side=linear(12, 4), used=linear(12, 4)),
+        Module(lambda m, x: (m.side(x), m.used(x))[1], "side 12 4, used 12 4"),
         "side.weight: nothing took its outputs",
     ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
     "a weight of two": (
         Module(
             lambda m, x: m.out(F.linear(x, m.frozen + 2 * (m.b @ m.a))),
+            "out 8 4",
             frozen=nn.Parameter(torch.randn(8, 12), requires_grad=False),
             a=torch.randn(2, 12),
             b=torch.randn(8, 2),
-            out=linear(8, 4),
         ),
         "a: a sum with a weight hides the use of its outputs\nb: a sum with a weight",
     ),
     "a maximum of parts": (
         Module(
-            lambda m, x: m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1)),
-            pieces=linear(12, 24),
-            out=linear(6, 4),
+            lambda m, x: m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1)), "pieces 12 24, out 6 4"
         ),
         "pieces.weight: amax of a part of its columns hides",
     ),
     "a maximum of parts and its place": (
         Module(
             lambda m, x: m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values),
-            pieces=linear(12, 24),
-            out=linear(6, 4),
+            "pieces 12 24, out 6 4",
         ),
         "pieces.weight: max of a part of its columns hides",
     ),
     "a mean of parts": (
         Module(
             lambda m, x: m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2))),
-            pieces=linear(12, 12),
-            out=linear(6, 8),
-            head=linear(8, 3),
+            "pieces 12 12, out 6 8, head 8 3",
         ),
         "pieces.weight: nothing took its outputs",
     ),
     "complex numbers": (
         Module(
             lambda m, x: m.out((x.to(torch.complex64) @ m.weight).abs()),
+            "out 6 4",
             weight=torch.randn(12, 6, dtype=torch.complex64),
-            out=linear(6, 4),
         ),
         "weight must be real",
     ),
     "a fused LSTM": (
-        Module(lambda m, x: m.out(m.lstm(x)[0]), lstm=nn.LSTM(12, 5), out=linear(5, 4)),
+        Module(lambda m, x: m.out(m.lstm(x)[0]), "out 5 4", lstm=nn.LSTM(12, 5)),
         r"lstm.weight_ih_l0: aten.\S*(lstm|rnn)\S* hides the use[\s\S]*units=",
     ),
     "an index of a layer's outputs": (
         Module(
             lambda m, x: m.out(m.table[(m.gate(x)[..., 0].sigmoid() * 4).long()]),
-            **{"gate": linear(12, 2), "table": torch.randn(5, 8), "out": linear(8, 4)},
+            "gate 12 2, out 8 4",
+            table=torch.randn(5, 8),
         ),
         "gate.weight: aten.index.Tensor, which takes them as an index, hides",
     ),
     "counts of a layer's outputs": (
         Module(
             lambda m, x: m.out(m.table[(m.gate(x) > 0).sum(-1)]),
-            **{"gate": linear(12, 3), "table": torch.randn(4, 8), "out": linear(8, 4)},
+            "gate 12 3, out 8 4",
+            table=torch.randn(4, 8),
         ),
         "gate.weight: aten.sum.* hides",
     ),
     "blocks that alternate along both axes": (
         Module(
             lambda m, x: m.out(torch.cat([x[..., i::2] @ m.both[i::2, i::2] for i in (0, 1)], -1)),
+            "out 10 4",
             both=torch.randn(12, 10),
-            out=linear(10, 4),
         ),
         "both: a product with 6 of its 12 inputs hides",
     ),
     "one matrix of two axes": (
         Module(
             lambda m, x: m.out(torch.einsum("btd,hde->bthe", x, m.q).flatten(2)),
+            "out 12 12",
             q=torch.randn(3, 12, 4),
-            out=linear(12, 12),
         ),
         "q: .*outputs",
     ),
@@ -1139,7 +1077,7 @@ def test_flex_attention_is_refused() -> None:
         q, k, v = m.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, 1)
         return m.out(flex_attention.flex_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    model = Module(forward, qkv=linear(12, 36), out=linear(12, 12))
+    model = Module(forward, "qkv 12 36, out 12 12")
     with pytest.raises(ValueError, match="qkv.weight: flex_attention hides"):
         split_parameters(model, example=x)
 
@@ -1184,11 +1122,7 @@ def test_units_match_a_name_with_brackets() -> None:
 
 
 def test_preconditioned_layers_are_followed() -> None:
-    model = Module(
-        lambda m, x: m.out(F.glu(m.gate_up_proj(x))),
-        gate_up_proj=linear(12, 20),
-        out=linear(10, 12),
-    )
+    model = Module(lambda m, x: m.out(F.glu(m.gate_up_proj(x))), "gate_up_proj 12 20, out 10 12")
     preconditioned(model, blocks=["gate_up_proj"], level=1)
     row = split_parameters(model, example=x).rows[0]
     assert row.name == "gate_up_proj.parametrizations.weight.original" and row.matrices == 2
@@ -1205,7 +1139,7 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
         "its outputs reach no further layer: a head",
     ]
     Muon(split, lr=0.1)
-    two = Module(lambda m, x: (m.a(x) + m.b(x)) / 2, a=linear(12, 3), b=linear(12, 3))
+    two = Module(lambda m, x: (m.a(x) + m.b(x)) / 2, "a 12 3, b 12 3")
     with pytest.raises(ValueError, match="no parameter of Module takes the optimizer's rule"):
         split_parameters(two, example=x)
 
@@ -1260,9 +1194,7 @@ ACTIVATIONS += " relu6 rrelu selu sigmoid silu softplus softshrink softsign tanh
 
 @pytest.mark.parametrize("name", ACTIVATIONS.split())
 def test_columns_pass_an_activation(name: str) -> None:
-    model = Module(
-        lambda m, x: m.out(getattr(F, name)(m.first(x))), first=linear(12, 8), out=linear(8, 4)
-    )
+    model = Module(lambda m, x: m.out(getattr(F, name)(m.first(x))), "first 12 8, out 8 4")
     assert split_parameters(model, example=x).rows[0].reason.endswith("a layer takes all columns")
 
 
@@ -1290,9 +1222,7 @@ OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OVER_TOKENS)
 def test_a_choice_among_tokens_is_none_among_columns(name: str) -> None:
-    model = Module(
-        lambda m, x: m.out(OVER_TOKENS[name](m.first(x))), first=linear(12, 8), out=linear(8, 4)
-    )
+    model = Module(lambda m, x: m.out(OVER_TOKENS[name](m.first(x))), "first 12 8, out 8 4")
     first = split_parameters(model, example=torch.randn(2, 5, 12)).rows[0]
     assert (first.rule, first.matrices) == ("spectral", 1)
     assert first.reason == "a layer takes all columns"
