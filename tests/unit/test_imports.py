@@ -201,11 +201,11 @@ PROGRAMS += ["scripts.study", "scripts.verify"]
 @pytest.mark.parametrize(
     ("code", "loaded"),
     [
-        ("from spectral import Muon, SpectralSphere\n", ["True", "False", "False"]),
         (f"NAMES = {PROGRAMS}\n{HELP}", ["False"] * 3),
         ("from scripts.evaluate import main; main(['none', '--tasks', 'a'])\n", ["False"] * 3),
         (
-            "from models.engine import import_engine; import_engine(); import training.run\n",
+            "from models.engine import import_engine; import_engine(); import training.run\n"
+            "from spectral import Muon, SpectralSphere\n",
             ["True", "False", "False"],
         ),
     ],

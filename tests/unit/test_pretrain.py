@@ -128,15 +128,6 @@ def test_print_config_is_a_config(folder, capsys):
     assert capsys.readouterr().out == printed and "steps: 7" in printed
 
 
-def test_script_trains_without_torchrun(folder):
-    command = [sys.executable, "pretrain.py", "--config", str(folder / "config.yaml")]
-    done = subprocess.run(
-        [*command, "train.exit_step=3"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "done: step 3 of 20" in done.stdout and done.stderr == ""
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

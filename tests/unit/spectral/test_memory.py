@@ -1,8 +1,5 @@
 """A step's scratch memory is a few matrices for any number of units."""
 
-import json
-import sys
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from spectral.optimizer import SpectralOptimizer
 from spectral.polar import WORKSPACE_ELEMENTS
 from spectral.rules import RULES
 from spectral.rules.base import take_step
-from tests.commands import output_of
+from tests.launch import run_on_ranks
 from tests.live_bytes import peak_bytes
 
 
@@ -43,9 +40,7 @@ def peaks_of_large_units() -> dict[str, float]:
 def peaks() -> dict[str, float]:
     """Run `peaks_of_large_units` in a separate process: after certain other tests the same steps
     take up to 1.5 units more."""
-    call = f"import json, {__name__} as t; print(json.dumps(t.peaks_of_large_units()))"
-    printed = output_of(sys.executable, "-c", call)
-    found: dict[str, float] = json.loads(printed.splitlines()[-1])
+    (found,) = run_on_ranks(1, __name__, "peaks_of_large_units", {})
     return found
 
 

@@ -1,11 +1,13 @@
-"""No code uses CUDA before the run has set CUDA's environment variables."""
+"""A run by the script alone; no code uses CUDA before the run has set CUDA's environment
+variables."""
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from tests.commands import output_of
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 
 DRIVER = """
@@ -35,14 +37,15 @@ finally:
 """Runs a script and writes every CUDA query, with the value of a variable at that time."""
 
 
-def test_environment_is_set_before_cuda_is_asked_for(folder: str) -> None:
+def test_the_script_trains_and_sets_the_environment_before_it_asks_for_cuda(folder: str) -> None:
     tiny_config(folder, "adamw")
     variable, value = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    command = [sys.executable, "-W", "ignore", "-c", DRIVER, variable, f"{folder}/calls.json"]
+    command = [sys.executable, "-c", DRIVER, variable, f"{folder}/calls.json"]
     keys = ["run.device=auto", "train.exit_step=1", "validation.samples=2"]
     variables = {key: each for key, each in os.environ.items() if key != variable}
     command += ["pretrain.py", "--config", f"{folder}/config.yaml", *keys]
-    output_of(*command, variables=variables)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "done: step 1 of 20" in done.stdout
     calls = json.loads(Path(folder, "calls.json").read_text())
     assert calls
     early = [call for call in calls if call[2] != value]
