@@ -28,6 +28,11 @@ def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+def each_started(config: str, overrides: list[list[list[str]]]) -> list[tuple[int, str]]:
+    """Return the results of `started` with each of several overrides."""
+    return [started(config, each) for each in overrides]
+
+
 def on_own_data(config: str, folders: list[str], name: str) -> list[tuple[int, str]]:
     """Return the result of `started` in each folder, with the token set `name` under a different
     path on each rank, without verification."""

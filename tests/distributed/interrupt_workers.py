@@ -1,11 +1,13 @@
-"""Processes for the tests of Ctrl-C; each is a run like `python pretrain.py`, without its
-imports."""
+"""Processes for the tests of Ctrl-C, without the imports of new programs: runs like `python
+pretrain.py`, and launchers of ranks."""
 
 import os
+import signal
 import sys
 
 import pretrain
 from tests.launch import ROOT
+from training.launcher import launch
 from training.lifecycle.terminal import Interrupts
 
 
@@ -16,9 +18,34 @@ def main(arguments: list[str], output: str) -> None:
     os.chdir(ROOT)
     interrupts = Interrupts()
     interrupts.listen()
+    write_to(output)
+    end(pretrain.main(arguments, interrupts))
+
+
+def launcher(arguments: list[str], output: str) -> None:
+    """Launch two ranks of Python with these arguments in a separate session, with both streams in
+    `output`."""
+    os.setsid()
+    os.chdir(ROOT)
+    heed()
+    write_to(output)
+    end(launch(2, ["-c", *arguments]))
+
+
+def heed() -> None:
+    """Reset signals that are ignored in the background of a shell or under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def write_to(output: str) -> None:
+    """Write both streams to a file."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    code = pretrain.main(arguments, interrupts)
+
+
+def end(code: int) -> None:
+    """End this process with an exit code."""
     sys.stdout.flush()
     os._exit(code)

@@ -125,6 +125,11 @@ def sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def in_turn(calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Return the results of functions of this module, called in turn with keywords."""
+    return [globals()[name](**arguments) for name, arguments in calls]
+
+
 def optimizer_of(
     model: nn.Module, rule: str, units: dict[str, Any] = UNITS, **options: Any
 ) -> SpectralOptimizer:

@@ -35,15 +35,13 @@ def on_two_ranks(function: str, place: Path, **arguments: Any) -> list[Any]:
     return run_on_ranks(2, WORKERS, function, given, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("key", CASES)
-def test_settings_that_differ_are_named(key, folder):
-    arguments, value = CASES[key]
-    said = on_two_ranks("started", folder, overrides=[[], arguments])
-    assert [code for code, _ in said] == [2, 2]
-    lines = said[0][1].splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: {key} differs between ranks: ")
-    assert f", {value} on rank 1 (host " in lines[0]
+def test_settings_that_differ_are_named(folder):
+    overrides = [[[], arguments] for arguments, _ in CASES.values()]
+    said = on_two_ranks("each_started", folder, overrides=overrides)
+    for (key, (_, value)), (code, text), (other, _) in zip(CASES.items(), *said, strict=True):
+        assert (code, other) == (2, 2) and text.count("\n") == 1, key
+        assert text.startswith(f"error: {key} differs between ranks: ")
+        assert f", {value} on rank 1 (host " in text
     assert not (folder / "run").exists()
 
 

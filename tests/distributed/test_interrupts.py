@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import torchrun
-from tests.distributed.interrupt_workers import main
+from tests.distributed.interrupt_workers import heed, launcher, main
 from tests.launch import FORKS, ROOT, environment, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
@@ -55,10 +55,11 @@ class Started:
         os.killpg(self.pid, signal.SIGINT)
 
 
-def fork(arguments: list[str], output: Path) -> Started:
-    """Start a run of one rank as a fork of a process that has imported everything."""
+def fork(arguments: list[str], output: Path, target: Callable[..., None] = main) -> Started:
+    """Start a run of one rank, or another target, as a fork of a process that has imported
+    everything."""
     start_forks()
-    process = FORKS.Process(target=main, args=(arguments, str(output)))
+    process = FORKS.Process(target=target, args=(arguments, str(output)))
     process.start()
     assert process.pid is not None
 
@@ -67,12 +68,6 @@ def fork(arguments: list[str], output: Path) -> Started:
         return process.exitcode
 
     return Started(process.pid, output, wait)
-
-
-def heed() -> None:
-    """Reset signals that are ignored in the background of a shell or under nohup."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def command(start: list[str]) -> Callable[[list[str], Path], Started]:
@@ -249,7 +244,7 @@ LAUNCH = (
 def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     signals, seconds, code, expected, tmp_path
 ):
-    begun = command(["-c", LAUNCH])([RANK, seconds, code], tmp_path / "output.txt")
+    begun = fork([RANK, seconds, code], tmp_path / "output.txt", launcher)
     begun.await_line("rank 0 of 2")
     begun.await_line("rank 1 of 2")
     for number in signals:
@@ -284,7 +279,7 @@ def test_ctrl_c_is_heard_where_nobody_can_read_the_answer(ranks, start):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
 def test_ranks_stop_when_their_launcher_was_killed(tmp_path):
-    begun = command(["-c", LAUNCH])([RANK, "0", "0"], tmp_path / "output.txt")
+    begun = fork([RANK, "0", "0"], tmp_path / "output.txt", launcher)
     begun.await_line("rank 0 of 2")
     begun.await_line("rank 1 of 2")
     os.kill(begun.pid, signal.SIGKILL)
@@ -378,7 +373,7 @@ def test_ctrl_c_while_the_run_starts_leaves_no_traceback_and_no_rank(
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_path):
     script = f"import os, sys, time\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(60)"
-    begun = command(["-c", LAUNCH])([script], tmp_path / "output.txt")
+    begun = fork([script], tmp_path / "output.txt", launcher)
     assert begun.wait(60) == code and begun.said() == said
 
 

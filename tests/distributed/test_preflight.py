@@ -3,22 +3,23 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.commands import output_of, torchrun
 from tests.launch import run_on_ranks
+from tests.slow_cases import slow_but
 
 
-def test_every_check_of_sound_ranks_is_right(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", slow_but(["forks"], ["forks", "torchrun"]))
+def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
     target = tmp_path / "checks.json"
-    said = output_of(
-        *(sys.executable, *torchrun(3), "scripts/preflight.py"),
-        *("--mebibytes", "1", "--json", str(target)),
-        folder=root,
-    )
-    assert "all results are right" in said
+    options = ["--mebibytes", "1", "--json", str(target)]
+    if start == "forks":
+        assert run_on_ranks(3, "scripts.preflight", "main", {"arguments": options}) == [0] * 3
+    else:
+        command = sys.executable, *torchrun(3), "scripts/preflight.py", *options
+        assert "all results are right" in output_of(*command, folder=root)
     rows = json.loads(target.read_text())["checks"]
     names = [re.sub(r",.*", "", row["name"]) for row in rows]
     assert names == [

@@ -71,10 +71,33 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]], *, pc: bool) -
         assert stepped == once, "each matrix is stepped once in the whole world"
 
 
-def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
-    for left, change in run_on_ranks(2, WORKERS, "merged", {"how": "tp"}):
+SHARES = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
+"""Bytes of an exchange in 16 bits relative to one in 64. SSO also sends exact weights and vectors,
+and NorMuon sends mean squares."""
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "merged under tp": ("merged", {"how": "tp"}),
+    "merged under fsdp": ("merged", {"how": "fsdp"}),
+    "refusals": ("refusals", {}),
+    "unfit": ("unfit", {"how": "fsdp", "rules": RULES}),
+    "rounded": ("rounded", {"rules": list(SHARES)}),
+    "clipped": ("clipped", {}),
+    "skipped": ("skipped", {}),
+    "written": ("written", {"how": "fsdp"}),
+}
+"""Functions that two ranks call in turn, and their arguments."""
+
+
+@pytest.fixture(scope="module")
+def on_two() -> dict[str, list[Any]]:
+    """Results of both ranks by call."""
+    results = run_on_ranks(2, WORKERS, "in_turn", {"calls": list(CALLS.values())})
+    return dict(zip(CALLS, zip(*results, strict=True), strict=True))
+
+
+def test_pc_layers_of_tensor_parallel_ranks_are_merged(on_two) -> None:
+    for left, change in on_two["merged under tp"]:
         assert left == [] and change < 1e-12  # float64
-    for said, _ in run_on_ranks(2, WORKERS, "merged", {"how": "fsdp"}):
+    for said, _ in on_two["merged under fsdp"]:
         assert said == "merge_ needs an unsharded model: load the state into one"
 
 
@@ -88,8 +111,8 @@ def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:
                 torch.testing.assert_close(weights, fast[0][0][rule]["weights"], **CLOSE)
 
 
-def test_wrong_use_is_one_clear_error() -> None:
-    for said in run_on_ranks(2, WORKERS, "refusals", {}):
+def test_wrong_use_is_one_clear_error(on_two) -> None:
+    for said in on_two["refusals"]:
         meshes, placement, vector, *gradients = said
         assert "must be on one device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
@@ -102,9 +125,8 @@ def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None
     assert run_on_ranks(2, WORKERS, "restarted", shared) == 2 * [[True, True]]
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed() -> None:
-    found = run_on_ranks(2, WORKERS, "unfit", {"how": "fsdp", "rules": RULES})
-    for rank, results in enumerate(found):
+def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed(on_two) -> None:
+    for rank, results in enumerate(on_two["unfit"]):
         for loaded, *cut in results:
             own = "momentum of parameter 1 must be finite"
             assert loaded == (own if rank else "another rank cannot load its part of the state")
@@ -112,26 +134,23 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_has_changed()
             assert said.startswith("momentum of ") and "sharded without its state" in said
 
 
-def test_momenta_and_updates_are_sent_in_16_bits() -> None:
-    """With 16 instead of 64 bits, Muon sends a quarter of the bytes. SSO also sends exact weights
-    and vectors, and NorMuon sends mean squares."""
-    shares = {"muon": 0.25, "normuon": 0.3, "spectral_sphere": 0.62}
-    for found in run_on_ranks(2, WORKERS, "rounded", {"rules": list(shares)}):
-        for (distance, part, exact), share in zip(found, shares.values(), strict=True):
+def test_momenta_and_updates_are_sent_in_16_bits(on_two) -> None:
+    for found in on_two["rounded"]:
+        for (distance, part, exact), share in zip(found, SHARES.values(), strict=True):
             assert exact
             # bfloat16 rounds by 2^-9; msign may amplify that at small singular values.
             assert 0 < distance < 0.1
             assert abs(part - share) < 0.02
 
 
-def test_sharded_queries_and_keys_are_clipped_as_whole_ones() -> None:
-    assert run_on_ranks(2, WORKERS, "clipped", {}) == [[True] * 4, [True] * 4]
+def test_sharded_queries_and_keys_are_clipped_as_whole_ones(on_two) -> None:
+    assert on_two["clipped"] == ([True] * 4, [True] * 4)
 
 
-def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
+def test_all_ranks_skip_a_step_that_one_cannot_take(on_two) -> None:
     """All ranks also skip the step of a matrix that its owner refuses, including decay."""
-    assert run_on_ranks(2, WORKERS, "skipped", {}) == 2 * [[True, 1, []]]
+    assert on_two["skipped"] == 2 * ([True, 1, []],)
 
 
-def test_what_others_write_into_16_bits_is_stepped() -> None:
-    assert run_on_ranks(2, WORKERS, "written", {"how": "fsdp"}) == [True, True]
+def test_what_others_write_into_16_bits_is_stepped(on_two) -> None:
+    assert on_two["written"] == (True, True)
