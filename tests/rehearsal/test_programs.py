@@ -80,8 +80,9 @@ def test_every_option_is_rehearsed(option, perform, tmp_path):
 
 
 def test_compiled_parts_are_one_kernel_forward_and_few_backward(perform, tmp_path):
+    one_batch = {"train__global_batch": WORLD}
     programs = (
-        program(tmp_path, WORLD, train__compile=how, train__fused_backward=kernels)
+        program(tmp_path, WORLD, train__compile=how, train__fused_backward=kernels, **one_batch)
         for how, kernels in (("null", "null"), ("auto", "null"), ("auto", "auto"))
     )
     reports = [sound(perform, made, WORLD) for made in programs]

@@ -70,7 +70,7 @@ def test_all_ranks_ask_for_the_same_collectives(layout, perform, tmp_path):
 
 
 def test_a_rank_that_leaves_a_collective_out_is_found(perform, tmp_path):
-    config = program(tmp_path, 2, **SHALLOW)
+    config = program(tmp_path, 2, **SHALLOW, train__global_batch=2)
     jobs = [
         Job(config, 2, 0, H100),
         BrokenJob(config, 2, 1, H100, before=mutants.norm_of_this_rank_alone),
