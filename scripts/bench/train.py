@@ -218,6 +218,8 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
         steps = max(config.train.steps, WARM_UP + options.steps + 3)
         train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
         configs[name] = replace(config, train=train)
+    if options.synthetic:
+        return {name: on_mock_tokens(config) for name, config in configs.items()}
     return configs
 
 
@@ -325,10 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = start(configs[CONFIG])
     clock = time.perf_counter if len(configs) == 1 else time.process_time
     try:
-        sides = {
-            name: Side(on_mock_tokens(config) if options.synthetic else config, groups, clock)
-            for name, config in configs.items()
-        }
+        sides = {name: Side(config, groups, clock) for name, config in configs.items()}
         measured = measure(sides, options.steps)
         peak = options.peak_flops or peak_flops(device_name(groups.device))
         summaries = {

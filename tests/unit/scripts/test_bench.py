@@ -16,7 +16,6 @@ from tests.commands import output_of, torchrun
 from tests.launch import environment
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
-from training.config import load_config
 
 SET = "2x16x24,1x32x16"
 
@@ -43,12 +42,6 @@ def test_matrices_of_a_recipe_are_stepped_by_its_settings(tmp_path: Path) -> Non
     figures = json.loads(file.read_text())["figures"]
     names = ["muon", "spectral_sphere", "torch AdamW, fused", "torch Muon"]
     assert [list(times) for times in figures.values()] == 2 * [names]
-    settings = ["optimizer.rules.spectral_sphere.steps=2", "model.vocab_size=256"]
-    config = load_config(recipe, settings)
-    assert {options.get("steps", 2) for options in steps.recipe_options(config).values()} == {2}
-    shares = [steps.fullest_share(config, ranks) for ranks in (1, 2)]
-    whole, half = (sum(rows * cols for rows, cols in share) for share in shares)
-    assert whole / 2 <= half < 0.6 * whole
 
 
 @pytest.mark.slow
@@ -91,9 +84,13 @@ def test_measured_steps_have_the_full_batch_and_no_report(folder: str, tmp_path:
     few = ["train.steps=5", "train.exit_step=4", "schedule.warmup_steps=0", ramp]
     options = ["--steps", "9", "--variant", "train.z_loss=0.1 train.exit_step=3"]
     tiny_config(folder)
-    found = train.variants(train.parse(["--config", f"{tmp_path}/config.yaml", *few, *options]))
-    assert [config.train.z_loss for config in found.values()] == [0, 0.1]
-    for config in found.values():
+    options = ["--config", f"{tmp_path}/config.yaml", *few, *options]
+    read, made = (train.variants(train.parse([*options, *more])) for more in ([], ["--synthetic"]))
+    assert [config.train.z_loss for config in read.values()] == [0, 0.1]
+    assert [config.data.mock for config in (*read.values(), *made.values())] == [False] * 2 + [
+        True
+    ] * 2
+    for config in read.values():
         assert {*map(config.train.batch, range(99), [0] * 99)} == {8}
         assert config.train.last > train.WARM_UP + 9
 
@@ -124,6 +121,16 @@ def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) ->
     assert (first["x"], first["x by update"], first["step (ms)"]) == (1, 1, 875)
     assert other["update (ms)"] == 750 and other["masters and state (MiB)"] == 2
     assert [other["x"], other["x by update"]] == pytest.approx([1.125 / 0.875] * 2)
+
+
+def test_a_recipe_is_stepped_with_its_overrides() -> None:
+    recipe = [f"{ROOT}/configs/tiny_sso.yaml", "optimizer.rules.spectral_sphere.steps=2"]
+    options = steps.parse(["--config", *recipe, "--shares", "1", "2"])
+    shares, configs = zip(*steps.cases(options).values(), strict=True)
+    for config in configs:
+        assert {each.get("steps", 2) for each in steps.recipe_options(config).values()} == {2}
+    whole, half = (sum(rows * cols for rows, cols in share) for share in shares)
+    assert whole / 2 <= half < 0.6 * whole
 
 
 def test_peak_memory_is_in_bytes() -> None:
