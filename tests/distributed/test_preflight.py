@@ -37,12 +37,14 @@ def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> N
         "memory, read and written": 6e-3,
         "link, within a node, 1 further": 3e-3,
         "link, within a node, 2 further": 3e-3,
+        "link, node to node, 2 further": 3e-3,
         "all-reduce": 4e-3,
         "reduce-scatter": 2e-3,
         "all-gather": 2e-3,
         "all-to-all": 2e-3,
     }
-    for wrong, slow, amounts in run_on_ranks(3, module, "with_faults", arguments):
+    for wrong, slow, amounts, inexact in run_on_ranks(3, module, "with_faults", arguments):
         assert [name.split(" (")[0] for name in wrong] == ["rank 1"]
         assert [name.split(" (")[0] for name in slow] == ["rank 2"]
         assert amounts == pytest.approx(expected)
+        assert len(inexact) == 3

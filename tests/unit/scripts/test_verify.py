@@ -69,18 +69,18 @@ def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
     keys = {"checkpoint__interval": 4, "validation__samples": 2, "train__steps": 12}
     keys["train__micro_batch"] = 8
     keys |= {"monitors__interval": 2}
-    train(tiny_config(folder, "adamw", log__interval=3, **keys, train__exit_step=7), world)
-    train(tiny_config(folder, "adamw", log__interval=1, **keys), world)
+    train(tiny_config(folder, "adamw", log__interval=1, **keys, train__exit_step=7), world)
+    train(tiny_config(folder, "adamw", log__interval=3, **keys), world)
     metrics, monitors = (tmp_path / "run" / f"{name}.jsonl" for name in ("metrics", "monitors"))
     assert main([str(tmp_path / "run")]) == 0
     lines = metrics.read_text().splitlines(keepends=True)
-    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
-    metrics.write_text("".join(lines[:5] + lines[8:]))
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]
+    metrics.write_text("".join(lines[:5] + lines[9:]))
     monitors.write_text("".join(monitors.read_text().splitlines(keepends=True)[:-1]))
     capsys.readouterr()
     assert main([str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
-    assert "lacks 3 steps from 8 to 10" in said and "lacks 1 steps from 12 to 12" in said
+    assert "lacks 3 steps from 6 to 9" in said and "lacks 1 steps from 12 to 12" in said
 
 
 def test_another_folder_is_refused(tmp_path, refusal):

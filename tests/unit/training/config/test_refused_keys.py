@@ -3,6 +3,7 @@ effect, with which a run would differ from its config."""
 
 import re
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -140,55 +141,67 @@ def test_a_place_with_unusual_letters_is_a_place(minimal: Path, path: str) -> No
 
 
 MOE = "model={family: moe, moe: {experts: 4, top_k: 2, expert_ffn: 32}}"
-UNUSED: dict[str, list[str]] = {
-    "schedule.cooldown_fraction=0.5": [],
-    "schedule.min_ratio=0.2": ["schedule.kind=constant"],
-    "spikes.window=64": [],
-    "monitors.noise_samples=4": [],
-    "validation.interval=5": [],
-    "validation.samples=5": [],
-    "validation.samples_interval=5": ["train.sequence_length=64"],
-    "validation.samples_tokens=5": ["data.mock=true"],
-    "tasks.interval=5": [],
-    "tasks.examples=5": [],
-    "log.wandb.project=mine": [],
-    "checkpoint.keep_every=10": ["checkpoint.keep_last=null"],
-    "optimizer.split_gate_up=false": ["model={family: gpt, activation: relu2}"],
-    "pc.polynomial.degree=5": ["pc={}"],
-    "pc.polynomial.cutoff=0.5": ["pc={}"],
-    "pc.polynomial.alpha=0.5": ["pc={}"],
-    "pc.polynomial.upper=1.5": ["pc={}"],
-    "pc.steps=5": ["pc.spectral_norm=none"],
-    "pc.norm_recovery=false": ["pc.spectral_norm=none"],
-    "pc.gamma_lr=0.1": ["pc.learnable_gamma=false"],
-    "pc.gamma_weight_decay=0.2": ["pc.learnable_gamma=false"],
-    "model.moe.expert_bias_rate=0.1": [MOE, "model.moe.expert_bias=false"],
+UNUSED = {
+    "": "schedule.cooldown_fraction=0.5 spikes.window=64 monitors.noise_samples=4 "
+    "validation.interval=5 validation.samples=5 validation.samples_interval=5 "
+    "validation.samples_tokens=5 tasks.interval=5 tasks.examples=5 log.wandb.project=mine",
+    "data.mock=true": "validation.samples_tokens=5",
+    "schedule.kind=constant": "schedule.min_ratio=0.2",
+    "checkpoint.keep_last=null": "checkpoint.keep_every=10",
+    "model={family: gpt, activation: relu2}": "optimizer.split_gate_up=false",
+    "pc={}": "pc.polynomial.degree=5 pc.polynomial.cutoff=0.5 pc.polynomial.alpha=0.5 "
+    "pc.polynomial.upper=1.5",
+    "pc.spectral_norm=none": "pc.steps=5 pc.norm_recovery=false",
+    "pc.learnable_gamma=false": "pc.gamma_lr=0.1 pc.gamma_weight_decay=0.2",
+    f"{MOE[:-2]}, expert_bias: false}}}}": "model.moe.expert_bias_rate=0.1",
 }
-"""Settings, and overrides with which they have no effect."""
+"""Overrides, and settings that have no effect with them."""
 
-UNDONE: dict[str, list[str]] = {
-    "optimizer.matrix.weight_decay=0.1": [],
-    "optimizer.roles.q.weight_decay=0.2": [],
-    "optimizer.roles.o.weight_decay=0.3": [
-        "optimizer.matrix.rule=muon",
+USED = [
+    "schedule={kind: wsd, cooldown_fraction: 0.5, min_ratio: 0.2}", "data.mock=true",
+    "spikes={deviations: 5, window: 64}", "monitors={noise_samples: 4, groups: [noise]}",
+    "validation={interval: 5, samples: 5, samples_interval: 5, samples_tokens: 5}",
+    "tasks={files: {own: own.jsonl}, interval: 5, examples: 5}",
+    "log={trackers: [wandb], wandb: {project: mine}}", "checkpoint={keep_last: 2, keep_every: 10}",
+    "pc={steps: 5, norm_recovery: false, gamma_lr: 0.1, gamma_weight_decay: 0.2}",
+    "pc.polynomial={kind: fitted, degree: 5, cutoff: 0.5, alpha: 0.5, upper: 1.5}",
+    MOE, "model.moe.expert_bias_rate=0.1", "optimizer.split_gate_up=false",
+]  # fmt: skip
+"""All of these settings where they have an effect."""
+
+DECAYS = {
+    "optimizer.matrix.weight_decay = 0.1": ["optimizer.matrix.weight_decay=0.1"],
+    "optimizer.roles.q.weight_decay = 0.2": ["optimizer.roles.q.weight_decay=0.2"],
+    "optimizer.roles.o.weight_decay = 0.3": [
+        "optimizer.matrix={rule: muon, weight_decay: 0.3}",
         "optimizer.roles.o.rule=muon_sphere",
     ],
 }
-"""Settings of weight decay that a retraction undoes."""
+"""Settings of weight decay that a retraction undoes, by overrides."""
 
 
-@pytest.mark.parametrize("setting", UNUSED | UNDONE)
-def test_a_setting_without_effect_is_said(minimal: Path, setting: str) -> None:
-    overrides = (UNUSED | UNDONE)[setting]
-    (said,) = without_effect(load_config(minimal, [*overrides, setting]))
-    key, _, value = setting.partition("=")
-    assert re.match(rf"{re.escape(key)} = '?{value}'? has no effect with", said)
+def test_every_setting_without_effect_is_said(minimal: Path) -> None:
+    length = "train.sequence_length=64"
+    settings = [(key, each) for key, text in UNUSED.items() for each in text.split()]
+    for place, setting in settings:
+        overrides = [*([place] if place else []), length, setting]
+        (said,) = without_effect(load_config(minimal, overrides))
+        key, _, value = setting.partition("=")
+        assert re.match(rf"{re.escape(key)} = '?{value}'? has no effect with", said)
+    config = load_config(minimal, [length, *USED])
+    keys = {f"{place}.{key}" for place, keys, *_ in effects._unused(config) for key in keys}
+    assert keys == {setting.partition("=")[0] for _, setting in settings}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        part = attrgetter(section)(config)
+        assert getattr(part, name) != getattr(type(part), name), key
+    assert not [*without_effect(config)]
 
 
-def test_every_setting_that_may_have_no_effect_is_among_these(minimal: Path) -> None:
-    sections = effects._unused(load_config(minimal, [MOE, "pc={}"]))
-    keys = {f"{place}.{key}" for place, keys, *_ in sections for key in keys}
-    assert keys == {setting.partition("=")[0] for setting in UNUSED}
+@pytest.mark.parametrize("setting", DECAYS)
+def test_a_decay_without_effect_is_said(minimal: Path, setting: str) -> None:
+    (said,) = without_effect(load_config(minimal, DECAYS[setting]))
+    assert said.startswith(f"{setting} has no effect with")
 
 
 def test_settings_of_a_rule_have_an_effect_wherever_it_is_used(minimal: Path) -> None:
@@ -203,7 +216,6 @@ def test_settings_of_a_rule_have_an_effect_wherever_it_is_used(minimal: Path) ->
     "overrides",
     [
         [],
-        ["schedule={kind: wsd, cooldown_fraction: 0.5, min_ratio: 0.2}"],
         ["optimizer.matrix={rule: muon, weight_decay: 0.1}"],
         ["optimizer.embedding.weight_decay=0.1"],
         ["monitors={interval: 0, activation_gib: 1.0}"],
