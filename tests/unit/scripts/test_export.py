@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.token_files import prepare_text
 from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointWeights
-from training.errors import InputError, printable
+from training.errors import BrokenCheckpointError, InputError, printable
 from training.report import progress
 from training.run import train
 
@@ -284,6 +285,13 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     (tmp_path / "young" / "config.json").touch()
     assert "convert_hf.py import" in refused(capsys, tmp_path / "young", out)
     step = folder / "checkpoints" / "step_00000001"
+    info = read_checkpoint(step)
+    for name in info.files:
+        content = (step / name).read_bytes()
+        (step / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(BrokenCheckpointError, match=re.escape(name)):
+            exporting.raise_problems(info)
+        (step / name).write_bytes(content)
     file = next(step.glob("state/*.distcp"))
     content = file.read_bytes()
     file.write_bytes(content[:-1])

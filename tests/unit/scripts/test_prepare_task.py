@@ -20,6 +20,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
+from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.errors import DataError
 from training.run import train
 
@@ -168,13 +169,16 @@ def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeyp
 
 
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
-    """Score the newest checkpoint of a run, and an earlier one on more examples than the run."""
+    """Score the newest checkpoint of a run, and an earlier one, as of a run on two ranks, on more
+    examples than the run."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)
     assert "| file_words | acc " in capsys.readouterr().out
     earlier, more = run / "checkpoints" / "step_00000002", write_tasks(tmp_path, examples=40)
+    config = (earlier / "config.yaml").read_text()
+    forge(earlier, "config.yaml", config.replace("\n  tensor: 1", "\n  tensor: 2").encode())
     assert evaluate([str(earlier), "--tasks", more["words"], "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
     assert "| file_words | acc_norm " in said and "task file_words: 40 examples" in said

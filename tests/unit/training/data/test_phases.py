@@ -116,11 +116,12 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, cap
     # The second batch ends after step 9, in the second phase.
     # 4 * 8 + 5 * 16 + 11 * 32 = 464 samples are 14.5 full steps, of which 4 decay: from 336 on.
     beginnings = {6: 4 * 8 + 2 * 16, 16: 4 * 8 + 5 * 16 + 7 * 32}
-    whole = start(20, FIRST, **keys)
+    whole = start(7, FIRST, **keys) + start(20, FIRST, **keys)
     assert len(whole) == 464
-    stated = json.loads((tmp_path / "run" / "data.json").read_text())["sets"]
+    stated = json.loads((tmp_path / "run" / "data.json").read_text())
     read = Counter(name for name, _ in whole)
-    assert {each["name"]: each["samples"] for each in stated} == read
+    assert {each["name"]: each["samples"] for each in stated["sets"]} == read
+    assert stated["tokens"] == 464 * LENGTH
     assert "data: from step 17 on small 100.0%" in capsys.readouterr().out
     assert {name for name, _ in whole[: beginnings[6]]} == {"big", "middle"}
     assert {name for name, _ in whole[beginnings[16] :]} == {"small"}
