@@ -1,6 +1,7 @@
-"""Backward passes by our Triton kernels: losses in the interpreter, selection, and refusals."""
+"""Liger's loss and our backward passes in Triton: results in the interpreter, selection, and
+refusals."""
 
-from typing import Any
+import importlib.util
 
 import pytest
 import torch
@@ -10,40 +11,61 @@ from tests.commands import interpreted
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine import backends
-from training.machine.backends import check_backends, fused_backward
+from training.machine.backends import check_backends, fused_backward, fused_loss
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ENGINE = "model.attention_backend=transformer_engine"
 
 
 @pytest.mark.slow
-def test_losses_are_those_without_them_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    interpreted("tests/kernels/interpreted_backward.py")
+@pytest.mark.parametrize(
+    ("library", "script"), [("liger_kernel", "loss"), ("triton", "backward")], ids=["loss", "ours"]
+)
+def test_losses_are_those_without_them_in_the_interpreter(library, script) -> None:
+    pytest.importorskip(library)
+    interpreted(f"tests/kernels/interpreted_{script}.py")
 
 
-def test_auto_takes_them_on_gpus_with_triton(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_ligers_on_gpus_where_it_is_installed(minimal, monkeypatch) -> None:
+    config = load_config(minimal, [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert fused_loss(config, GPU) and not fused_loss(config, CPU)
+    for off in ("train.loss_chunk=8", "train.fused_loss=null"):
+        assert not fused_loss(load_config(minimal, [off]), GPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not fused_loss(config, GPU)
+
+
+def test_auto_takes_ours_on_gpus_with_triton(minimal, monkeypatch) -> None:
     config = load_config(minimal, [])
     monkeypatch.setattr(backends, "missing_compiler", lambda device: None)
     assert fused_backward(config, GPU) and not fused_backward(config, CPU)
-    assert not fused_backward(load_config(minimal, ["train.fused_backward=null"]), GPU)
-    engine = load_config(minimal, ["model.attention_backend=transformer_engine"])
-    assert not fused_backward(engine, GPU)
+    for off in ("train.fused_backward=null", ENGINE):
+        assert not fused_backward(load_config(minimal, [off]), GPU)
     monkeypatch.setattr(backends, "missing_compiler", lambda device: "a C compiler")
     assert not fused_backward(config, GPU)
 
 
-def test_what_cannot_run_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = "model.attention_backend=transformer_engine"
-    with pytest.raises(InvalidConfigError, match="fused_backward must be auto or null with"):
-        load_config(minimal, ["train.fused_backward=triton", engine])
+def test_what_cannot_run_is_refused(minimal, monkeypatch) -> None:
+    for message, *options in (
+        ("loss_chunk must be null with fused_loss liger", "train.fused_loss=liger",
+         "train.loss_chunk=8"),
+        ("fused_backward must be auto or null with", "train.fused_backward=triton", ENGINE),
+    ):  # fmt: skip
+        with pytest.raises(InvalidConfigError, match=message):
+            load_config(minimal, options)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for key, value in (("fused_backward", "triton"), ("fused_loss", "liger")):
-        config = load_config(minimal, [f"train.{key}={value}"])
+    liger = load_config(minimal, ["train.fused_loss=liger"])
+    ours = load_config(minimal, ["train.fused_backward=triton"])
+    for key, config in (("fused_backward", ours), ("fused_loss", liger)):
         with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a cpu"):
             check_backends(config, CPU)
     monkeypatch.setattr(backends, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="fused_backward needs triton, which is not installed"):
-        check_backends(load_config(minimal, ["train.fused_backward=triton"]), CPU)
+        check_backends(ours, CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="liger-kernel, which is not installed: pip install it"):
+        check_backends(liger, CPU)
 
 
 def test_an_activation_without_a_kernel_stays_as_it_is() -> None:
