@@ -198,7 +198,8 @@ class Runs:
         """Return the output of a faulty start of `name`, the step of the next start, and the
         problems.
 
-        `expected` is the required exit code of the faulty start, None if it may vary.
+        `expected` is the required exit code of the faulty start, None if it may vary: 2 if the
+        attempt to write before training failed, else 0 or 1.
         """
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         again, continued = self.start(name, END)
@@ -206,7 +207,8 @@ class Runs:
         problems = []
         if "Traceback" in said + continued:
             problems.append("a traceback")
-        if code not in ((0, 1) if expected is None else (expected,)):
+        varying = (2,) if "cannot be saved to" in said else (0, 1)
+        if code not in (varying if expected is None else (expected,)):
             problems.append(f"ended with {code}: {said}")
         if code in (1, 2) and len(errors) != 1:
             problems.append(f"{len(errors)} lines of error")

@@ -146,7 +146,13 @@ def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
     except DisagreementError as error:
         named = set(str(error).removeprefix("copies differ between ranks: ").split(", "))
     parameters = {name: unit.parameter for name, unit in units.items() if not unit.tied_stage}
-    return {parameters.get(name, name) for name in equal}, named
+    twice = {  # tied weights are compared with replicas too, under the name of the parameter
+        unit.parameter
+        for part in model.domains
+        for unit in part.units
+        if unit.tied_stage and part.domain.replicas.size > 1
+    }
+    return {parameters.get(name, name) for name in equal} | twice, named
 
 
 def task_scores(
