@@ -266,9 +266,10 @@ def install(trace: Trace, world: int) -> None:
         put(module, "is_nccl_available", lambda: True)
     # Aborting checks for this class, which does not exist in builds without CUDA.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
+    _install_exchanges(trace)
 
 
-def install_exchanges(trace: Trace) -> None:
+def _install_exchanges(trace: Trace) -> None:
     """Replace exchanges of plain values, for the life of this process."""
 
     def note(name: str, group: Any = None) -> None:

@@ -102,7 +102,6 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     mode.install()
     fake_cuda.install(trace)
     process_groups.install(trace, world)
-    process_groups.install_exchanges(trace)
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)
