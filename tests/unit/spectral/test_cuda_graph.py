@@ -1,12 +1,11 @@
 """Steps of the one-process optimizers under the conditions of a CUDA graph, without a GPU."""
 
-import copy
-
 import pytest
 import torch
 
 from spectral import Muon, SpectralOptimizer, SpectralSphere
 from spectral.cuda_graph import CapturedStep
+from spectral.parameter_state import MASTER
 from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import traced, without_eigensolvers
 from tests.update_cases import OPTIMIZERS, library_optimizer
@@ -61,8 +60,6 @@ def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):
 CHANGES = {
     "gradients": lambda optimizer, p: setattr(p, "grad", torch.zeros_like(p)),
     "parameters": lambda optimizer, p: setattr(p, "data", p.detach().clone()),
-    # A copy, as entries of the parameter's dtype are loaded without one.
-    "states": lambda optimizer, p: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
     "lr": lambda optimizer, p: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
     "weight_decay": lambda optimizer, p: optimizer.param_groups[0].update(weight_decay=0.2),
     "momentum": lambda optimizer, p: optimizer.param_groups[0].update(momentum=0.8),
@@ -93,6 +90,32 @@ def test_a_group_that_is_removed_is_an_error():
         step()
 
 
+def cast_(optimizer: SpectralOptimizer) -> None:
+    """Cast parameters and gradients to bfloat16 and remove the state entries."""
+    for parameter in parameters(optimizer):
+        gradient, parameter.grad = parameter.grad.bfloat16(), None
+        parameter.data = parameter.detach().bfloat16()
+        parameter.grad = gradient
+        optimizer.state[parameter].clear()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_entry_of_the_state_that_moves_is_an_error(kind):
+    """As after a load; masters are entries too."""
+    optimizer = library_optimizer(kind)
+    cast_(optimizer)
+    step = CapturedStep(optimizer)
+    step()
+    for entries in map(optimizer.state.get, parameters(optimizer)):
+        assert MASTER in entries
+        for name, value in list(entries.items()):
+            entries[name] = value.clone()
+            with pytest.raises(RuntimeError, match="^states of group . must not move or change"):
+                step()
+            entries[name] = value
+    step()
+
+
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("kind", [Muon, SpectralSphere])
 def test_the_first_step_may_move_the_state(kind, released):
@@ -102,11 +125,7 @@ def test_the_first_step_may_move_the_state(kind, released):
     if released:
         step()
         step.release()
-    for parameter in parameters(optimizer):
-        gradient, parameter.grad = parameter.grad.bfloat16(), None
-        parameter.data = parameter.detach().bfloat16()
-        parameter.grad = gradient
-        optimizer.state[parameter].clear()
+    cast_(optimizer)
     step()
     step()
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from spectral import AdamW, Muon, SpectralOptimizer, split_parameters
 from spectral.device_values import constant
+from spectral.parameter_state import MASTER
 from spectral.polar import largest_value, restart_steps
 from spectral.rules import RULES
 from spectral.tangent_model import partial_fractions
@@ -299,25 +300,28 @@ def test_an_unchanged_step_checks_nothing_again(rule: str, dtype: torch.dtype) -
     assert checks.isdisjoint(called_in(optimizer.step))
 
 
+@DTYPES
 @EVERY_RULE
-@pytest.mark.parametrize("change", ["momentum", "state", "dtype", "list"])
-def test_a_step_sees_what_others_replace(change: str, rule: str) -> None:
-    """Replace an entry, a whole state, the weights, or the list of a group between steps."""
-    replaced, in_place = made(rule), made(rule)
-    for optimizer in (replaced, in_place):
-        stepped(optimizer)
-    for one, other in zip(parameters_of(replaced), parameters_of(in_place), strict=True):
-        state, twin = replaced.state[one], in_place.state[other]
-        if change == "momentum" and "momentum" in state:
-            state["momentum"] = torch.ones_like(one)
-            twin["momentum"].fill_(1.0)
-        elif change == "state":
-            replaced.state[one] = {key: value.clone() for key, value in state.items()}
-        elif change == "dtype":
-            one.data = one.data.double().float()
-    if change == "list":
-        replaced.param_groups[0]["params"] = [*parameters_of(replaced)]
-    assert all(map(torch.equal, stepped(replaced), stepped(in_place)))
+@pytest.mark.parametrize("change", ["entries", "state", "dtype", "list"])
+def test_a_step_sees_what_others_replace(change: str, rule: str, dtype: torch.dtype) -> None:
+    """Replace each entry, a whole state, the weights, or the list of a group between steps."""
+    replaced, in_place = made(rule, dtype), made(rule, dtype)
+    stepped(replaced), stepped(in_place)
+    pairs = [*zip(parameters_of(replaced), parameters_of(in_place), strict=True)]
+    for name in [*replaced.state[pairs[0][0]]] if change == "entries" else [change]:
+        for one, other in pairs:
+            state = replaced.state[one]
+            if change == "entries":
+                # A master that no longer rounds to its weight would follow the weight.
+                state[name] = one.detach().float() if name == MASTER else state[name] / 2
+                in_place.state[other][name].copy_(state[name])
+            elif change == "state":
+                replaced.state[one] = {key: value.clone() for key, value in state.items()}
+            elif change == "dtype":
+                one.data = one.data.double().to(dtype)
+        if change == "list":
+            replaced.param_groups[0]["params"] = [*parameters_of(replaced)]
+        assert all(map(torch.equal, stepped(replaced), stepped(in_place))), name
 
 
 @DTYPES
@@ -443,14 +447,15 @@ def test_a_copy_knows_the_rule_of_its_state(copied: Callable[[Any], Any]) -> Non
     refuses(optimizer, "must stay 'muon'|must have")
 
 
-def test_a_parameter_that_leaves_takes_its_own_entries_alone() -> None:
-    optimizer = made("muon")
+@DTYPES
+def test_a_parameter_that_leaves_takes_its_own_entries_alone(dtype: torch.dtype) -> None:
+    optimizer = made("muon", dtype)
     optimizer.step()
     gone = optimizer.param_groups[0]["params"].pop()
     optimizer.state[gone]["average"] = 1
     optimizer.step()
     assert optimizer.state[gone] == {"average": 1}
-    other = made("muon")
+    other = made("muon", dtype)
     other.param_groups[0]["params"].pop()
     other.load_state_dict(optimizer.state_dict())
     assert other.state[gone] == {"average": 1}

@@ -1,7 +1,5 @@
 """AdaMuon, NorMuon and cautious weight decay against numbers of the published code."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -56,27 +54,9 @@ def test_two_steps_give_the_numbers_of_the_published_code(name: str) -> None:
     torch.testing.assert_close(weight[0], wanted, atol=atol, rtol=0)
 
 
-def stepped(rule: Rule, weight: Tensor, **rates: Any) -> Tensor:
-    """Return a weight after a step along gradients of very different sizes."""
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(weight.shape, generator=generator)
-    grad *= 10 ** (4 * torch.rand(grad.shape, generator=generator))
-    weight = weight.clone()
-    take_step(rule, weight, grad, rule.init_state(weight), **rates)
-    return weight
-
-
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
-def test_an_entry_that_grows_is_not_decayed(lr: float | Tensor) -> None:
-    """Compare with a step without decay, and with a step that decays every entry."""
-    start = torch.randn(2, 12, 30)
-    start[0, 0] = 0
-    none = stepped(MuonRule(), start, lr=lr)
-    every = stepped(MuonRule(), start, lr=lr, weight_decay=0.5)
-    some = stepped(MuonRule(cautious_decay=True), start, lr=lr, weight_decay=0.5)
-    grows = start * (none - start) > 0
-    torch.testing.assert_close(some, torch.where(grows, none, every), rtol=0, atol=1e-6)
-    assert 100 < grows.sum() < 620
+def test_an_entry_that_the_update_keeps_is_decayed(lr: float | Tensor) -> None:
+    """test_references compares steps with entries of either sign."""
     weight = torch.ones(3)
     decay_(weight, lr, 0.5, None, torch.tensor([1.0, 0.0, -1.0]))
     assert weight.tolist() == pytest.approx([0.95, 0.95, 1])

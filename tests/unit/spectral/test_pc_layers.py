@@ -47,27 +47,28 @@ def test_a_layer_multiplies_by_the_effective_weight(level: Level) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("made", [PCLinear, nn.Linear])
 def test_a_layer_made_on_the_meta_device_is_drawn_like_a_linear_layer(bias, made) -> None:
-    """`reset_parameters` of every module is called, as for FSDP2; that of nn.Linear would draw a
-    copy, PC(W)."""
+    """`reset_parameters` of the layer, or of every module, is called, as for FSDP2; that of
+    nn.Linear would draw a copy, PC(W)."""
     with torch.device("meta"):
         layer = made(12, 20, bias)
         if made is nn.Linear:
             model = nn.ModuleDict({"up": layer})
             preconditioned(model, blocks=["up"])
     layer.to_empty(device="cpu")
-    for parameter in layer.parameters():
-        parameter.detach().fill_(torch.nan)
-    for module in layer.modules():
-        if hasattr(module, "reset_parameters"):
-            torch.manual_seed(3)
-            module.reset_parameters()  # type: ignore[operator]
     torch.manual_seed(3)
     plain = nn.Linear(12, 20, bias)
-    own = dict(layer.named_parameters())
-    assert torch.equal(own.pop("parametrizations.weight.original"), plain.weight)
-    assert torch.equal(own.pop("parametrizations.weight.0.gamma"), torch.ones(1))
-    assert [*own] == ["bias"] * bias
-    assert not bias or torch.equal(own["bias"], plain.bias)
+    for modules in ([layer], layer.modules()):
+        for parameter in layer.parameters():
+            parameter.detach().fill_(torch.nan)
+        for module in modules:
+            if hasattr(module, "reset_parameters"):
+                torch.manual_seed(3)
+                module.reset_parameters()
+        own = dict(layer.named_parameters())
+        assert torch.equal(own.pop("parametrizations.weight.original"), plain.weight)
+        assert torch.equal(own.pop("parametrizations.weight.0.gamma"), torch.ones(1))
+        assert [*own] == ["bias"] * bias
+        assert not bias or torch.equal(own["bias"], plain.bias)
 
 
 def test_each_matrix_of_a_fused_and_transposed_weight_by_itself() -> None:

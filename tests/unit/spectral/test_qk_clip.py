@@ -37,20 +37,6 @@ def test_it_scales_what_megatron_scales(balance: float) -> None:
     assert factor.tolist() == [0.4, 1.0]
 
 
-def test_the_largest_logit_becomes_the_threshold() -> None:
-    query, key = weights()
-    x = torch.randn(7, INPUTS, dtype=torch.float64)
-
-    def largest() -> torch.Tensor:
-        q, k = (x @ w.T for w in (query, key))
-        q, k = q.view(7, HEADS, SIZE), k.view(7, GROUPS, SIZE).repeat_interleave(2, dim=1)
-        return torch.einsum("ahd,bhd->hab", q, k).flatten(1).amax(1)
-
-    clip_qk_(query, key, largest(), threshold=1.0)
-    group = largest().view(GROUPS, -1).amax(1)
-    torch.testing.assert_close(group, torch.ones_like(group))
-
-
 def test_weights_of_other_heads_are_refused() -> None:
     query, key = weights()
     with pytest.raises(ValueError, match="heads of one size, 5 of query"):
