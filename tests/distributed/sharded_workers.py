@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -236,6 +237,32 @@ def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
         train(model, optimizer, how, HALF, STEPS)
         found.append(whole(model))
     return found
+
+
+def placed_gradients() -> list[str]:
+    """Return the placements of a parameter and of its gradient with which a step of two ranks
+    differs from a step of plain tensors."""
+    build("one")
+    mesh, different = init_device_mesh("cpu", (2,)), []
+    weight, gradient = torch.randn(2, 6, 4, dtype=torch.float64)
+    kept = (Shard(0), Shard(1), Replicate())
+    for rule, own, given in product(("adamw", "muon"), kept, (*kept, Partial())):
+        steps = []
+        for cut in (False, True):
+            parameter = nn.Parameter(
+                distribute_tensor(weight, mesh, [own]) if cut else weight.clone()
+            )
+            parameter.grad = gradient
+            if cut and given == Partial():
+                part = gradient * (0.25 + 0.5 * dist.get_rank())
+                parameter.grad = DTensor.from_local(part, mesh, [given])
+            elif cut:
+                parameter.grad = distribute_tensor(gradient, mesh, [given])
+            SpectralOptimizer([parameter], rule=rule, lr=0.1).step()
+            steps.append(parameter.full_tensor() if cut else parameter.detach())
+        if not torch.allclose(*steps, rtol=0, atol=1e-12):
+            different.append(f"{rule}, {own}, {given}")
+    return different
 
 
 def refusals() -> list[str]:

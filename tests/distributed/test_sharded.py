@@ -77,6 +77,7 @@ and NorMuon sends mean squares."""
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "merged under tp": ("merged", {"how": "tp"}),
     "merged under fsdp": ("merged", {"how": "fsdp"}),
+    "placed_gradients": ("placed_gradients", {}),
     "refusals": ("refusals", {}),
     "unfit": ("unfit", {"how": "fsdp", "rules": RULES}),
     "rounded": ("rounded", {"rules": list(SHARES)}),
@@ -109,6 +110,11 @@ def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:
         for results in run_on_ranks(ranks, WORKERS, "resume", {"how": how, **shared}):
             for rule, weights in zip(rules, results, strict=True):
                 torch.testing.assert_close(weights, fast[0][0][rule]["weights"], **CLOSE)
+
+
+def test_a_gradient_may_have_any_placement(on_two) -> None:
+    """With partial sums, as under sequence parallelism, ranks hold terms of the gradient."""
+    assert on_two["placed_gradients"] == ([], [])
 
 
 def test_wrong_use_is_one_clear_error(on_two) -> None:
