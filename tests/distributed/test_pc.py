@@ -68,16 +68,19 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
 
     sphere, adamw = "spectral_sphere", "adamw"
     whole = saved(1, {"sphere": case(sphere, "materialized"), "adamw": case(adamw, "in_graph")})
-    whole |= saved(2, {"shared": case(sphere, "in_graph", tensor=2)})
+    plain: Case = ({}, adamw, {})
+    whole |= saved(2, {"shared": case(sphere, "in_graph", tensor=2), "plain": plain})
     shared = [
         ("sphere", case(sphere, "in_graph", tensor=2)),
         ("adamw", case(adamw, "materialized", pipeline=2)),
     ]
     back = [("shared", case(sphere, "materialized")), ("sphere", case(sphere, "materialized"))]
-    plain: Case = ({}, adamw, {})
-    *found, same, refused = [*loaded(2, shared), *loaded(1, [*back, ("adamw", plain)])]
+    other = [("adamw", plain), ("plain", case(adamw, "in_graph"))]
+    *found, same, more, fewer = [*loaded(2, shared), *loaded(1, [*back, *other])]
     assert same == whole["sphere"]  # bit for bit
-    assert "PC layers and the model 0; layers.0.down, for example" in refused
+    rest = "; layers.0.down, for example, is only in the"
+    assert f"PC layers and the model 0{rest} checkpoint" in more
+    assert "it has 0 PC layers and the model " in fewer and f"{rest} model" in fewer
     for (name, _), losses in zip([*shared, back[0]], found, strict=True):
         # The first loss is of the loaded weights; later steps sum in another order.
         assert losses[0] == pytest.approx(whole[name][0], rel=1e-6)
