@@ -9,7 +9,7 @@ import torch
 from models.config import ModelConfig, MoEConfig
 from models.families import all_units
 from models.layout import ChunkSpec
-from parallel.plan.activation_costs import activation_bytes
+from parallel.plan.activation_costs import activation_bytes, stage_activations
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
 from parallel.plan.planner import plan_stage
@@ -20,7 +20,7 @@ from spectral.rules import RULES
 from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT
 from tests.stepped_models import assign_to
-from tests.tiny_families import MODELS
+from tests.tiny_families import MODELS, tiny_model
 from training.assignments import assignments, config_assignments, config_units
 from training.config import group_of, load_config
 
@@ -133,6 +133,9 @@ def test_activations_by_hand():
     logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
     assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
     assert logits > 10 * once * 2
+    rows = TINY.padded_vocab // 2  # a larger chunk contains no more of the vocabulary
+    chunked = [ten_tokens(TINY, loss_chunk=chunk) for chunk in (rows, 9 * rows)]
+    assert len({activation_bytes(step, [replace(part, head=True)]) for step in chunked}) == 1
     assert activation_bytes(ten_tokens(TINY), [part], 3) == 10 * (3 * 2 * saved + once) * 2
     fused = activation_bytes(ten_tokens(TINY, compiled=True), [part])
     assert whole - fused == 10 * (2 + 2 + 2) * block * 2
@@ -150,13 +153,22 @@ def test_activations_by_hand():
     assert again[1] == 10 * (2 * 16 + (saved - 16) + once) * 2
 
 
+def test_the_scores_of_a_block_of_queries_are_four_copies_in_float32():
+    model = tiny_model("gemma2")
+    for length in (10, 1000):
+        step = replace(ten_tokens(model), sequence_length=length)
+        scores = stage_activations(step, 0) - activation_bytes(step, step.chunks(0))
+        assert scores == 4 * 4 * model.heads // 2 * min(length, 256) * length
+
+
 def test_micro_batches_in_flight_by_hand():
     """In an interleaved schedule, a rank keeps the micro-batches of its warm-up, and one more
     before its first backward."""
     for virtual, wanted in ((1, [2, 1]), (2, [5 / 2, 3 / 2])):
         inputs = PlanInputs(data=1, pipeline=2, virtual_pipeline=virtual)
-        shape = replace(ten_tokens(TINY), inputs=inputs, microbatches=8)
-        assert [shape.in_flight(stage) for stage in range(2)] == wanted
+        for count in (8, 2, 1):  # of which a rank keeps no more
+            shape = replace(ten_tokens(TINY), inputs=inputs, microbatches=count)
+            assert [shape.in_flight(i) for i in range(2)] == [min(n, count) for n in wanted]
 
 
 LAYOUTS: list[dict[str, int]] = [
