@@ -135,10 +135,23 @@ def mean_logs(trainer: Trainer) -> dict[tuple, float]:
     return logs
 
 
-@pytest.mark.parametrize(("rule", "decay"), [("muon", 2.0), ("muon_sphere", 0.0), ("adamw", 9.0)])
-def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, folder, world):
-    """Test the first of two warm-up steps; the update excludes weight decay."""
-    keys = {"monitors__interval": 1, "monitors__groups": "[spectra,updates]"}
+PC = {"pc__level": 4}
+
+
+@pytest.mark.parametrize(
+    ("rule", "decay", "keys"),
+    [
+        ("muon", 2.0, {}),
+        ("muon_sphere", 0.0, {}),
+        ("adamw", 9.0, {}),
+        ("muon", 2.0, PC),
+        ("adamw", 9.0, PC | {"pc__evaluator": "in_graph"}),
+    ],
+)
+def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, keys, folder, world):
+    """Test the first of two warm-up steps; the update excludes weight decay. Those of a PC layer
+    are of W."""
+    keys = {**keys, "monitors__interval": 1, "monitors__groups": "[spectra,updates]"}
     config = tiny_config(folder, rule, **keys, optimizer__matrix__weight_decay=decay)
     trainer = build_trainer(config, world, *build_data(config))
     found: list[dict] = []
@@ -161,7 +174,11 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, f
         close = {"rel": 1e-4, "abs": 1e-3 * torch.linalg.matrix_norm(update, 2).item()}
         assert record["update_quantiles"] == pytest.approx(deciles_of(update), **close)
         # The first momentum is a multiple of the gradient.
-        gradient = deciles_of(unit.view(gradients[unit.parameter]))
+        gradient = deciles_of(
+            kept_of_pc_layers(trainer, "momentum").get(
+                unit.name, unit.view(gradients[unit.parameter])
+            )
+        )
         momentum = record["momentum_quantiles"]
         scaled = [value / momentum[-1] for value in momentum]
         assert scaled == pytest.approx([value / gradient[-1] for value in gradient], abs=1e-4)
@@ -170,25 +187,24 @@ def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, f
     assert {found[1]["units"][unit.name]["applied_rms"] for unit in units} == {0}
 
 
+def kept_of_pc_layers(trainer: Trainer, name: str) -> dict[str, torch.Tensor]:
+    """Return W or an entry of the state of each PC layer that its owner steps."""
+    kept = {}
+    for stack in trainer.optimizer.materialized:
+        values = stack.weight if name == "weight" else stack.state[name]
+        kept |= zip([unit.name for unit in stack.units], values, strict=True)
+    return kept
+
+
 def matrix(trainer: Trainer, unit) -> torch.Tensor:
-    """Return the present weight of a unit, float64."""
-    return unit.view(trainer.model.parameters[unit.parameter]).detach().double()
+    """Return the present stepped weight of a unit, float64."""
+    parameter = unit.view(trainer.model.parameters[unit.parameter])
+    return kept_of_pc_layers(trainer, "weight").get(unit.name, parameter).detach().double()
 
 
 def deciles_of(weight: torch.Tensor) -> list[float]:
     """Return the deciles of the singular values of a matrix."""
     return np.quantile(torch.linalg.svdvals(weight).numpy(), np.linspace(0, 1, 11)).tolist()
-
-
-@pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
-def test_spectra_of_pc_layers_are_of_the_weights_that_are_stepped(evaluator, folder, world):
-    keys = {"pc__level": 4, "pc__evaluator": evaluator, "monitors__groups": "[spectra]"}
-    train(tiny_config(folder, monitors__interval=2, train__exit_step=2, **keys), world)
-    units = lines(folder)[0]["units"].values()
-    for record in (unit for unit in units if unit["role"] != "head"):
-        for name in ("momentum_quantiles", "update_quantiles"):
-            assert len(record[name]) == 11 and record[name] == sorted(record[name])
-            assert record[name][-1] > 0
 
 
 def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
