@@ -169,7 +169,7 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
     if different:
         raise InputError(
             f"{info.path} must have the model of {last.path}, got differences: "
-            f"{', '.join(different)}"
+            f"{', '.join(map(str, different))}"
         )
 
 

@@ -111,7 +111,7 @@ def _chosen(
     if different:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} must have the run's model, got differences: "
-            f"{', '.join(different)}; set these keys of model as in {info.path / CONFIG}"
+            f"{', '.join(map(str, different))}; set these keys of model as in {info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
     compared = None not in (sha256, tokenizer)

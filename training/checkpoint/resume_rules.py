@@ -1,10 +1,10 @@
 """The identity of a run: facts that must be equal in a checkpoint and the continuing run."""
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from models.config import ModelConfig
 from models.families import all_units
@@ -20,11 +20,12 @@ from training.data.token_bytes import tokenizer_file
 from training.data.validation_data import ValidationData
 
 SHOWN: Final = 6
-OF_STATE: Final = re.compile(
-    r"(.*\.rule|qkv_units|split_gate_up|momentum_dtype|pc\.(blocks|learnable_gamma)"
-    r"|moe\.expert_bias) was .*|moe\.global_aux_loss was (0\.0, .*|.*, is 0\.0)"
-)
-"""Changes that add or remove tensors in a checkpoint other than weights, or change their type."""
+OF_STATE: Final = {
+    *("qkv_units", "split_gate_up", "momentum_dtype"),
+    *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
+}
+"""Keys that decide, with the rules of groups and roles, which tensors other than weights a
+checkpoint has, or their type."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys of the train section that change results; the steps belong to the schedule."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
@@ -32,6 +33,24 @@ BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
 
 Identity = dict[str, dict[str, Any]]
 """Values by kind, such as model or schedule, and dotted key."""
+
+
+class Change(NamedTuple):
+    """A value that differs between a saved and a continuing run; "absent" if a run has none."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {_short(self.before)}, is {_short(self.after)}"
+
+    @property
+    def of_state(self) -> bool:
+        """Whether a checkpoint gets or loses tensors other than weights, or their type changes."""
+        if self.key == "moe.global_aux_loss":
+            return 0.0 in (self.before, self.after)
+        return self.key in OF_STATE or self.key.endswith(".rule")
 
 
 def identity(config: Config, facts: Identity) -> Identity:
@@ -114,14 +133,16 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
     return {k: v for k, v in flat(asdict(model) | sizes) if k not in BACKENDS}
 
 
-def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
-    """Return, by kind of `now` that is not in `allowed`, a sentence for each value that changed."""
-    sentences = {
+def differences(
+    saved: Identity, now: Identity, allowed: Collection[str]
+) -> dict[str, list[Change]]:
+    """Return the changes by kind of `now` that is not in `allowed`, without unchanged kinds."""
+    found = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
         if kind not in allowed
     }
-    return {kind: lines for kind, lines in sentences.items() if lines}
+    return {kind: changed for kind, changed in found.items() if changed}
 
 
 def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
@@ -131,11 +152,9 @@ def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
-    lines = differences(saved, now, now.keys() - allowed).values()
-    return [
-        *(text for kind in lines for text in kind),
-        *changes(*map(_beside, (info.config, config))),
-    ]
+    kinds = differences(saved, now, now.keys() - allowed).values()
+    beside = changes(*map(_beside, (info.config, config)))
+    return [str(change) for change in chain(*kinds, beside)]
 
 
 def _beside(config: Config) -> dict[str, Any]:
@@ -169,19 +188,20 @@ def comparable(
     return before, after
 
 
-def refusal(place: str, different: Mapping[str, list[str]], pc: bool) -> str:
+def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
     """Return the message of a refusal to continue: a line per kind, and the remedy.
 
     `pc` says whether the run has PC layers.
     """
     lines = []
-    for kind, changes in different.items():
-        more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-        lines.append(f"{place} differs in its {kind}: {', '.join(changes[:SHOWN])}{more}")
-    texts = [text for changes in different.values() for text in changes]
-    if any(text.startswith("weights ") for text in texts):
+    for kind, changed in different.items():
+        shown = ", ".join(map(str, changed[:SHOWN]))
+        more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        lines.append(f"{place} differs in its {kind}: {shown}{more}")
+    every = [change for changed in different.values() for change in changed]
+    if any(change.key == "weights" for change in every):
         todo = "its weights do not fit this model: name another run.dir"
-    elif any(map(OF_STATE.fullmatch, texts)):
+    elif any(change.of_state for change in every):
         todo = f"it cannot be loaded: {new_run(place, pc)}"
     else:
         todo = f"to continue it anyway, set checkpoint.allow_change=[{', '.join(different)}]"
@@ -195,12 +215,12 @@ def new_run(place: str, pc: bool) -> str:
     return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each value that changed."""
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield the values that changed."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         before, after = saved.get(key, "absent"), now.get(key, "absent")
         if before != after:
-            yield f"{key} was {_short(before)}, is {_short(after)}"
+            yield Change(key, before, after)
 
 
 def _short(value: Any) -> str:

@@ -46,8 +46,8 @@ def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path)
     (tmp_path / "saved.yaml").write_text(yaml.safe_dump(older))
     before = load_saved_config(tmp_path / "saved.yaml")
     assert differences(settings(before), settings(now), ()) == {
-        "model": ["rope_base was 10000.0, is 50000.0"],
-        "optimizer": ["qkv_units was head, is group"],
+        "model": [("rope_base", 10000.0, 50000.0)],
+        "optimizer": [("qkv_units", "head", "group")],
     }
 
 
@@ -55,7 +55,7 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
     """A new section counts as a difference although all its keys are at their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
-    assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]
+    assert list(found) == ["model"] and ("pc.level", "absent", 2) in found["model"]
 
 
 def test_what_is_said_in_another_way_is_no_difference(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_another_rule_is_one_difference(tmp_path: Path) -> None:
         settings(tiny_config(str(tmp_path), "muon", optimizer__matrix__rule=rule))
         for rule in ("muon", "normuon")
     )
-    assert differences(before, now, ()) == {"optimizer": ["matrix.rule was muon, is normuon"]}
+    assert differences(before, now, ()) == {"optimizer": [("matrix.rule", "muon", "normuon")]}
 
 
 @pytest.mark.parametrize("beginning", ["after_share: 0.5", "with_decay: true"])
@@ -92,7 +92,7 @@ def test_a_phase_that_begins_at_another_step_is_other_data(beginning, tmp_path: 
         identity(tiny_config(str(tmp_path), "muon", **keys, train__steps=steps), facts)
         for steps in (20, 40)
     )
-    assert differences(before, now, ["schedule"]) == {"data": ["phases[0].start was 10, is 20"]}
+    assert differences(before, now, ["schedule"]) == {"data": [("phases[0].start", 10, 20)]}
 
 
 ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initialize_from=step_1 to"
