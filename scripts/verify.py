@@ -9,7 +9,7 @@ Every file is compared with its hash, and every tensor of a checkpoint is opened
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ from training.report.progress import progress
 from training.report.table import table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from training.data.manifest import Manifest
 
 Row = tuple[str, str]
@@ -84,6 +86,7 @@ def data_problems(folder: Path) -> Iterator[str]:
     """
     from training.data.hashes import file_sha256
     from training.data.manifest import read_manifest
+    from training.data.token_bytes import open_tokenizer, token_byte_lengths, vocabulary_size
 
     manifest = read_manifest(folder)
     for name, size in manifest.files.items():
@@ -92,31 +95,55 @@ def data_problems(folder: Path) -> Iterator[str]:
             yield f"no file {path}"
         elif path.stat().st_size != size:
             yield f"{path} must have {size} bytes, got {path.stat().st_size}"
+    lengths = None
     try:
-        if file_sha256(manifest.tokenizer_path) != manifest.tokenizer.sha256:
-            yield f"{manifest.tokenizer_path} is damaged: its sha256 differs from the manifest"
+        stated, path = manifest.tokenizer, manifest.tokenizer_path
+        if file_sha256(path) != stated.sha256:
+            yield f"{path} is damaged: its sha256 differs from the manifest"
+        lengths = token_byte_lengths(manifest)
+        facts: dict[str, object] = {"vocab_size": vocabulary_size(path)}
+        facts["byte_level"] = lengths is not None
+        if stated.eod_token is not None:
+            facts["eod_id"] = open_tokenizer(path).token_to_id(stated.eod_token)
+        yield from unlike("tokenizer", stated, facts)
     except DataError as error:
         yield str(error)
     for name in manifest.sets:
         try:
-            yield from set_problems(manifest, name)
+            yield from set_problems(manifest, name, lengths)
         except DataError as error:
             yield str(error)
 
 
-def set_problems(manifest: "Manifest", name: str) -> Iterator[str]:
-    """Yield differences between a set and its entry in the manifest; raise DataError for damage."""
+def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> Iterator[str]:
+    """Yield differences between a set and its entry in the manifest; raise DataError for damage.
+
+    `lengths` are the bytes of each token, None if they are unknown.
+    """
     from training.data.hashes import file_sha256
     from training.data.token_set import TokenSet
 
     entry, prefix = manifest.sets[name], manifest.folder / name
-    tokens = TokenSet(name, prefix, 1, vocab_size=manifest.tokenizer.vocab_size, verify="full")
+    vocabulary = manifest.tokenizer.vocab_size if lengths is None else len(lengths)
+    tokens = TokenSet(name, prefix, 1, vocab_size=vocabulary, verify="full")
     for kind, expected in entry.sha256.items():
         if file_sha256(f"{prefix}.{kind}") != expected:
             yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest"
-    largest = max(int(block.max()) for block in tokens.blocks(0, tokens.tokens))
-    if largest != entry.max_token:
-        yield f"set {name}: max_token must be {entry.max_token}, got {largest}"
+    largest, size = 0, 0
+    for block in tokens.blocks(0, tokens.tokens):
+        largest = max(largest, int(block.max()))
+        size += 0 if lengths is None else int(lengths.numpy()[block].sum(dtype="int64"))
+    facts = {"documents": tokens.documents(), "max_token": largest, "dtype": block.dtype.name}
+    if lengths is not None:
+        facts["bytes"] = size
+    yield from unlike(f"set {name}", entry, facts)
+
+
+def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each fact that differs from the attribute of `stated`."""
+    for key, value in facts.items():
+        if getattr(stated, key) != value:
+            yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:

@@ -112,12 +112,17 @@ class TokenSet:
             index.sequence_pointers, index.document_indices, self.tokens, self._dtype.itemsize
         )
 
-    def check_documents(self, borders: Borders) -> None:
-        """Raise DataError unless the index has documents with usable borders."""
+    def documents(self) -> int:
+        """Return the number of documents that contain tokens; raises DataError for a corrupt
+        index."""
         try:
-            documents = self._documents.count()
+            return self._documents.count()
         except ValueError as error:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
+
+    def check_documents(self, borders: Borders) -> None:
+        """Raise DataError unless the index has documents with usable borders."""
+        documents = self.documents()
         if documents < 2:
             raise DataError(
                 f"set {self.name}: {self.prefix}.idx must have two documents or more for "

@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 
 from scripts.verify import main
-from tests.fuzzed import FLIP, damage
+from tests.fuzzed import FLIP, damage, leaves, replaced
 from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
 from training.checkpoint.checkpoints import step_folder
 from training.run import train
 
@@ -81,6 +84,21 @@ def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
     assert main([str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
     assert "lacks 3 steps from 6 to 9" in said and "lacks 1 steps from 12 to 12" in said
+
+
+def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
+    path = prepare_text(tmp_path, "line {i} of many\n", 99) / "manifest.json"
+    assert main([str(path.parent)]) == 0
+    content = json.loads(path.read_text())
+    for keys in leaves(content):
+        if {"fingerprint", "source", "inputs"} & {*keys}:  # of the inputs
+            continue
+        value = reduce(getitem, keys, content)
+        for other in (f"{value}x",) if isinstance(value, str) else (value - 1, value + 1):
+            other = type(value)(other)
+            if other != value:
+                path.write_text(json.dumps(replaced(content, keys, other)))
+                assert main([str(path.parent)]) == 1, (keys, other)
 
 
 def test_another_folder_is_refused(tmp_path, refusal):
