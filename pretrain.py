@@ -29,6 +29,7 @@ from parallel.error_text import described
 from training.errors import (
     InputError,
     MissingSetError,
+    Parser,
     VocabularyError,
     check_launched,
     fail,
@@ -58,7 +59,7 @@ NEEDS = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line: a config file, dotted overrides, and the mode."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Pretrain a language model with spectral optimizers.",
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )

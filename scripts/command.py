@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from parallel.disk import replace_file
-from training.errors import InputError, fail
+from training.errors import InputError, Parser, fail
 
 P = ParamSpec("P")
 
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 def new_parser(docstring: str | None) -> argparse.ArgumentParser:
     """Return a parser described by the first line of a script's docstring, if -OO has not removed
     it."""
-    return argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
+    return Parser(description=(docstring or "").partition("\n")[0])
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

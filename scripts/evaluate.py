@@ -21,7 +21,7 @@ from scripts.command import command, write_whole
 from scripts.evaluation.example_files import named_files, score_checkpoint, write_tasks
 from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
 from scripts.huggingface.model_folder import load_whole
-from training.errors import InputError
+from training.errors import InputError, Parser
 from training.report.progress import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
@@ -112,7 +112,7 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Evaluate an exported model with lm-eval, which gets all other options, such "
         "as --device cuda, --batch_size 32 and --num_fewshot 5."
     )

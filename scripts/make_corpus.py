@@ -13,6 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from scripts.command import command
+from training.errors import Parser
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Collect a corpus from Debian packages.")
+    parser = Parser(description="Collect a corpus from Debian packages.")
     parser.add_argument("output", type=Path, help="output folder for NAME.jsonl and packages/")
     parser.add_argument(
         "--corpus",

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, require, write_whole
-from training.errors import InputError
+from training.errors import InputError, Parser
 
 KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
@@ -34,11 +34,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]
-    output = argparse.ArgumentParser(add_help=False)
+    output = Parser(add_help=False)
     output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf file")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     runs = kinds.add_parser("figures", help="draw every figure of runs, or a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")

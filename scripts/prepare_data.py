@@ -27,7 +27,7 @@ from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import SUFFIXES, find_inputs
-from training.errors import DataError, InputError, fail
+from training.errors import DataError, InputError, Parser, fail
 from training.json_file import real_path
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
@@ -285,7 +285,7 @@ def _shard(text: str) -> Shard:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Turn text into token sets (Megatron .bin/.idx) with a tokenizer and a "
         "manifest. The output folder appears complete or not at all."
     )

@@ -2,6 +2,7 @@
 and errors of optional files, which do not end a run.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from parallel.error_text import described
 
@@ -59,6 +60,35 @@ def printable(text: str) -> str:
     and characters that change the direction of writing become U+FFFD.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line that refuses an option with two different values."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+
+class _StoreOnce(argparse._StoreAction):
+    """The action of a `Parser` that stores the value of an option."""
+
+    given: tuple[argparse.Namespace, Any] | None = None
+    """The last command line with this option, and the option's value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        line, before = self.given or (None, values)
+        if option_string is not None and line is namespace and before != values:
+            raise argparse.ArgumentError(self, f"must be given once, got {before}, then {values}")
+        self.given = namespace, values
+        super().__call__(parser, namespace, values, option_string)
 
 
 def near_name(path: Path) -> str:

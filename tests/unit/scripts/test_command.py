@@ -2,15 +2,16 @@
 
 import argparse
 import io
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.command import add_config, command, require
+from scripts.command import add_config, command, new_parser, require
 from tests.commands import output_of
 from tests.paths import ROOT
-from training.errors import InputError
+from training.errors import InputError, Parser
 
 
 def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +72,31 @@ def test_options_may_follow_overrides() -> None:
     options = parser.parse_intermixed_args(given)
     assert (options.config, options.overrides) == (Path("a.yaml"), ["train.steps=1", "seed=3"])
     assert options.steps == 2
+
+
+def test_an_option_with_two_values_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = new_parser("Read.")
+    add_config(parser)
+    parser.add_argument_group("more").add_mutually_exclusive_group().add_argument("-n", nargs="+")
+    sub = Parser()
+    sub.add_subparsers().add_parser("a").add_argument("--steps", default=5, type=int)
+    for read, given in (
+        (parser.parse_intermixed_args, ["--config", "a", "seed=1", "--config=b"]),
+        (parser.parse_args, ["--config", "a", "-n", "1", "2", "-n", "1"]),
+        (sub.parse_args, ["a", "--steps", "5", "--steps", "6"]),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            read(given)
+        assert re.search("must be given once, got .*, then ", capsys.readouterr().err)
+    assert sub.parse_args(["a", "--steps", "6", "--steps", "6"]).steps == 6
+    assert sub.parse_args(["a", "--steps", "7"]).steps == 7
+
+
+def test_every_command_line_is_read_by_that_parser() -> None:
+    files = [ROOT / "pretrain.py", *ROOT.glob("scripts/**/*.py"), *ROOT.glob("training/**/*.py")]
+    texts = {path.name: path.read_text("utf-8") for path in files}
+    assert "Parser(" in texts["pretrain.py"] and "Parser(" in texts["evaluate.py"]
+    assert not [name for name, text in texts.items() if "argparse.ArgumentParser(" in text]
 
 
 def test_a_missing_package_is_named_with_its_command() -> None:
