@@ -213,14 +213,17 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     """Run the chosen mode on this rank and return the exit code."""
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
-    from training.config.yaml_files import replaced
+    from training.config.yaml_files import check_not_read
     from training.machine.device import prepare
 
     try:
         check_launched()
         config = load_config(options.config, options.overrides)
-        for text in replaced(options.overrides) if own_rank() == 0 else ():
-            print(f"warning: {text}", file=sys.stderr)
+        for name in ("write", "json"):
+            given = Path(options.config), options.overrides
+            check_not_read(*given, flag(name), getattr(options, name))
+        for text in hints(config, options) if own_rank() == 0 else ():
+            print(f"warning: {text}", file=sys.stderr, flush=True)
         if options.print_config:
             print(to_yaml(config), end="")
             return 0
@@ -244,8 +247,6 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
             from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
-        for key in unused(config, options) if own_rank() == 0 else ():
-            print(f"warning: {key} has no effect, as no role uses the rule", flush=True)
         return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
         from training.data.build_data import without_sets
@@ -263,13 +264,18 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         return fail(described(error), code=1, same_on_all_ranks=False)
 
 
-def unused(config: "Config", options: argparse.Namespace) -> list[str]:
-    """Return the keys that the command line or its file sets for rules that no role uses."""
-    from training.config.effects import settings_of_unused_rules
-    from training.config.yaml_files import own_keys
+def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
+    """Yield a sentence for each replaced override, for each setting of a rule that no role uses in
+    the command line or its file, and in a plan or rehearsal for each setting without effect."""
+    from training.config.effects import settings_of_unused_rules, without_effect
+    from training.config.yaml_files import own_keys, replaced
 
+    yield from replaced(options.overrides)
     own = own_keys(Path(options.config), options.overrides)
-    return sorted(own.intersection(settings_of_unused_rules(config)))
+    for key in sorted(own.intersection(settings_of_unused_rules(config))):
+        yield f"{key} has no effect, as no role uses the rule"
+    if options.dry_run or options.fit or options.rehearse:  # the log of a run contains them
+        yield from without_effect(config)
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:

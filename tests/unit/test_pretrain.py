@@ -30,9 +30,11 @@ def folder(folder, tmp_path):
 
 
 def run(folder: Path, *arguments: str) -> int:
-    """Run pretrain.py on the folder's config in this process and return its exit code."""
+    """Run pretrain.py on the folder's config, unless `arguments` name another, in this process and
+    return its exit code."""
+    config = [] if "--config" in arguments else ["--config", str(folder / "config.yaml")]
     with patch.dict(os.environ):
-        return pretrain.main(["--config", str(folder / "config.yaml"), *arguments])
+        return pretrain.main([*config, *arguments])
 
 
 WRONG = {
@@ -155,6 +157,17 @@ def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
     assert not (folder / "run").exists()
 
 
+def test_output_never_replaces_the_config(folder, refusal):
+    overlay, link = folder / "overlay.yaml", folder / "link.yaml"
+    overlay.write_text("base: config.yaml\n")
+    link.symlink_to(folder / "config.yaml")
+    for mode, option in ("--fit", "--write"), ("--dry-run", "--json"), ("--rehearse", "--json"):
+        for file in (overlay, folder / "config.yaml", link):
+            given = ["--config", str(overlay), mode, "--gpus", "1", option, str(file)]
+            said = refusal(run(folder, *given))
+            assert f"{option} must not be a file of the config" in said and str(file) in said
+
+
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
 def test_output_that_nobody_can_read_is_no_failure(opened, folder):
     reader, writer = opened()
@@ -211,8 +224,18 @@ def test_settings_of_a_rule_that_is_not_used_are_said_if_they_are_the_users(fold
     overlay.write_text("base: base.yaml\noptimizer: {rules: {muon: {momentum: 0.8}}}\n")
     few = ["train.exit_step=1", "optimizer.rules.normuon.momentum=0.7"]
     assert run(folder, "--config", str(overlay), *few) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "no role uses" in line]
-    assert lines == [
+    unused = [
         f"warning: optimizer.rules.{rule}.momentum has no effect, as no role uses the rule"
         for rule in ("muon", "normuon")
     ]
+    assert [line for line in capsys.readouterr().err.splitlines() if "rule" in line] == unused
+    few = [*few, "train.exit_step=2", "log.wandb.project=p", "--print-config"]
+    assert run(folder, "--config", str(overlay), *few) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: the override train.exit_step=2 replaces train.exit_step=1",
+        *unused,
+    ]
+    few[-1] = "--dry-run"
+    assert run(folder, "--config", str(overlay), *few) == 0
+    said = capsys.readouterr().err
+    assert "warning: log.wandb.project = 'p' has no effect without wandb in log.trackers" in said

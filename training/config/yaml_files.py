@@ -132,6 +132,14 @@ def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     return {key for content in contents for key, _ in flat(content)}
 
 
+def check_not_read(path: Path, overrides: Sequence[str], option: str, output: str | None) -> None:
+    """Raise InvalidConfigError if the file `output` of an option is `path` or one of its bases."""
+    files = [each for each, _ in _sources(path, overrides) if isinstance(each, Path)]
+    if output is not None and real_path(Path(output)) in files:
+        rule = "must not be a file of the config, which it would replace"
+        raise InvalidConfigError([f"{option} {rule}, got {output}"])
+
+
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the place with the highest priority that sets the key `names` (outermost first) to a
     value other than null: `FILE, line N` or `the override KEY=VALUE`. The first two arguments are

@@ -3,6 +3,7 @@ that make a run fit its devices, cheapest first, with their costs."""
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
 from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
-from training.data.build_data import with_vocabulary
+from training.data.build_data import check_rows, shared_sets, with_vocabulary
 from training.dry_run import device_named, plan_run, step_shape
-from training.errors import ConfigError
+from training.errors import ConfigError, VocabularyError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
     LEVELS,
@@ -39,6 +40,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
     possible.
     """
     config = with_vocabulary(config)
+    warn(config)
     machine = device_named(device or config.plan.device)
     gpus = gpus or own_gpus(config)
     check(config, gpus)
@@ -68,6 +70,7 @@ def fit(
     Raises ConfigError if no layout is legal or none fits.
     """
     config = with_vocabulary(config)
+    warn(config)
     device = device or config.plan.device
     layouts = Layouts(config, gpus or own_gpus(config), device_named(device))
     best = best_layouts(layouts)
@@ -88,6 +91,17 @@ def fit(
     text = overlay(layouts, best[0], below, path.stem, device, overrides)
     path.write_text(text, encoding="utf-8")
     print(f"wrote {path}")
+
+
+def warn(config: Config) -> None:
+    """Print what a run of `config` would refuse or warn of because of its data, on stderr."""
+    for text in shared_sets(config.data):
+        print(f"warning: {text}", file=sys.stderr)
+    if config.checkpoint.initialize_from is None:
+        try:
+            check_rows(config)
+        except VocabularyError as error:
+            print(f"warning: a new run would be refused: {error}", file=sys.stderr)
 
 
 def own_gpus(config: Config) -> int:
