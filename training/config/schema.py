@@ -21,6 +21,7 @@ from spectral.rules import RULES
 from training.config.data import DataConfig, TasksConfig, ValidationConfig, local_path
 from training.config.optimizer_section import OptimizerConfig
 from training.config.schedule import ScheduleConfig, TrainConfig
+from training.errors import printable
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
@@ -43,7 +44,10 @@ class RunConfig(Section):
     warning names each operation without such a kernel."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the folder."""
+        """Check the name, which is often part of `dir`, and the folder."""
+        bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
+        rule = "must be one or more names joined by /, without . and .. and control characters"
+        yield "name", bad or "\n" in self.name or printable(self.name) != self.name, rule
         wrong = not self.dir or self.dir.startswith("~")
         yield "dir", wrong, "must be the path of a folder, not empty and without ~"
         if not wrong:

@@ -55,6 +55,8 @@ _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
 """Suffixes of the tags of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Texts that OmegaConf reads as a number although YAML 1.1 may read a string, such as 1e5."""
+_TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]-[0-9]+")
+"""Numbers other than 0 that a float may round to 0."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -327,6 +329,8 @@ def _checked(text: str) -> yaml.Node | None:
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal, and a string quoted, got {node.value}")
+        elif node.style is None and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
+            raise yaml.YAMLError(f"a number must be 0 or at least 1e-323, got {node.value}")
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:

@@ -154,17 +154,30 @@ def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
     assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
 
 
+DECIMAL = "decimal, and a string quoted"
 NUMBERS = ["010", "1:30", "-0_7", "1:30.5", "1_0", "0b11", ".1_5", "0x1F", "1_0e3", "-1_0.5"]
+TINY = ["1e-400", "1.0e-400", "-.5E-999"]
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_number_that_yaml_reads_in_another_base_is_refused(minimal: Path, number: str) -> None:
-    wanted = f"a number must be decimal, and a string quoted, got {number}"
+@pytest.mark.parametrize(
+    ("number", "rule"),
+    [*((n, DECIMAL) for n in NUMBERS), *((n, "0 or at least 1e-323") for n in TINY)],
+)
+def test_a_number_that_yaml_reads_as_another_is_refused(
+    minimal: Path, number: str, rule: str
+) -> None:
+    wanted = f"a number must be {rule}, got {number}"
     (problem,) = problems(minimal, f"train.steps={number}")
     assert wanted in problem
     minimal.write_text(minimal.read_text() + f"\nseed: {number}\n")
     (problem,) = problems(minimal)
     assert wanted in problem
+
+
+@pytest.mark.parametrize("name", ["''", "' '", "..", "../a", "a//b", "a/.", '"a\\nb"', '"\\e[2J"'])
+def test_a_name_makes_a_folder_of_its_own(minimal: Path, name: str) -> None:
+    (problem,) = problems(minimal, f"run.name={name}", "run.dir='runs/${run.name}'")
+    assert problem.startswith("run.name must be one or more names joined by /, without . and ..")
 
 
 @pytest.mark.parametrize("folder", ["''", "~/runs", "'~'"])
