@@ -4,6 +4,7 @@ start, except those of features disabled by an interval of 0.
 """
 
 from collections.abc import Iterator
+from math import lcm
 from operator import attrgetter
 
 from models.section import shown
@@ -15,6 +16,7 @@ from training.config.schema import Config
 def without_effect(config: Config) -> Iterator[str]:
     """Yield a sentence for each setting that differs from its default and has no effect."""
     yield from _decays(config)
+    yield from _never(config)
     for place, keys, unused, reason in _unused(config):
         section = attrgetter(place)(config)
         for key in keys:
@@ -39,6 +41,28 @@ def _decays(config: Config) -> Iterator[str]:
                 f"optimizer.{place}.weight_decay = {decay} has no effect with the hard "
                 f"retraction of {rule}, which sets the spectral norm"
             )
+
+
+def _never(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting whose first step comes after the last step of the run."""
+    train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
+    every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
+    validated = config.data.validation or config.data.mock
+    firsts = {
+        "monitors.interval": config.monitors.interval,
+        "validation.samples_interval": config.validation.samples_interval if validated else None,
+        "checkpoint.keep_every": None if every is None else lcm(every, checkpoint.interval),
+    }
+    for key, first in firsts.items():
+        if first is not None and first > train.last:
+            value = attrgetter(key)(config)
+            multiple = "" if value == first else f", with checkpoint.interval first at {first}"
+            yield f"{key} = {value}{multiple} has no effect in a run that ends at step {train.last}"
+    if schedule.kind == "wsd" and not schedule.cooldown_steps(schedule.length(train)):
+        yield (
+            f"schedule.cooldown_fraction = {schedule.cooldown_fraction} has no effect with "
+            f"train.steps = {train.steps}: it is less than half a step"
+        )
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
