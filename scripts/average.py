@@ -112,6 +112,8 @@ def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> 
         text = f"spectral norms of {len(norms)} matrices on spheres were {min(norms):.4f} to "
         text += f"{max(norms):.4f} of their radii in the mean"
         yield f"{text}, and are put back" if on_sphere else f"{text}; --on-sphere puts them back"
+    elif on_sphere:
+        yield "--on-sphere had no effect: no matrix of this average has a radius"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require("transformers")
     if not 0 <= options.temperature < float("inf"):
         raise InputError(f"--temperature must be at least 0, got {options.temperature}")
+    if options.seed is not None and not options.temperature:
+        raise InputError("--seed needs a --temperature above 0: without it nothing is random")
     with (
         progress(lambda: "packages are imported, then the model is loaded and writes"),
         exported(options.source, options.tokenizer) as folder,
@@ -79,7 +81,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
     end = read_settings(folder).get("eos_token_id")
     logging.disable_progress_bar()
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed or 0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -90,6 +92,9 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")
+    read = tokenizer.decode(prompt["input_ids"][0], clean_up_tokenization_spaces=False)
+    if read != options.prompt:
+        print(f"the tokenizer reads the prompt as {printable(read)!r}", file=sys.stderr)
     positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
     room = positions - length
     if room < 1:
@@ -142,9 +147,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="sampling temperature; 0 picks the most probable token (default: 0)",
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of the run's")
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"
-    )
+    parser.add_argument("--seed", type=whole_number(0), help="seed of the sampling (default: 0)")
     return parser.parse_args(arguments)
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 from scripts.command import command, counted, new_parser, whole_number, write_whole
 from training.data.tasks import Example, example_of
 from training.errors import DataError, InputError
-from training.json_file import parse_json
+from training.json_file import parse_json, real_path
 
 LETTERS: Final = "ABCDE"
 Row = Mapping[str, Any]
@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.output.suffix != ".jsonl":
         raise InputError(f"--output must end in .jsonl, got {options.output}")
+    if options.output.exists() and real_path(options.output) == real_path(options.source):
+        raise InputError(f"--output must not replace the source, got {options.output}")
     rows = list(islice(examples(options.source, options.format), options.limit))
     if not rows:
         raise DataError(f"{options.source} has no rows")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models.huggingface.config_json import (
     InexpressibleError,
+    config_json,
     differences,
     model_section,
     model_settings,
@@ -38,6 +39,7 @@ from training.errors import InputError, near_name
 from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
 from training.machine.environment import versions
 
+POSITIONS = "max_position_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types of weights that can be imported, by their names in safetensors."""
@@ -60,6 +62,13 @@ def import_model(
     if config.model.vocab_size is None:
         config = replace(config, model=replace(config.model, vocab_size=settings["vocab_size"]))
     check_same(source, config, settings)
+    theirs, length = settings.get(POSITIONS), config.train.sequence_length
+    exported = config_json(config.model, dtype="", positions=length, end_token=None)[POSITIONS]
+    if theirs not in (None, exported):
+        print(
+            f"positions: {source} has {POSITIONS} = {theirs}, but train.sequence_length is "
+            f"{length}, so an export of this checkpoint would have {exported}"
+        )
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)

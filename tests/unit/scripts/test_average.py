@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.comm import groups as process_groups
 from scripts import convert_hf
-from scripts.average import main
+from scripts.average import dropped, main
 from scripts.checkpoints.weights_only import Mean
 from tests.fuzzed import FLIP, damage
 from tests.live_bytes import peak_bytes
@@ -161,6 +161,7 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
     assert main([str(runs / "sphere"), str(tmp_path / "mean"), *asked]) == 0
     info = read_checkpoint(tmp_path / "mean")
     routes = [route for route in config_routes(info.config) if route.radius is not None]
+    assert any("--on-sphere had no effect" in text for text in dropped(info, [], True))
     printed = capsys.readouterr().out
     assert f"spectral norms of {len(routes)} matrices on spheres were " in printed
     norms = []

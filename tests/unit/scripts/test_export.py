@@ -199,6 +199,12 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
         probabilities = (model(ids).logits[:, -1].detach() / 5).softmax(-1)
         ids = torch.cat([ids, torch.multinomial(probabilities, 1)], 1)
     assert drawn[0] == printable(tokenizer.decode(ids[0])) + "\n"
+    assert "--seed needs a --temp" in refusal(generate([str(out), "A matrix", "--seed", "1"]))
+    settings = json.loads((out / "tokenizer.json").read_text())
+    for change, said in ({}, ""), ({"normalizer": {"type": "Lowercase"}}, "'a matrix'"):
+        (out / "tokenizer.json").write_text(json.dumps(settings | change))
+        assert generate([str(out), "A matrix", "--tokens", "2"]) == 0
+        assert capsys.readouterr().err.partition("reads the prompt as ")[2].strip() == said
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> None:

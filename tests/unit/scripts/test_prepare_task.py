@@ -234,6 +234,9 @@ def test_rows_become_examples(tmp_path, capsys):
     assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0
     del plain["id"]
     assert json_lines(output) == [plain] * 2
+    assert main([str(output), "--output", str(output), "--limit", "1"]) == 2
+    assert "--output must not replace the source" in capsys.readouterr().err
+    assert json_lines(output) == [plain] * 2
     table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS["hellaswag"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
     found = list(examples(str(tmp_path / "rows.parquet"), "hellaswag"))
