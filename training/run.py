@@ -1,7 +1,7 @@
 """A run from start to end: its checkpoint, training, saves and reports."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.resume_rules import (
     Identity,
     announced,
+    contents_of,
     data_facts,
     identity,
     modification_times,
@@ -91,12 +92,14 @@ class Beginning:
     start     the checkpoint to continue from, None for a new run
     weights   weights of another run to begin from, or None
     facts     facts about config and data, for the identity of its checkpoints
+    machine   facts about software, device and layout
     run_id    id in all checkpoints of the run
     """
 
     start: CheckpointInfo | None
     weights: InitialWeights | None
     facts: Identity
+    machine: Mapping[str, Mapping[str, Any]]
     run_id: str
 
     @property
@@ -105,7 +108,8 @@ class Beginning:
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
-        return {"identity": self.facts, "run_id": self.run_id, "initialized_from": origin}
+        kept = {"identity": self.facts, "run_id": self.run_id, "initialized_from": origin}
+        return {**kept, **self.machine}
 
 
 def train(
@@ -170,7 +174,7 @@ def train(
             interrupts.training_begins()
         first_rank(lambda: mark_started(run_dir))
         name = run_id(start.meta if start is not None else {})
-        beginning = Beginning(start, weights, facts, name)
+        beginning = Beginning(start, weights, facts, machine_facts(config, groups), name)
         log = open_log(trainer, data, beginning, kernel)
         if log is not None:
             stack.callback(log.close)
@@ -205,6 +209,16 @@ def agreed_facts(
     require_agreement({**dict(flat(facts)), **unverified_facts(config, sets)})
     facts["data"] |= first_rank(lambda: modification_times(data))
     return facts
+
+
+def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
+    """Return the facts about software, device and layout that checkpoints contain."""
+    return {
+        "versions": {**versions()},
+        "device": {**device_facts(groups.device)},
+        "environment": {**settings()},
+        "layout": {"ranks": dist.get_world_size(), **asdict(config.parallel)},
+    }
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
@@ -286,6 +300,7 @@ def open_log(
         beginning.run_id,
         progress,
         trainer.monitors.interval,
+        contents_of(beginning.facts),
     )
     for kind, text in opening_notes(config, trainer, beginning, kernel):
         log.note(kind, progress.step, text)
@@ -314,7 +329,7 @@ def opening_notes(
             text = f"the tokenizer of {whose} is not known: the same ids may mean other tokens"
             yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
-        for text in announced(start, config, beginning.facts):
+        for text in announced(start, config, beginning.facts, beginning.machine):
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.present.sets)
@@ -401,15 +416,9 @@ def accompanied(
 ) -> Iterator[Lifecycle]:
     """Provide saves, the watchdog and stop requests of a run within a context."""
     config, groups = trainer.config, trainer.groups
-    facts = beginning.kept | {
-        "versions": versions(),
-        "device": device_facts(groups.device),
-        "environment": settings(),
-        "layout": {"ranks": dist.get_world_size(), **asdict(config.parallel)},
-    }
     folder = HeldFolder(config.run.dir)
     saver = Saver(
-        config, groups, trainer.model, trainer.optimizer, facts, check_folder=folder.check
+        config, groups, trainer.model, trainer.optimizer, beginning.kept, check_folder=folder.check
     )
     saver.last_saved = beginning.start.step if beginning.start is not None else None
     watchdog = Watchdog(

@@ -45,8 +45,8 @@ class RunLog:
 
     config.yaml     the resolved config
     routing.jsonl   a line per unit
-    data.json       fingerprint, use of every token set in the whole run, first sample of the
-    present mixture, and tokens of removed sets
+    data.json       fingerprint, hashes, use of every token set in the whole run, first sample of
+    the present mixture, and tokens of removed sets
     metrics.jsonl   a line per logged step
     monitors.jsonl  a line per monitored step
     events.jsonl    a line per event: time, step that it followed, kind and text
@@ -65,6 +65,7 @@ class RunLog:
         run_id: str,
         progress: Progress,
         monitor_interval: int,
+        contents: Mapping[str, str | None],
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
@@ -72,6 +73,7 @@ class RunLog:
         run_id     id of the run for trackers
         progress   progress of the run: its step is `step`, or one more if that has no report yet
         monitor_interval   steps between monitored steps, as in `Monitors`
+        contents   hash of each token set and of the tokenizer, for data.json
         """
         self.config = config
         folder = Path(config.run.dir)
@@ -95,6 +97,7 @@ class RunLog:
         parts = [(0, data), *data.later]
         facts = {
             "fingerprint": data.fingerprint(),
+            "contents": {**contents},
             "tokens": tokens,
             "sets": [asdict(use) for use in used],
             "since": progress.phase.sample,

@@ -30,6 +30,12 @@ OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
 """Keys of the train section that change results; the steps belong to the schedule."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
 """Keys of the model section that select an implementation without changing results."""
+ROUNDING: Final = (
+    *(f"model.{key}" for key in sorted(BACKENDS)),
+    *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
+    "train.compile",
+)
+"""Keys of implementations, which change results only by rounding."""
 
 Identity = dict[str, dict[str, Any]]
 """Values by kind, such as model or schedule, and dotted key."""
@@ -89,6 +95,14 @@ def data_facts(
     }
 
 
+def contents_of(facts: Identity) -> dict[str, str | None]:
+    """Return the hash of each set and of the tokenizer in a result of `data_facts`: keys are the
+    name of a training set, `validation.NAME` and `tokenizer`."""
+    end = ".content"
+    sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
+    return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
+
+
 def modification_times(data: TrainingData) -> dict[str, str]:
     """Return the modification times of sets without a hash of all tokens, by key of the kind
     `data`.
@@ -145,27 +159,48 @@ def differences(
     return {kind: changed for kind, changed in found.items() if changed}
 
 
-def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
+def announced(
+    info: CheckpointInfo,
+    config: Config,
+    facts: Identity,
+    machine: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
     """Return a sentence for each accepted change since a checkpoint that affects metrics.
 
-    Such changes have an allowed kind, or concern validation, tasks or spike detection.
+    Such changes have an allowed kind, concern validation, tasks or spike detection, or affect
+    rounding and speed: the layout, the micro-batch, implementations, and the software and device
+    in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
     kinds = differences(saved, now, now.keys() - allowed).values()
     beside = changes(*map(_beside, (info.config, config)))
-    return [str(change) for change in chain(*kinds, beside)]
+    around = (
+        changes(*_in_both(info.meta.get(kind), machine[kind]))
+        for kind in ("layout", "device", "versions")
+    )
+    return [str(change) for change in chain(*kinds, beside, *around)]
+
+
+def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of both mappings under their common keys."""
+    common = [key for key in now if isinstance(saved, Mapping) and key in saved]
+    return {key: saved[key] for key in common}, {key: now[key] for key in common}
 
 
 def _beside(config: Config) -> dict[str, Any]:
     """Return settings outside the identity that change the metrics of a run."""
+    values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
+    rounding = {key: values[key] for key in ROUNDING if key in values}
+    if config.pc is not None:
+        rounding["pc.evaluator"] = config.pc.evaluator
     spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
     sets = {f"validation.{name}": "there" for name in config.data.validation}
     sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
     sizes = {
         "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
     }  # fmt: skip
-    return {**spikes, **sizes, **sets}
+    return {**rounding, **spikes, **sizes, **sets}
 
 
 def comparable(

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.run_configs import tiny_config
+from tests.saved_state import reseal
 from tests.token_files import write_token_set
+from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data import token_set
 from training.loop import ignore
@@ -25,7 +28,7 @@ def run(folder: str, tmp_path: Path, world):
     def start(step: int, on_step: Any = ignore, **keys: Any) -> None:
         common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
         common["train__micro_batch"] = 4
-        train(tiny_config(folder, "muon", **common, **keys), world, on_step=on_step)
+        train(tiny_config(folder, "muon", **common | keys), world, on_step=on_step)
 
     return start
 
@@ -46,11 +49,16 @@ def test_a_dtype_that_changes_numbers_is_refused(run) -> None:
 
 def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     run(2)
+    # The checkpoint of a run on other software, devices and ranks.
+    other = {"layout": {"ranks": 3}, "device": {"device": "H100"}, "versions": {"torch": "1.0"}}
+    reseal(read_checkpoint(tmp_path / "run").path, lambda meta: meta.update(other))
     keys = {
         "spikes__deviations": 4,
         "validation__samples": 3,
         "data__validation__more__path": tmp_path / "more",
         "train__global_batch": 4,
+        "train__micro_batch": 2,
+        "train__loss_chunk": 60,
         "checkpoint__allow_change": "[train]",
     }
     run(4, **keys)
@@ -60,6 +68,11 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         "validation.samples was 5, is 3",
         "validation.more was absent, is there",
         "global_batch was 8, is 4",
+        "train.micro_batch was 4, is 2",
+        "train.loss_chunk was None, is 60",
+        "ranks was 3, is 1",
+        "device was H100, is cpu",
+        f"torch was 1.0, is {torch.__version__}",
     ):
         assert f"changed since step 2: {text}" in printed and text in events
     run(6, **keys)

@@ -1,13 +1,11 @@
 """Checkpoints in one process: a resumed run equals one that never stopped; damage is detected."""
 
-import hashlib
 import io
 import json
 import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from parallel.comm import groups as process_groups
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
+from tests.saved_state import reseal
 from tests.slow_cases import slow_but
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint
@@ -351,15 +350,6 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     run_dir = folder.parent.parent
     aside = folder.rename(folder.with_name(".writing-forged"))
     checkpoints.complete(aside, run_dir, meta, state)
-
-
-def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change meta.json, with a right hash."""
-    meta = json.loads((folder / "meta.json").read_text())
-    change(meta)
-    text = json.dumps(meta)
-    (folder / "meta.json").write_text(text)
-    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, tmp_path):
