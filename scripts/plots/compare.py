@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +34,18 @@ ABOUT = (
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
-"""Keys without effect on training."""
+"""Keys without effect on training; sets are compared by `contents`."""
+
+MEASURED = re.compile(
+    r"data\.(validation\..*|document_mask|first_token_loss)|train\.sequence_length"
+    r"|validation\.samples"
+)
+"""Keys on which a validation loss depends, apart from the model and its tokenizer."""
+
+UNLIKE = (
+    "Validation losses of these runs are measured differently and cannot be compared: they differ "
+    "in {}."
+)
 
 
 LOSS = ("val/loss", "validation loss")
@@ -44,9 +56,44 @@ BITS = ("val/bpb", "bits per byte")
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
     """Return the metric that orders the runs: nats per token only if all runs have one
     vocabulary."""
-    vocabularies = {run.config["model"].get("vocab_size") for run in runs}
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
-    return BITS if len(vocabularies) > 1 and complete else LOSS
+    return BITS if unlike_tokenizers(runs) and complete else LOSS
+
+
+def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
+    """Return whether two runs state other tokenizers, or vocabularies of other sizes."""
+    sizes = {run.config["model"].get("vocab_size") for run in runs}
+    return len(sizes) > 1 or len({run.contents.get("tokenizer") for run in runs} - {None}) > 1
+
+
+def unlike_measurements(
+    runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
+) -> list[str]:
+    """Return the reasons why values of `metric` of validated runs cannot be compared."""
+    validated = [i for i, run in enumerate(runs) if run.series(metric)]
+    keys = unlike_keys([configs[i] for i in validated])
+    reasons = [key for key in keys if MEASURED.fullmatch(key)]
+    if metric == LOSS[0] and unlike_tokenizers([runs[i] for i in validated]):
+        reasons.append("tokenizer")
+    return reasons
+
+
+def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Return the config of each run with the content of each set: its hash, or its path if a run
+    of an earlier version does not state hashes."""
+    known = all(run.contents for run in runs)
+    configs = []
+    for run in runs:
+        data = dict(run.config["data"])
+        for kind, prefix in (("train", ""), ("validation", "validation.")):
+            data[kind] = {
+                name: {**each, "content": run.contents.get(prefix + name, "?")[:12]}
+                if known
+                else {**each, "content": each["path"]}
+                for name, each in (data.get(kind) or {}).items()
+            }
+        configs.append({**run.config, "data": data})
+    return configs
 
 
 @dataclass(frozen=True)
@@ -94,7 +141,12 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}")
     runs = []
-    for place, inside, files in os.walk(folder):
+    seen: set[str] = set()
+    for place, inside, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            inside.clear()  # a link to a folder that is read elsewhere, or a cycle
+            continue
+        seen.add(real)
         if "metrics.jsonl" in files and "config.yaml" in files:
             path = Path(place)
             label = path.absolute().relative_to(around.absolute()).as_posix()
@@ -110,12 +162,16 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
     order = measure(runs)
-    differing = differences([run.config for run in runs])
+    configs = with_contents(runs)
+    differing = differences(configs)
     rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" The best {MOST} of {len(logged)} runs." if len(logged) > MOST else ""
     about = ABOUT.format(compared[0].heading)
+    if reasons := unlike_measurements(runs, configs, order[0]):
+        about = f"{UNLIKE.format(', '.join(reasons))} {about}"
+        print(f"warning: {UNLIKE.format(', '.join(reasons))}", file=sys.stderr)
     overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID and logged)
     sections = [
         PageSection("runs", "Runs", about, "runs", compared),
@@ -136,12 +192,7 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     A section that some configs lack counts as one key.
     """
     values = [dict(flat(read_sections(config))) for config in configs]
-    keys = [
-        key
-        for key in dict.fromkeys(k for each in values for k in each)
-        if not UNCOMPARED.fullmatch(key)
-    ]
-    unlike = [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
+    unlike = unlike_keys(configs)
     for section in {key for config in configs for key, value in config.items() if value is None}:
         inside = [key for key in unlike if key.startswith(f"{section}.")]
         unlike = [key for key in unlike if key not in inside[1:]]
@@ -152,6 +203,13 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
         more = [f"and {len(texts) - SHOWN_KEYS} more"] if len(texts) > SHOWN_KEYS else []
         rows.append([*texts[:SHOWN_KEYS], *more])
     return rows
+
+
+def unlike_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the keys with an effect on training in which configs differ."""
+    values = [dict(flat(read_sections(config))) for config in configs]
+    keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
+    return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
 
 
 def read_sections(config: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,17 @@ class RunData:
         """The run's name in figures: its label, or the name of its folder."""
         return self.label or self.folder.resolve().name
 
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """The hash of each set and of the tokenizer, as in data.json; {} in earlier versions."""
+        try:
+            content = read_json(self.folder / "data.json")
+        except (OSError, ValueError):
+            return {}
+        found = content.get("contents") if isinstance(content, dict) else None
+        named = found.items() if isinstance(found, dict) else ()
+        return {name: each for name, each in named if isinstance(each, str)}
+
     @property
     def step(self) -> int:
         """The last logged step, 0 if nothing is logged."""

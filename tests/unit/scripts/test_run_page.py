@@ -435,6 +435,37 @@ def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
     assert names == ["plain", "deep/failed"]
 
 
+def test_runs_that_are_validated_differently_are_named(folder, tmp_path, capsys):
+    """The same config and another content of its validation set, a tokenizer, a link to a run."""
+    (tmp_path / "runs").mkdir()
+    for name in ("pc", "plain"):
+        shutil.copytree(folder / name, tmp_path / name)
+        (tmp_path / "runs" / name).symlink_to(tmp_path / name)
+
+    def change(run: str, **contents: str) -> None:
+        path = tmp_path / run / "data.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps(facts | {"contents": facts["contents"] | contents}))
+
+    def said() -> list[str]:
+        assert main(["compare", str(tmp_path / "runs")]) == 0
+        page = (tmp_path / "runs" / "compare.html").read_text()
+        assert "<b>pc</b>" in page and "<b>plain</b>" in page
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.removeprefix("warning: ") in page for line in lines)
+        return [line.rpartition("differ in ")[2] for line in lines]
+
+    assert said() == []
+    change("pc", **{"validation.walk": "1" * 64})
+    assert said() == ["data.validation.walk.content."]
+    for run in ("pc", "plain"):
+        change(run, tokenizer=run)
+    assert said() == ["data.validation.walk.content, tokenizer."]
+    path = tmp_path / "plain" / "data.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"contents": {}}))
+    assert said() == []  # an earlier version, with the same paths
+
+
 def test_series_of_a_long_run_are_found_at_once():
     lines = [{"step": i, "progress/tokens": 8 * i, "train/loss": 1.0} for i in range(1, 20_001)]
     train = {"global_batch": 2, "sequence_length": 4}
