@@ -36,7 +36,7 @@ class InitConfig(Section):
     """Initialisation of weights."""
 
     std: Positive | None = 0.02
-    """Standard deviation of the normal draw of every matrix; null = the deviation of spectral muP,
+    """Standard deviation of the normal initialisation of every matrix; null = spectral muP's,
     `min(1, sqrt(rows / cols)) / sqrt(cols)` for each unit."""
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
@@ -45,7 +45,7 @@ class InitConfig(Section):
     radius_scaler: Positive = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
-    """Divide the std of residual outputs as in `depth_scaling`; has no effect with `spectral`."""
+    """Divide the std of some matrices, as `depth_scaling` states; has no effect with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: o and down by sqrt(2 * layers); layer: o, up and down of layer l, counted from 0, by
     sqrt(2 * (l + 1)), as in the PC paper."""
@@ -69,7 +69,7 @@ class MoEConfig(Section):
     experts: Parts
     """Number of routed experts in a layer."""
     top_k: Parts
-    """Number of experts that each token is routed to; no token is dropped."""
+    """Number of experts to which each token is routed; no token is dropped."""
     expert_ffn: Width
     """Width of one expert's feed-forward block."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
@@ -83,15 +83,17 @@ class MoEConfig(Section):
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score function of the router; the scores of the chosen experts are scaled to sum to 1."""
     expert_groups: Parts = 1
-    """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
+    """Number of equal groups of experts; a token's experts come from its `top_groups` best
+    groups."""
     top_groups: Parts = 1
     """Number of groups that a token may use: the groups with the largest sum of their `top_k /
     top_groups` best scores."""
     routed_scale: Positive | None = None
-    """Factor of the sum of routed experts; null = the SSO paper's factor, which matches variances.
+    """Factor of the routed experts' summed output; null = the SSO paper's factor, which matches
+    variances.
     """
     expert_bias: bool = True
-    """Balance the load without a loss, by a bias added to the scores that choose experts."""
+    """Balance the load by a bias on the scores that choose experts, instead of a loss."""
     expert_bias_rate: AtLeast0 = 1e-3
     """Change of an expert's bias, up or down, per optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
@@ -103,7 +105,7 @@ class MoEConfig(Section):
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
     """Products of a rank's experts. sequential: one by one; grouped: in grouped matrix products;
-    auto: grouped for bf16 on GPUs. Checkpoints are the same for all three."""
+    auto: grouped for bf16 on GPUs, else sequential. Checkpoints are the same for all three."""
 
     def checks(self) -> Iterator[Check]:
         """Check the keys of experts and routing against each other."""
@@ -131,7 +133,8 @@ class LatentConfig(Section):
     nope_head_dim: Size
     """Size of the part of a query or key head that is not rotated by positions."""
     rope_head_dim: Annotated[Size, Field(multiple_of=2)]
-    """Size of the part with rotary positions; in keys all heads share this part."""
+    """Size of the part of a query or key head with rotary positions; all heads share this part of
+    the key."""
     value_head_dim: Size
     """Size of a value head."""
 
@@ -156,7 +159,8 @@ class RopeScalingConfig(Section):
     beta_fast: Positive = 32.0
     """yarn: frequencies with more turns than this are unchanged."""
     truncate: bool = True
-    """yarn: round the first and the last dimension of the transition to slow frequencies."""
+    """yarn: round the indices of the first and last dimension of the transition to slow
+    frequencies."""
     attention_factor: Positive | None = None
     """yarn: factor of rotated queries and of rotated keys; null = 0.1 ln(factor) + 1."""
 
@@ -201,26 +205,26 @@ class ModelConfig(Section):
     head_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Size of a head; null = hidden / heads."""
     ffn: Width
-    """Width of the feed-forward block (of gate and of up)."""
+    """Width of the feed-forward block (gate and up each)."""
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     """Feed-forward block: swiglu is `silu(gate) * up`, geglu `gelu(gate) * up` with the tanh
     approximation, relu2 `relu(up)^2` without a gate."""
     qk_norm: bool = False
     """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
     vocab_size: Rows | None = None
-    """Number of token ids; null = taken from the data manifest."""
+    """Number of token ids; null uses the number in the data manifest."""
     vocab_multiple: Rows = 128
-    """Embedding and head rows are padded up to a multiple of this."""
+    """Rows of embedding and head are padded to a multiple of this number."""
     tie_embeddings: bool = False
-    """Use the embedding as the output head: one matrix of role embedding; optimizer.head and
+    """Use the embedding as the output head: one matrix, of role embedding. optimizer.head and
     init.head_std then have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScalingConfig | None = None
     """Change of the rotary frequencies; null = none. Not for families with latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Linear layers of attention that have biases. qkv: queries, keys and values, as in Qwen2; all:
-    also the output. Biases begin at 0."""
+    """Biases of attention's linear layers. qkv: of queries, keys and values, as in Qwen2; all: also
+    of the output. Biases start at 0."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
@@ -231,8 +235,8 @@ class ModelConfig(Section):
     final_softcap: Positive | None = None
     """Cap c of the logits, `c * tanh(logit / c)`; null = none. Only some families use it."""
     sliding_window: Count | None = None
-    """Number of tokens that a token attends to in layers 0, 2, 4, ..., itself included; null = all
-    previous tokens. Only some families use it."""
+    """Number of tokens to which a token attends in layers 0, 2, 4, ..., including itself; null =
+    all previous tokens. Only some families use it."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, for families that use it; null = none."""
     moe: MoEConfig | None = None
@@ -242,8 +246,8 @@ class ModelConfig(Section):
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of the sdpa attention. auto: a kernel of PyTorch; otherwise the FlashAttention package
-    of that name, for bf16 on GPUs. auto chooses neither package, because they were not timed."""
+    """Kernel of sdpa attention. auto: a kernel of PyTorch; otherwise the FlashAttention package of
+    that name, for bf16 on GPUs. auto uses neither package, as their speed was not measured."""
 
     def checks(self) -> Iterator[Check]:
         """Check the shape for any family."""

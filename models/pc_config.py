@@ -31,7 +31,7 @@ class PolynomialConfig(Section):
     cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
-    """Weight x^alpha of the squared error of the fit."""
+    """Exponent of the weight x^alpha of the squared error in the fit."""
     upper: Number = 1.1
     """End of the interval [0, upper] of the fit."""
 
@@ -41,7 +41,7 @@ class PolynomialConfig(Section):
 
 
 class PCOverride(Section):
-    """Another level for some blocks; where several apply, the last one counts."""
+    """Another level for some blocks; if several overrides apply to a block, the last one counts."""
 
     roles: list[str] | None = None
     """Roles of `blocks` with this level; null = all."""

@@ -39,7 +39,7 @@ class AdamW(SpectralOptimizer):
 
     Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
     `torch.optim.AdamW` with the same betas. For embeddings, heads, gains and biases, which
-    `split_parameters` assigns to it whatever the rule of the matrices, and as the reference.
+    `split_parameters` always assigns to AdamW, and as a baseline.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -49,7 +49,7 @@ class AdamW(SpectralOptimizer):
         weight_decay: decoupled decay, times lr.
         beta1 (default 0.9): Decay of the mean of the gradient, in [0, 1).
         beta2 (default 0.95): Decay of the mean of the squared gradient, in [0, 1).
-        epsilon (default 1e-08): Added to the root of the second moment; positive.
+        epsilon (default 1e-08): Added to the square root of the second moment; positive.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -276,8 +276,8 @@ class MuonSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Number of block Krylov steps per update, from the last singular
-            vectors; at least 1.
+        krylov_steps (default 4): Number of block Krylov steps per update, from the previous
+            singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
@@ -344,18 +344,18 @@ class SpectralSphere(SpectralOptimizer):
         radius (default 'spectral_mup'): How the radius R depends on the unit's shape
             (docs/spectral.md).
         radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Number of block Krylov steps per update, from the last singular
-            vectors; at least 1.
+        krylov_steps (default 4): Number of block Krylov steps per update, from the previous
+            singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
             not negative.
-        tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None: 2e-4,
-            or in 16 bits its rounding error: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The
-            step subtracts this error, which is along u v^T; an error above 0.05 in float16 or 0.1
-            in bfloat16 is a miss, whatever the tolerance.
+        tolerance (default None): Largest error |<u v^T, direction>| that counts as tangent; None:
+            2e-4, or the rounding error of msign_dtype, 1e-3 in float16 and 5e-3 in bfloat16. The
+            step subtracts this component of the direction along u v^T; an error above 0.05 in
+            float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
         max_evaluations (default None): Largest number of msign evaluations per unit and step;
-            without early exit all of them run. None: 8 with early exit, else 1, or 2 for
+            without early exit, all of them are made. None: 8 with early exit, else 1, or 2 for
             float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer
             cards, B300).
         early_exit (default None): Stop when all units have converged, which waits for the
@@ -427,8 +427,9 @@ class MuonPlusPlus(SpectralOptimizer):
         krylov_steps (default 10): Number of block Krylov steps per singular triplet and update, at
             least 1.
         algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only
-            if steps are within the gap. project_rescale: algorithm 2, which also rescales the
-            weight to the radius. dual: a first-order relaxation that only requires u^T D v = 0.
+            while steps are shorter than sigma_1 - sigma_2. project_rescale: algorithm 2, which also
+            rescales the weight to the radius. dual: a first-order relaxation that only requires
+            u^T D v = 0.
         tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual
             only; None: 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
         max_evaluations (default None): Number of msign evaluations per unit and step, for

@@ -30,7 +30,7 @@ class AdamWRule(Rule):
     beta2: float = 0.95
     """Decay of the mean of the squared gradient, in [0, 1)."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment; positive."""
+    """Added to the square root of the second moment; positive."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,9 +35,9 @@ class MuonPlusPlusRule(RadiusRule):
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
-    """project: algorithm 1, which keeps the norm only if steps are within the gap. project_rescale:
-    algorithm 2, which also rescales the weight to the radius. dual: a first-order relaxation that
-    only requires u^T D v = 0."""
+    """project: algorithm 1, which keeps the norm only while steps are shorter than sigma_1 -
+    sigma_2. project_rescale: algorithm 2, which also rescales the weight to the radius. dual: a
+    first-order relaxation that only requires u^T D v = 0."""
     krylov_steps: int = 10
     """Number of block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = None

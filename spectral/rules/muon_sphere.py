@@ -36,7 +36,7 @@ class RadiusRule(PolarRule):
     radius_scaler: float = 1.0
     """Factor of the radius, the paper's c; positive."""
     krylov_steps: int = 4
-    """Number of block Krylov steps per update, from the last singular vectors; at least 1."""
+    """Number of block Krylov steps per update, from the previous singular vectors; at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,14 +27,14 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
-    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or in 16 bits its rounding
-    error: 1e-3 with msign_dtype float16, 5e-3 with bfloat16. The step subtracts this error, which
-    is along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss, whatever the
-    tolerance."""
+    """Largest error |<u v^T, direction>| that counts as tangent; null: 2e-4, or the rounding error
+    of msign_dtype, 1e-3 in float16 and 5e-3 in bfloat16. The step subtracts this component
+    of the direction along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss,
+    whatever the tolerance."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; without early exit all of them run.
-    null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
-    float64 is slow (consumer cards, B300)."""
+    """Largest number of msign evaluations per unit and step; without early exit, all of them are
+    made. null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU
+    whose float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = None
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 

@@ -44,17 +44,16 @@ def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
     A missing key gets its default, and only keys, types and bounds are checked: a condition of a
-    later version must not make a checkpoint unreadable. Raises MissingRuleError for a run with a
-    rule that is not installed, InvalidConfigError for a file that is not a run config or has other
-    keys.
+    later version must not make a checkpoint unreadable. Raises MissingRuleError if a rule of the
+    run is not installed, InvalidConfigError if the file is not a run config or has unknown keys.
     """
     content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))
 
 
 def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
-    """Check that `config` is valid and can run on `world_size` ranks after `step` steps and
-    `tokens` tokens.
+    """Check that `config` is valid and can run on `world_size` ranks, continuing after `step` steps
+    and `tokens` tokens.
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """

@@ -1,8 +1,8 @@
 """Binding of plain mappings to nested dataclasses by pydantic, with one line per problem.
 
-Nothing is converted silently: a string is not a number, a number not a string, a bool not an
-integer; only an integer where a float is expected becomes a float. Fields may be bool, int, float,
-str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
+Values are not converted: a string is not a number, a number is not a string, and a bool is not an
+integer. The exception is an integer where a float is expected, which becomes a float. Fields may be
+bool, int, float, str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
 """
 
 import json
@@ -37,16 +37,16 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
 }
-"""Text of a bound, by the type of pydantic's error."""
+"""Description of a bound, by the type of pydantic's error."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Other common names of rules, for names that do not resemble ours."""
+"""Common names of rules that do not resemble the names used here, each with the name used here."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
 )  # fmt: skip
-"""Keys of named sections; null removes one of them."""
+"""Keys whose values map names to sections; a null removes a section of a base file."""
 
 
 class InvalidConfigError(ConfigError):
@@ -66,8 +66,8 @@ def bind(
 ) -> T:
     """Return `mapping` as a section of type `kind`.
 
-    Without `check`, only keys, types and bounds are checked, but neither the conditions between
-    fields nor those `between` sections. Raises InvalidConfigError with all problems.
+    Without `check`, only keys, types and bounds are checked; conditions between fields and the
+    conditions in `between` are not. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -83,7 +83,7 @@ def bind(
         if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
-        # Sections with errors may be missing, or invalid for the checks of others.
+        # A section with errors may be missing, or make the checks of other sections fail.
         with suppress(Exception) if lines else nullcontext():
             lines += problems(bound, checks(bound))
     if lines:
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and the value of each section that can be bound, despite errors next to it."""
+    """Yield the path and value of each section that can be bound, even if others have errors."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -156,8 +156,8 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return the end of a message about an unknown rule or its section, as packages may add
-    rules."""
+    """Return the end of a message about an unknown rule or section of a rule: a note on packages,
+    which may add rules."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""
@@ -209,7 +209,7 @@ def member(kind: Any, key: int | str) -> Any:
 
 
 def described(kind: Any) -> str:
-    """Return the values that the annotation `kind` allows, in words."""
+    """Describe in words the values that the annotation `kind` allows."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(described(option) for option in args)

@@ -26,7 +26,7 @@ def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator
 
 
 def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:
-    """Check that `size`, the value of `key`, is a multiple of the product of axes."""
+    """Check that `size`, the value of `key`, is a multiple of the product of the axes' sizes."""
     sizes = [getattr(parallel, axis) for axis in axes]
     product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
     divisor = " = ".join(dict.fromkeys(product))
@@ -66,7 +66,8 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "data.document_mask",
         config.data.document_mask and not sdpa,
-        "needs model.attention_backend sdpa, as Transformer Engine gets no borders here",
+        "needs model.attention_backend sdpa, as borders between documents are not passed to "
+        "Transformer Engine",
     )
     yield (
         "data.document_mask",
@@ -122,7 +123,7 @@ def length_checks(config: Config) -> Iterator[Check]:
     yield (
         "validation.samples_tokens",
         validation.samples_interval and validation.samples_tokens > room,
-        f"must be at most {room}, the room after the prompt in a sequence of {length}",
+        f"must be at most {room}, the tokens left after the prompt in a sequence of {length}",
     )
 
 
@@ -135,8 +136,8 @@ def phase_checks(config: Config) -> Iterator[Check]:
         yield (
             key,
             not before < start < steps,
-            f"must begin after step {before:,}, the start of the part before it, and before the "
-            f"last of train.steps = {steps:,}, got a start after step {start:,}",
+            f"must begin later than the part before it, which begins after step {before:,}, and "
+            f"before train.steps = {steps:,}, got a start after step {start:,}",
         )
         before = start
 
@@ -149,7 +150,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
     yield (
         "checkpoint.initialize_from",
         config.checkpoint.initialize_from is not None,
-        "must be null with pc, as PC layers would change the effective weights that it loads",
+        "must be null with pc, as PC layers would change the loaded effective weights",
     )
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
@@ -229,7 +230,7 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must leave the other {others} stages equal numbers of layers, at least one, next to "
+        f"must leave the other {others} stages equal numbers of layers, at least one each, given "
         f"{stages}"
     )
     return "model.layers", rest < others or rest % others, rule
@@ -242,7 +243,7 @@ BETWEEN = (
 
 
 def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> Iterator[str]:
-    """Yield the problems on `world_size` ranks, with legal values nearby; see `world_checks`."""
+    """Yield the problems that `world_checks` finds, each with the nearest legal values."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""
     yield from (line + nearby for line in lines)
@@ -334,5 +335,5 @@ def world_checks(
             key,
             parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline,
             f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for "
-            f"the interleaved schedule, got {passes} from {batch}",
+            f"the interleaved schedule, got {passes} micro-batches from a batch of {batch}",
         )

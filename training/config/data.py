@@ -18,13 +18,16 @@ def local_path(key: str, path: str | None) -> Check:
     path = path or ""
     if URL.match(path):
         rule = (
-            "must be a local path, as no object store or hub is read or written: mount the store "
-            "and name the folder there, or copy the files"
+            "must be a local path, as no object store or hub is read or written: mount the "
+            "store and set the path of the mounted folder, or copy the files"
         )
         return key, True, rule
     variable = VARIABLE.search(path)
     name = "HOME" if path.startswith("~") else variable[1] if variable else None
-    rule = f"must be written out, as no ~ or $NAME is expanded: '${{oc.env:{name}}}' is the value"
+    rule = (
+        f"must be written out, as ~ and $NAME are not expanded; write '${{oc.env:{name}}}' for "
+        "the variable's value"
+    )
     return key, name is not None, rule
 
 
@@ -33,7 +36,8 @@ BEGINNINGS = ("after_steps", "after_share", "with_decay")
 
 
 class DataPhase(Section):
-    """A part of the run, until its end or the next phase, with different weights of the sets."""
+    """A part of the run with its own weights of the sets, which ends where the next phase
+    begins."""
 
     after_steps: Count | None = None
     """Steps of the run before the phase; null = another key sets the beginning."""
@@ -43,7 +47,7 @@ class DataPhase(Section):
     with_decay: bool = False
     """Begin with the decay of `schedule.kind` wsd."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
-    """Weight of each set of `data.train` in the phase; other sets are not read."""
+    """Weight of each set that the phase reads, by name in `data.train`; other sets are not read."""
 
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key states when the phase begins."""
@@ -95,29 +99,29 @@ class DataConfig(Section):
     """A tokenizer.json or Hugging Face tokenizer folder; null = the tokenizer of the data manifest.
     """
     mock: bool = False
-    """Generate random tokens instead of reading files, in documents with a mean of 1,024 tokens.
-    The sets keep their names and weights; without sets there is one set, `mock`."""
+    """Generate random tokens instead of reading files. Documents have 1,024 tokens on average. Sets
+    keep their names and weights; without sets, there is one set, `mock`."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """Parts of the sets to check against the manifest's hashes. none: nothing; sample: the
     tokenizer, the index, 64 blocks of tokens, and every other block at its first use; full:
-    everything at each start. Ranks always compare their tokenizers, manifests and tokens; of sets
-    over 256 MiB they compare 64 blocks of 4 KiB."""
+    everything at each start. In any case, ranks compare their tokenizers, manifests and tokens; of
+    sets over 256 MiB they compare 64 blocks of 4 KiB."""
     document_mask: bool = False
-    """Keep attention within each document of the sets' indexes, with positions from its first token
-    in the sequence; false attends to all documents of a sequence. Validation does the same."""
+    """Keep attention within the documents of the sets' indexes, and count positions from a
+    document's first token in the sequence; false attends to all documents of a sequence. Validation
+    does the same."""
     first_token_loss: bool = True
     """Count the loss of a document's first token, which is predicted from the end of another
     document; false leaves this loss out of training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock` is true. `replace: true` next to them
-    removes the base's section `data`; `NAME: null` removes one set. All sets must use one
-    tokenizer."""
+    """Training sets by name; at least one, unless `mock` is true. `replace: true` in section `data`
+    removes the base's section; `NAME: null` removes one set. All sets must use one tokenizer."""
     phases: tuple[DataPhase, ...] = ()
     """Later parts of the run with other weights of the sets, such as `[{after_share: 0.8, weights:
-    {web: 1, books: 3}}]`; [] uses the weights of `train` throughout. Each set continues after its
-    last token."""
+    {web: 1, books: 3}}]`; [] uses the weights of `train` throughout. Each set continues after the
+    last token that was read."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name; the name is part of the metrics, such as `val/<name>/loss`. `NAME:
     null` removes a set, as in `train`."""
@@ -146,21 +150,22 @@ class DataConfig(Section):
             unread = each.weight == 0 and name not in later_sets
             yield f"train.{name}.weight", unread, f"must be above 0{place}, got 0"
         empty = self.train and not any(each.weight for each in self.train.values())
-        yield "train", empty, "must have a set with a weight above 0 at the start, got only 0"
+        yield "train", empty, "must have at least one weight above 0 at the start, got only 0"
 
 
 class ValidationConfig(Section):
     """Interval and size of validation."""
 
     interval: Whole = 0
-    """Steps between validations; the run always validates after the last step. 0: only then."""
+    """Steps between validations; the run always validates after the last step. 0 validates only
+    then."""
     samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
-    """Steps between samples of text: the most probable continuation of each set's first tokens, in
+    """Steps between samples of text: greedy continuations of each validation set's first tokens, in
     metrics.jsonl and on the run's page. 0 writes none."""
     samples_tokens: Count = 32
-    """Tokens of a continuation; each costs a forward pass of one sequence per set."""
+    """Tokens of a continuation; each token costs a forward pass of one sequence per set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:
@@ -172,13 +177,13 @@ class TasksConfig(Section):
     """Multiple-choice tasks that score the model during training."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Task files by name; the name is part of the metrics, such as `task/<name>/acc`. A line is
+    """Task files by name; the name is part of the metrics, such as `task/<name>/acc`. Each line is
     `{"context": "...", "choices": ["...", "..."], "answer": 0}`; scripts/prepare_task.py creates
     it. `NAME: null` removes a task of the base, as in `data.train`."""
     interval: Whole = 0
-    """Steps between scorings; the run always scores after the last step. 0: only then."""
+    """Steps between scorings; the run always scores after the last step. 0 scores only then."""
     examples: Count | None = None
-    """Number of examples to score per file, from the first on; null = all."""
+    """Number of examples to score per file, starting with the first; null = all."""
 
     def checks(self) -> Iterator[Check]:
         """Check the names, and the paths of the files."""

@@ -1,6 +1,8 @@
-"""Settings that have no effect because of other settings, which are often those of a base. A
-section refuses settings that make no sense in it (`ignored`); settings found here are listed at the
-start, except those of features disabled by an interval of 0.
+"""Settings that have no effect because of other settings.
+
+They often come from a base, so the start of a run lists them instead of refusing them, except
+settings of features that an interval of 0 disables. A section itself refuses settings that
+contradict each other (`models.section.ignored`).
 """
 
 from collections.abc import Iterator
@@ -102,7 +104,7 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
 def settings_of_unused_rules(config: Config) -> Iterator[str]:
     """Yield the keys of non-default settings of rules that no role uses.
 
-    Bases contain settings of the rules of all their recipes.
+    A base contains settings for the rules of all recipes that use the base.
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}

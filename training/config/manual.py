@@ -116,10 +116,10 @@ MANUAL_HEAD: Final = """\
 # Configuration
 
 This page lists every key of a run config, a YAML file. `base: other.yaml`, or a list of files,
-names the configs that the file extends, by paths from the file: sections are merged; lists and
-single values are replaced. `key=value` arguments after `--config FILE` override files.
-`${section.key}` is another key's value; in keys that are paths, `${oc.env:NAME}` is an environment
-variable. Paths of data are relative to the working directory.
+names the configs that the file extends; their paths are relative to the file. Sections are merged;
+lists and single values are replaced. `key=value` arguments after `--config FILE` override the
+files. `${section.key}` stands for another key's value; in keys that are paths, `${oc.env:NAME}`
+stands for an environment variable. Paths of data are relative to the working directory.
 
 A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
 problems. The run folder contains the resolved config, which `--config` accepts. Names in bold are

@@ -16,15 +16,15 @@ from training.config.binding import InvalidConfigError
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
-"""Sections of `optimizer` with a learning rate, which is logged under their names."""
+"""Sections of `optimizer` with a learning rate; each rate is logged under its section's name."""
 
 ROUTERS: Final = ("router", "shared_router")
-"""Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
-code of SSO steps them with SSO."""
+"""Roles whose matrices score tokens. AdamW steps them unless a config sets another rule; the
+published code of SSO steps them with SSO."""
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
-    """Return the groups of the weights of `model`: a tied head is in the embedding's group."""
+    """Return the groups of the model's weights; a tied head is in the embedding's group."""
     return [group for group in GROUPS if not (group == "head" and model.tie_embeddings)]
 
 
@@ -37,7 +37,7 @@ LARGEST_OF_RULES: Final = 1000
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`; raises ValueError for numbers that would make a step take forever."""
+    """Return `rule`. Raises ValueError if a number is so large that a step would never end."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
@@ -82,7 +82,7 @@ class GroupConfig(Section):
 
 
 class RoleConfig(Section):
-    """Settings of one role that differ from its group's."""
+    """Settings of one role, where they differ from the settings of its group."""
 
     rule: RuleName | None = None
     """Update rule; null = the group's, or adamw for routers."""
@@ -91,8 +91,8 @@ class RoleConfig(Section):
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
     radius_scaler: Positive | None = None
-    """Factor of the radius, also of the role's initial weights; null = the rule's factor, and
-    model.init's factor for initial weights."""
+    """Factor of the radius, in steps and for initial weights; null = the rule's factor in steps,
+    model.init's for initial weights."""
 
 
 class DistributedConfig(Section):
@@ -102,17 +102,17 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Choice of the owner ranks of matrices. ping_pong: by ascending size, up and down the ranks,
-    as in the SSO paper; auto: for balanced loads and little communication."""
+    """How to choose the owner rank of each matrix. ping_pong: by ascending size, up and down the
+    ranks, as in the SSO paper; auto: for balanced loads and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Step of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
+    """How to step matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard as if it were a matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Number of groups of buckets, stepped in turn; a group's weights are gathered during the next
-    group's step. null = the smallest number, at most four, with at most 2^27 elements per rank
-    and group."""
+    """Number of groups of buckets, stepped in turn; a group's new weights are gathered while the
+    next group is stepped. null = the smallest number, at most four, with at most 2^27 elements per
+    rank and group."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type of momentum and updates of split matrices during the exchange; null =
+    """Data type in which ranks exchange momentum and updates of split matrices; null =
     train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which gradients are accumulated and reduced; null = fp32."""
@@ -143,7 +143,7 @@ class OptimizerConfig(Section):
     heads that share a key head, one per key head and one per value head; component: one each for q,
     k and v; fused: no split."""
     split_gate_up: bool = True
-    """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
+    """Step gate and up, which share one parameter, as two matrices."""
     clip: ClipConfig = ClipConfig()
     matrix: GroupConfig
     """The matrices of the transformer layers."""
@@ -152,7 +152,7 @@ class OptimizerConfig(Section):
     head: GroupConfig
     """The output head; has no effect with model.tie_embeddings."""
     scalar: GroupConfig
-    """Gains of norms, biases, and gamma of PC layers."""
+    """Norm gains, biases, and the gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     use adamw unless overridden here."""
@@ -184,7 +184,7 @@ class OptimizerConfig(Section):
         return replace(rule, radius_scaler=scaler)
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the radius factor of each role that sets one."""
+        """Return the radius factor of each role whose section sets one."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
@@ -213,7 +213,10 @@ class OptimizerConfig(Section):
             )
         for name in RULES if self.distributed.cuda_graph else ():
             field_name = self.rule(name).waiting_field
-            problem = "must not be true with distributed.cuda_graph, as it waits for the device"
+            problem = (
+                "must not be true with distributed.cuda_graph, as it makes the host wait for "
+                "the device"
+            )
             yield f"rules.{name}.{field_name}", field_name, problem
 
 

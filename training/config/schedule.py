@@ -13,15 +13,17 @@ Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class RampStage(Section):
-    """A part of the run, from its start or the previous stage, with fewer sequences per step."""
+    """A part of the run with fewer sequences per step; the first stage begins with the run, each
+    other stage after the previous stage."""
 
     batch: Batch
-    """Sequences per optimizer step, fewer than in later stages and `train.global_batch`."""
+    """Sequences per optimizer step, fewer than in every later stage and fewer than
+    `train.global_batch`."""
     until_steps: Count | None = None
     """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the
     end."""
     until_tokens: Count | None = None
-    """Tokens of the run after which the stage ends, at the step that reaches them; null =
+    """Tokens since the start of the run; the step that reaches this number ends the stage. null =
     `until_steps` sets the end."""
 
     def checks(self) -> Iterator[Check]:
@@ -44,9 +46,9 @@ class RampStage(Section):
 
 @dataclass(frozen=True)
 class EqualSteps:
-    """Consecutive steps of a run with one global batch.
+    """Consecutive steps of a run that have the same global batch.
 
-    first    steps taken before
+    first    steps of the run before these steps
     steps    number of steps
     batch    sequences per step
     """
@@ -86,8 +88,8 @@ def ramp_checks(
         yield (
             key,
             step >= steps,
-            f"must end before the last of steps = {steps:,}, got {value:,}, {step:,} steps: "
-            "set exit_step for a shorter run, which does not change the ramp",
+            f"must end before steps = {steps:,}, got {value:,}, which ends after step {step:,}; "
+            "for a shorter run with the same ramp, set exit_step",
         )
 
 
@@ -100,12 +102,12 @@ class TrainConfig(Section):
     steps: Steps
     """Optimizer steps of the whole run; the learning-rate schedule ends at this step."""
     exit_step: Count | None = None
-    """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
+    """Step after which the run ends early, with the schedule of `steps`; null = `steps`."""
     global_batch: Batch
     """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
-    """Stages at the start of the run with fewer sequences per step than `global_batch`, which
-    applies after them, such as `[{batch: 64, until_tokens: 252000000}]`; [] uses `global_batch`
+    """Stages at the start of the run with fewer sequences per step, such as `[{batch: 64,
+    until_tokens: 252000000}]`; `global_batch` applies after the last stage. [] uses `global_batch`
     from the start. `steps` includes the steps of all stages."""
     micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
@@ -126,19 +128,18 @@ class TrainConfig(Section):
     megatron-core's kernels, with one pass per operation. auto is liger on a GPU if liger-kernel is
     installed and `loss_chunk` is null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    """Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (PaLM: 1e-4),
-    which is added to the loss that is minimised. `train/loss` and validation exclude the z-loss;
+    """Coefficient of the z-loss, the mean over tokens of the squared log-sum-exp of the logits
+    (PaLM: 1e-4). It is part of the minimised loss, but not of `train/loss` and validation.
     `train/z_loss` is the mean without the coefficient. 0 = none."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
-    """Kernels of the backward passes of gated activations and of the heads of attention: triton
-    writes each gradient in one pass; null leaves it to `compile`, or to autograd. auto is triton on
-    a GPU with Triton, null under Transformer Engine."""
+    """Kernels of the backward passes of gated activations and of attention's heads: triton writes
+    each gradient in one pass; null leaves these passes to `compile`, or to autograd. auto is triton
+    on a GPU with Triton, null under Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for norms with the sums before them, rotary embedding and
-    activations: inductor fuses them,
-    aot_eager captures the same graphs, for debugging; null does not compile. auto is inductor on a
-    GPU where it works, null on a CPU and under Transformer Engine, which fuses the same
-    operations."""
+    """Backend of torch.compile for norms with the residual sums before them, rotary embedding and
+    activations: inductor fuses them; aot_eager captures the same graphs, for debugging; null does
+    not compile. auto is inductor on a GPU where it works, null on a CPU and under Transformer
+    Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
@@ -155,8 +156,11 @@ class TrainConfig(Section):
     def equal_steps(
         self, step: int = 0, tokens: int = 0, until: int | None = None
     ) -> Iterator[EqualSteps]:
-        """Yield the parts of the run with one global batch each, after `step` steps and `tokens`
-        tokens, up to step `until` or the last step."""
+        """Yield the rest of the run in parts with one global batch each.
+
+        The rest begins after `step` steps and `tokens` tokens and ends with step `until`, by
+        default the last step.
+        """
         last = self.steps if until is None else until
         for stage in self.batch_ramp:
             left = stage.steps_left(step, tokens, self.sequence_length)
@@ -171,7 +175,7 @@ class TrainConfig(Section):
         return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
 
     def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
-        """Return the sequences of the parts from `equal_steps`."""
+        """Return the number of sequences in the parts that `equal_steps` yields."""
         return sum(each.samples for each in self.equal_steps(step, tokens, until))
 
     @property
@@ -194,8 +198,8 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit of warm-up and decay: steps or tokens. In tokens, `train.global_batch` sequences count
-    as one step, and a smaller batch of `train.batch_ramp` as its share of a step."""
+    """Unit of warm-up and decay: steps or tokens. With tokens, a batch of `train.global_batch`
+    sequences is one step, and a smaller batch of `train.batch_ramp` a fraction of a step."""
     warmup_steps: Whole = 0
     """Steps of linear warm-up from 0 to the peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -204,8 +208,8 @@ class ScheduleConfig(Section):
     """Fraction of the run over which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps, or in tokens divided by the tokens of a full
-        step."""
+        """Return the length of a run in steps; in tokens, a step has `train.global_batch`
+        sequences."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
@@ -214,7 +218,7 @@ class ScheduleConfig(Section):
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:
-        """Return the steps of a run before wsd decays."""
+        """Return the number of steps before the decay of wsd."""
         cooldown = self.cooldown_steps(self.length(train))
         if self.unit == "steps":
             return train.steps - round(cooldown)
@@ -241,7 +245,8 @@ def learning_rate_factor(
 ) -> float:
     """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
 
-    A step of a batch ramp may have a fractional `size`, and then begin within a step.
+    In a batch ramp, a step may count as a fraction of a step, `size`; later steps may then begin at
+    a fractional `step`.
 
     Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
     starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the

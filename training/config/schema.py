@@ -60,8 +60,8 @@ class PlanConfig(Section):
     gpus: Count | None = None
     """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest that the layout needs."""
     device: str = "h100"
-    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file of
-    figures."""
+    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
+    that describes one."""
 
     def checks(self) -> Iterator[Check]:
         """Check the file."""
@@ -69,10 +69,10 @@ class PlanConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving of checkpoints, and conditions of continuing."""
+    """Saving of checkpoints, and conditions for continuing from them."""
 
     interval: Whole = 1000
-    """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
+    """Steps between checkpoints; a run also saves when it ends or is stopped. 0 never saves."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Count | None = None
@@ -81,8 +81,9 @@ class CheckpointConfig(Section):
     """Kinds of settings that may differ from the continued checkpoint; other differences are
     refused. `tokenizer` also lets `initialize_from` name weights of another tokenizer."""
     initialize_from: str | None = None
-    """Run folder or checkpoint, of any layout, whose weights a new run starts from; its PC layers
-    become plain weights. Model and tokenizer must equal the run's. null initialises weights."""
+    """Run folder or checkpoint, of any layout, from whose weights a new run starts; null
+    initialises new weights. Model and tokenizer must be the run's; PC layers become plain
+    weights."""
 
     def checks(self) -> Iterator[Check]:
         """Check the path of initial weights."""
@@ -102,10 +103,10 @@ class WatchdogConfig(Section):
 
     hang_seconds: Seconds | None = 300.0
     """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
-    of `parallel.timeout_seconds`; null never does."""
+    of `parallel.timeout_seconds`; null writes none."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that the weights have changed only in steps and that all copies are
-    equal. A difference ends the run. Costs two reads of all weights per step, and a wait for new
+    equal. A difference ends the run. Every step then reads all weights twice and waits for the new
     weights. 0 never checks."""
 
 
@@ -202,9 +203,9 @@ class ParallelConfig(Section):
 
 
 class WandbConfig(Section):
-    """The run in Weights & Biases, if `log.trackers` contains wandb.
+    """Settings of the run in Weights & Biases, if `log.trackers` contains wandb.
 
-    Its environment variables, such as WANDB_ENTITY, set team, group, tags and mode.
+    The environment variables of wandb, such as WANDB_ENTITY, set team, group, tags and mode.
     """
 
     project: str = "spectrain"
@@ -237,11 +238,11 @@ class LogConfig(Section):
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that also receive the metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = WandbConfig()
-    """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment
-    variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
+    """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment variables,
+    such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
     profile: ProfileConfig | None = None
-    """Steps whose operations are timed and written as traces for Perfetto to `profile/` of the run
-    folder; null = none. A profile does not change results, and its failure does not end the run."""
+    """Steps to profile; null = none. Traces for Perfetto are written to `profile/` in the run
+    folder. A profile does not change results, and its failure does not end the run."""
 
 
 MonitorGroup = Literal[
@@ -254,15 +255,16 @@ class MonitorsConfig(Section):
     """Monitors of weights, gradients, updates and activations, written to monitors.jsonl."""
 
     interval: Whole | None = None
-    """Steps between monitored steps; 0 turns monitors off. Null: on GPUs the first multiple of 100
-    at which monitors add at most 1% to the time of the run, by the plan's model; 100 on a CPU."""
+    """Steps between monitored steps; 0 turns monitors off. null = 100 on a CPU; on GPUs, the
+    smallest multiple of 100 at which monitors add at most 1% to the run's time, as the plan
+    estimates it."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
     """Groups of figures to compute, in addition to the figures that rules report. noise is off by
-    default: it keeps the gradients of `noise_samples` micro-batches and the weights of as many
-    steps. spectra is also off: the singular values of momentum and update, which cost as much as
-    the singular values of weights."""
+    default: it keeps the gradients of `noise_samples` micro-batches and the weights of
+    `noise_samples` steps. spectra is off by default too: singular values of momentum and update
+    cost as much as those of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps
     measure the layers in turn."""
@@ -327,8 +329,10 @@ LARGE_WIDTH: Final = 1024
 
 
 def with_paper_choices(config: Config) -> Config:
-    """Return `config` with nulls of PC layers and Gram penalty replaced by the papers' choices, so
-    that a run's saved config is explicit. A level without effect is null."""
+    """Return `config` with nulls of PC layers and Gram penalty replaced by the papers' choices.
+
+    A run's saved config is thus explicit. A level without effect becomes null.
+    """
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:
         spectral = RULES[optimizer.matrix.rule].whole_matrix

@@ -3,8 +3,8 @@
 `base: other.yaml`, or a list of files in ascending priority, is relative to the file itself.
 Sections are merged, lists and single values replaced; a section with `replace: true` inherits
 nothing from the base. `${section.key}` refers to the merged result, and `${oc.env:NAME}`, allowed
-only in keys that are paths, refers to the environment. A saved config may come from another person:
-`read_saved` resolves no references.
+only in keys that are paths, refers to the environment. As a saved config may come from another
+person, `read_saved` resolves no references.
 """
 
 import re
@@ -54,7 +54,7 @@ _OLD_NUMBER: Final = re.compile(
 _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
 """Suffixes of the tags of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""Texts that OmegaConf reads as a number although YAML 1.1 may read a string, such as 1e5."""
+"""Texts, such as 1e5, that OmegaConf reads as a number and YAML 1.1 may read as a string."""
 _TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]-[0-9]+")
 """Numbers other than 0 that a float may round to 0."""
 
@@ -63,7 +63,7 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes strings that look like numbers."""
 
 
-for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # the latter needs quotes
+for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # such strings need quotes
     _Dumper.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"({_pattern})$"), list("-+.0123456789")
     )
@@ -90,7 +90,7 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
 
 
 def _merged(contents: Iterable[Content]) -> Content:
-    """Return the merged mapping, later ones on top."""
+    """Merge `contents` into one mapping; later ones override earlier ones."""
     return reduce(over, contents, {})
 
 
@@ -108,7 +108,7 @@ def _readable(prefix: str) -> Iterator[None]:
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
-    """Return the nested mapping of `key=value` overrides, later ones on top.
+    """Return the nested mapping of `key=value` overrides; later ones win.
 
     Raises InvalidConfigError for an override that cannot be read.
     """
@@ -116,8 +116,7 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each override that sets a key to which a later one gives another
-    value."""
+    """Yield a sentence for each override whose key a later override sets to another value."""
     keys = [dict(flat(_override(text))) for text in overrides]
     for i, text in enumerate(overrides):
         for later in range(i + 1, len(overrides)):
@@ -210,7 +209,7 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Return plain values as YAML, of which `read_merged` resolves the references."""
+    """Return plain values as YAML whose references `read_merged` will resolve."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -220,12 +219,12 @@ def escaped(value: Any) -> Any:
 
 
 def unescaped(text: str) -> str:
-    """Return the values before a call of `escaped`."""
+    """Return a string as it was before `escaped` changed it."""
     return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested plain values with all strings except keys changed."""
+    """Return nested plain values with `change` applied to all strings except keys."""
     if isinstance(value, Mapping):
         return {key: _with_strings(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -234,7 +233,7 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a sentence for each value with a forbidden reference to anything but other keys."""
+    """Yield a sentence for each forbidden reference; references to other keys are allowed."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
@@ -244,7 +243,7 @@ def _foreign_references(content: Content) -> Iterator[str]:
 
 
 def _override(text: str) -> Content:
-    """Return the mapping of one `dotted.key=value`, with its value read as YAML."""
+    """Return the mapping of one `dotted.key=value`, whose value is read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")) or key.startswith("-"):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
@@ -258,7 +257,7 @@ def _override(text: str) -> Content:
 
 
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
-    """Yield the bases of a file and then the file with their mappings, in ascending priority.
+    """Yield the bases of a file, then the file, each with its mapping, in ascending priority.
     `chain` contains the files whose `base` led to this file."""
     path = real_path(path)
     if path in chain:
@@ -322,7 +321,9 @@ def _checked(text: str) -> yaml.Node | None:
         if isinstance(node, yaml.MappingNode):
             if scalar:  # yaml would use the value of its key =
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
-            if [key.value for key, _ in node.value].count("<<") > 1:  # other keys: OmegaConf
+            if [key.value for key, _ in node.value].count(
+                "<<"
+            ) > 1:  # OmegaConf refuses other duplicates
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):

@@ -125,8 +125,8 @@ PATHS = (
         ("hf:a/b", "must be a local path"),
         ("dbfs:/x", "must be a local path"),
         ("file:///x", "must be a local path"),
-        ("$HOME/x", "must be written out, .*oc.env:HOME}' is"),
-        ("/data/$USER/x", "must be written out, .*oc.env:USER}' is"),
+        ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
+        ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
         ("~/x", "~"),
     ],
 )
