@@ -13,7 +13,7 @@ from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"
-"""Role of the factor gamma of PC layers."""
+"""Role name of gamma, the factor of PC layers."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def config_units(config: Config) -> list[Unit]:
 
 
 def config_assignments(config: Config) -> Assign:
-    """Return the function from the units of the config's model to their assignments."""
+    """Return a function that maps each unit of the config's model to its assignment."""
     return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
 
 
@@ -47,7 +47,7 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Return the function from the given units to their assignments."""
+    """Return a function that maps each of the given units to its assignment."""
     by_role: dict[tuple[str, int | None], Assignment] = {}
     for unit in units:
         if (unit.role, unit.layer) not in by_role:
@@ -86,7 +86,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the assignment of gamma, a separate parameter if PC(W) is in the graph."""
+    """Return the rule and rate of gamma, which is its own parameter if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -99,7 +99,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return the owner's map to PC(W) for `unit`, or None if owners do not compute it."""
+    """Return how `unit`'s owner computes PC(W) and steps gamma, or None if owners do not."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

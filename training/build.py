@@ -29,7 +29,7 @@ from training.step import Trainer
 def build_parallel_model(
     config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
-    """Return this rank's part of the config's model, with `weights` or new weights."""
+    """Build this rank's part of the config's model, with `weights` if given, else new weights."""
     assign = config_assignments(config)
     distributed, train = config.optimizer.distributed, config.train
     dtype = DTYPES[train.precision]
@@ -89,8 +89,8 @@ def build_trainer(
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are the weights of `build_parallel_model`. The model is scored on `tasks`. Monitors
-    measure every `monitor_interval`-th step, by default that of the config.
+    `weights` is passed to `build_parallel_model`. `tasks` are the tasks that score the model.
+    Monitors measure every `monitor_interval`-th step; None uses the config's interval.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)

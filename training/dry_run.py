@@ -52,7 +52,7 @@ class PhaseUse:
         return {name: weight / total for name, weight in self.weights.items()}
 
     def tokens(self, sequence_length: int) -> dict[str, int]:
-        """Return the exact number of tokens of each set that the samples predict."""
+        """Return, by set, the exact number of tokens that the samples predict."""
         used = build_blend(self.weights).used(self.samples).tolist()
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
@@ -82,7 +82,7 @@ def set_sizes(config: Config) -> dict[str, int]:
 
 
 def data_table(config: Config) -> str:
-    """Return a row per set with shares, tokens and epochs, and the repeatedly read sets."""
+    """Return a table with each set's shares, tokens and epochs, and a line about repeated sets."""
     uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
     parts = [use.tokens(config.train.sequence_length) for use in uses]
     for part in parts:
@@ -124,8 +124,11 @@ def step_flops(config: Config) -> float:
 
 
 def attended_length(config: Config) -> float:
-    """Return the attended length of the training sets, weighted by use, or that of `data.mock` if
-    the sets are missing; the sequence length if attention crosses borders of documents."""
+    """Return the mean attended length of the training sets, weighted by use.
+
+    Missing sets have the attended length of `data.mock`. If attention crosses borders of documents,
+    the result is the sequence length.
+    """
     if not config.data.document_mask:
         return config.train.sequence_length
     weights = {name: each.weight for name, each in config.data.train.items()}
@@ -151,7 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the shape of a step for its plan, without rules."""
+    """Return the step's shape that the plan is computed from, without rules."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -189,8 +192,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return the parts of the run with one global batch each, and the modelled time of a step in
-    each part."""
+    """Return the parts of the run that have one global batch each, and the modelled time of a step
+    in each part."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -220,15 +223,16 @@ def fused_on_gpu(config: Config) -> bool:
 
 
 def rule_operands(config: Config) -> str:
-    """Return the dtype of the operands in the matrices' rule, by its name in `Device.peak`."""
+    """Return the dtype of operands in the rule of matrices, by its name in `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"
 
 
 def device_named(text: str) -> Device:
-    """Return the device with the name `text`, or described in the YAML file `text`, whose `base`
-    names the device that supplies the omitted figures.
+    """Return the device named `text`, or the device that the YAML file `text` describes.
+
+    `base` in the file names the device that supplies omitted figures.
 
     Raises InvalidConfigError if there is neither, or with all problems of the file.
     """

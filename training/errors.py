@@ -17,7 +17,7 @@ from typing import Any, Final
 from parallel.error_text import described
 
 PATIENCE: Final = 5.0
-"""Seconds within which torchrun stops a rank after rank 0 has printed the error."""
+"""Seconds in which torchrun stops a rank after rank 0 has printed the error."""
 
 
 class InputError(ValueError):
@@ -56,8 +56,9 @@ _COMMANDS: Final = re.compile(
 def printable(text: str) -> str:
     """Replace the characters that control a terminal or a page.
 
-    Control characters other than line breaks and tabs, lone surrogates, which UTF-8 cannot encode,
-    and characters that change the direction of writing become U+FFFD.
+    Three kinds of characters become U+FFFD: control characters other than line breaks and tabs,
+    lone surrogates (which UTF-8 cannot encode), and characters that change the direction of
+    writing.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
@@ -92,8 +93,10 @@ class _StoreOnce(argparse._StoreAction):
 
 
 def near_name(path: Path) -> str:
-    """Return `; did you mean PATH?` with the name in the same folder, with the same suffix, that is
-    closest to a missing path; '' if none is close or the path exists."""
+    """Return `; did you mean PATH?` for a missing path, '' if the path exists or no name is close.
+
+    PATH is the closest name in the same folder with the same suffix.
+    """
     from models.section import closest  # imports pydantic
 
     near = None
@@ -119,14 +122,14 @@ LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, or 0 if there is no launcher or `check_launched` refuses its
-    variables."""
+    """Return the global rank, or 0 if there is no launcher or `check_launched` refuses the
+    launcher's variables."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def check_launched() -> None:
-    """Raise ConfigError for a launcher's variable that is not a valid number, rank or port."""
+    """Raise ConfigError if a variable of the launcher is not a valid number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a whole number, got {text!r:.40}"
@@ -147,8 +150,8 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    Rank 0 prints for all ranks if the error is `same_on_all_ranks`. A rank that still runs after
-    rank 0 had time to print has a different error, and prints it with its rank.
+    Rank 0 prints for all ranks if the error is `same_on_all_ranks`. Another rank that still runs
+    when rank 0 has had time to print has an error of its own, and prints it with its rank.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:
@@ -161,8 +164,8 @@ def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message to torchrun's error file, so that torchrun's report, the last lines on the
-    screen, ends with it."""
+    """Write the message to torchrun's error file: the report that torchrun prints last then ends
+    with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -172,7 +175,7 @@ def tell_torchrun(message: str) -> None:
 
 
 class Aid:
-    """A context in which an OSError ends the block but not the run.
+    """Context manager that lets an OSError end the block, but not the run.
 
     The first of consecutive errors is printed as a warning.
     """

@@ -15,8 +15,11 @@ UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError, also for deep nesting, for text that is not UTF-8 and
-    for a key that occurs twice in one object, where `json` would drop the first value."""
+    """Parse a JSON text.
+
+    Raises ValueError for invalid JSON, for deep nesting, for text that is not UTF-8, and for a key
+    that occurs twice in one object; `json` would drop the first value.
+    """
     try:
         return json.loads(text, object_pairs_hook=_mapping)
     except RecursionError:
@@ -55,7 +58,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a FIFO, which would block, and for a kernel file."""
+    """Raise OSError for a FIFO, whose reading would block, and for a file of the kernel."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
@@ -69,7 +72,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raises OSError (`read_regular`) or ValueError (`parse_json`)."""
+    """Parse a JSON file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
     return parse_json(read_regular(Path(path)))
 
 

@@ -19,9 +19,9 @@ from training.errors import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30
-"""Seconds for the other ranks to end after one has failed, as under torchrun."""
+"""Seconds that the other ranks have to end after one rank has failed, as under torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of ranks that a second Ctrl-C has ended."""
+"""Exit codes of ranks that a second Ctrl-C may have ended."""
 POLL: Final = 0.1
 """Seconds between two polls of the ranks."""
 
@@ -67,7 +67,7 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def wait(self) -> int:
-        """Wait for all ranks and return the run's exit code, that of the first rank to fail."""
+        """Wait for all ranks and return the exit code of the first rank that failed."""
         while (codes := [process.poll() for process in self.processes]).count(None):
             failed = [code for code in codes if code]
             if failed and not self.interrupted:
@@ -79,8 +79,8 @@ class Ranks:
         return self._failure(codes)
 
     def _failure(self, codes: Sequence[int | None]) -> int:
-        """Return the exit code of ranks that the launcher has not ended, 1 for a rank ended by a
-        signal."""
+        """Return the exit code of the ranks that the launcher did not end; 1 if a signal ended a
+        rank."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
         for rank, code in failed.items():
             if code < 0:
@@ -110,7 +110,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     environments = {
         rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
     }
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles others
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles other errors
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
         # A rank unblocks Ctrl-C when it handles it.
@@ -122,7 +122,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
             environments,
             DefaultLogsSpecs(log_dir=folder),
         )
-        assert isinstance(context, SubprocessContext)  # the entry point is a command
+        assert isinstance(context, SubprocessContext)  # the entry point is an external command
         processes.started(context)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         code = processes.wait()

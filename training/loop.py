@@ -27,7 +27,7 @@ class Outcome:
 
     step        last step taken, counted from 1
     validation  metrics of the last validation
-    stopped     reason of an end before the last step, else None
+    stopped     reason why the run ended before its last step, else None
     """
 
     step: int
@@ -43,12 +43,11 @@ def ignore(*_: object) -> None:
 class Hooks:
     """Parts of a run that surround its steps; without them the loop only trains.
 
-    report     receives the metrics of a logging or validation step, the same on every rank, and the
-               step
+    report     receives a logging or validation step and its metrics, which are equal on all ranks
     record     receives the figures of the monitors, and the step
     note       receives kind, step and text of an event
     on_step    receives the number of each step, and its result
-    rewind     returns to an earlier checkpoint after an error; its result is whether it did
+    rewind     returns to an earlier checkpoint after an error, and returns whether it could
     lifecycle  saves checkpoints and receives stop requests
     profile    times the operations of some steps
     """
@@ -77,7 +76,8 @@ class Loop:
         """Train from the current step to the last, validate, and return the outcome; after too many
         consecutive skipped steps rewind, if the hooks can.
 
-        Raises NonFiniteError if they cannot, CheckpointError if a checkpoint cannot be written.
+        Raises NonFiniteError if there is no rewind, CheckpointError if a checkpoint cannot be
+        written.
         """
         while True:
             try:
@@ -108,7 +108,7 @@ class Loop:
         return Outcome(trainer.progress.step, validation or {}, reason)
 
     def step_and_report(self) -> dict[str, float] | None:
-        """Take the next step and make the due reports.
+        """Take the next step and make the reports that are due.
 
         Returns the metrics of the validation, {} if there was none, or None if a stop interrupted
         it.
@@ -141,7 +141,7 @@ class Loop:
         return self.validate_and_report(metrics)
 
     def begin_phase(self, read: Mapping[str, SetCount]) -> None:
-        """Switch to the next mixture; `read` are the counts of each set so far."""
+        """Switch to the next mixture; `read` contains the counts of each set so far."""
         trainer, progress = self.trainer, self.trainer.progress
         mixture = trainer.data.at(progress.step)
         progress.phase = mixture.phase_after(progress.sample, read)
@@ -206,8 +206,8 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work that is due every `interval` steps (0: never) and after the last step
-        is due after `step`."""
+        """Return whether work is due after `step`: every `interval` steps, unless 0, and after the
+        last step."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -235,7 +235,7 @@ class Loop:
         )
 
     def paused(self, measure: Callable[[], Result]) -> Result:
-        """Return the result of `measure`, whose time does not count as step time."""
+        """Call `measure` and return its result; its time does not count as step time."""
         with self.trainer.pace.pause(), profiler.record_function("validation"):
             return measure()
 
@@ -252,7 +252,7 @@ class Loop:
 def unigram_comparison(
     validation: Sequence[ValidationData], metrics: dict[str, float]
 ) -> list[tuple[str, float, float]]:
-    """Return (set, validation loss, unigram entropy of the set), in nats per token."""
+    """Return (name, validation loss, unigram entropy) of each set, in nats per token."""
     return [
         (each.name, metrics.get(f"val/{each.name}/loss", math.nan), each.set.unigram_entropy())
         for each in validation

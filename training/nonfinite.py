@@ -26,8 +26,8 @@ class SpikeDetector:
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare with the losses of the last `window` taken steps.
 
-        A spike is more than `deviations` standard deviations above their mean; None disables
-        detection.
+        A loss more than `deviations` standard deviations above the mean of these losses is a spike;
+        None disables detection.
         """
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
@@ -56,8 +56,9 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counter of skipped steps that aborts the run after too many consecutive ones.
 
-    On a GPU `record` only keeps the step's predicate, and `check` reads it on logging steps, so
-    that other steps do not wait for the device. On a CPU `record` checks immediately.
+    On a GPU `record` only keeps whether the step was taken, as a tensor; `check` reads the tensors
+    on logging steps, so that other steps do not wait for the device. On a CPU `record` checks
+    immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool = False) -> None:
@@ -70,7 +71,8 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, tuple[int, int], Tensor]] = []
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
-        """Record whether `step`, counted from 1, was taken, with [first, end) of its samples."""
+        """Record whether `step`, counted from 1, was taken; `samples` is [first, end) of its
+        samples."""
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()
@@ -94,8 +96,8 @@ class NonFiniteGuard:
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if a unit has refused more than `limit` consecutive updates.
 
-        name, row  the unit with the most consecutive refusals before `step`, and their number
-        samples [first, end) of the samples of `step`; earlier steps have at most as many
+        name, row  the unit with the most consecutive refusals before `step`, and how many
+        samples    [first, end) of the samples of `step`; earlier steps have no more samples
         """
         if row > self.limit:
             first, end = samples

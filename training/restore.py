@@ -1,4 +1,4 @@
-"""Restoring of a trainer from a checkpoint, to continue a run or return to an earlier step."""
+"""Restore a trainer from a checkpoint, to continue a run or to return to an earlier step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}; {todo}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
-            f"{info.path}: the step of the state must be {info.step}, got {extra.get('step')}"
+            f"{info.path}: the state must be of step {info.step}, got {extra.get('step')}"
         )
     check_replicas(trainer.model)
     with refusing(meta, KeyError, TypeError, ValueError):
@@ -53,8 +53,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint, in a new phase if its mixture differs from that of
-    `data`.
+    """Return the progress at a checkpoint; a new phase begins if `data` has another mixture.
 
     Raises ResumeError if the data has changed and the checkpoint does not state its counts.
     """
@@ -66,8 +65,9 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
         return progress
     if progress.read is None and progress.sample:
         raise ResumeError(
-            f"{info.path} does not state what was read of each set, as an earlier version saved "
-            "it: continue with its data to the next checkpoint, and change the data then"
+            f"{info.path} was saved by an earlier version and does not state how much of each "
+            "set was read: continue with the same data to the next checkpoint, and change the "
+            "data then"
         )
     phase = present.phase_after(progress.sample, progress.read or {})
     return replace(progress, phase=phase)

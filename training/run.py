@@ -81,7 +81,7 @@ from training.step_profile import StepProfile, announcement
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
-    # A tied embedding's owner on the first stage; the last stage steps a copy.
+    # A tied embedding gets the owner on the first stage, as the last stage steps a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
 
 
@@ -104,7 +104,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The run's entries in every checkpoint."""
+        """The entries about the run in the meta.json of each of its checkpoints."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -122,8 +122,8 @@ def train(
 ) -> Outcome:
     """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
-    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; if torchrun or
-    SLURM restarts a command, `latest` replaces the other values. `on_step` is called after every
+    `resume` is `latest`, for the newest checkpoint of `run.dir`, or a step, or `none`. If torchrun
+    or SLURM restarts a command, `latest` replaces the other values. `on_step` is called after every
     step with its number and result. `interrupts` handles Ctrl-C, which stops the run.
 
     Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
@@ -167,8 +167,7 @@ def train(
             restore(trainer, start)
         if config.checkpoint.interval:
             first_rank(lambda: check_place(run_dir))
-        # The code before this line does not change the run folder, and the code after it does not
-        # refuse the run.
+        # The run folder is not changed before this line, and the run is not refused after it.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins()
@@ -222,10 +221,10 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
-    """Check the config against `start`, the checkpoint to continue from (None: a new run).
+    """Check the config against `start`, the checkpoint to continue from, None for a new run.
 
-    Raises ResumeError for initial weights that the checkpoint's run did not begin with,
-    InvalidConfigError for a later batch that does not fit the ranks.
+    Raises ResumeError if the run of the checkpoint began without the config's initial weights,
+    InvalidConfigError if a batch after the checkpoint does not fit the ranks.
     """
     if start is not None:
         check_beginning(config, start)
@@ -235,7 +234,7 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return the weights of another run to begin with, None to initialise weights.
+    """Return another run's weights to begin with, or None if weights are to be initialised.
 
     Raises BrokenCheckpointError or ResumeError for weights that cannot be used, VocabularyError for
     new weights with more rows than the data needs.
@@ -272,12 +271,13 @@ def run_hooks(
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
-    """Return the choice of a run's checkpoint; after a restart it is the newest one."""
+    """Return `resume`, or `latest` if torchrun or SLURM has restarted the command."""
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:
         print(
-            f"--resume {resume} applied to the first start: continuing from the newest checkpoint"
+            f"--resume {resume} applied only to the first start: continuing from the newest "
+            "checkpoint"
         )
     return "latest"
 
@@ -326,7 +326,7 @@ def opening_notes(
         yield "initialized", f"weights of step {weights.info.step} from {weights.info.path}"
         if not weights.compared:
             whose = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
-            text = f"the tokenizer of {whose} is not known: the same ids may mean other tokens"
+            text = f"the tokenizer of {whose} is unknown, so the same ids may mean other tokens"
             yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
         for text in announced(start, config, beginning.facts, beginning.machine):
@@ -347,7 +347,10 @@ def opening_notes(
     elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
         yield "loss", "loss kernels: the engine's, which are slower: liger-kernel is not installed"
     if fused_backward(config, device):
-        yield "backward", "kernels of backward passes: spectrain's, not timed on a GPU yet"
+        yield (
+            "backward",
+            "kernels of backward passes: spectrain's, whose speed was not measured on a GPU yet",
+        )
     backend, described_backend = compile_backend(config, device)
     if backend is not None or device.type == "cuda":
         yield "compile", f"compiled parts: {described_backend}"
@@ -357,7 +360,7 @@ def opening_notes(
 
 
 def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of a config's settings without effect on the run."""
+    """Yield kind and text of notes on settings that have no effect on the run."""
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
         yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} for {ids:,} ids of the data"
@@ -368,8 +371,8 @@ def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
 def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes the event of its failure.
 
-    Rank 0 writes an error that all ranks raise, every rank an error that only it raises, and the
-    first of the ranks that miss others in a collective writes the collective's error.
+    Rank 0 writes an error that all ranks raise. A rank writes an error that only this rank raises.
+    If ranks miss other ranks in a collective, the first of them writes the collective's error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
@@ -391,7 +394,7 @@ def naming_absent(groups: Groups) -> Iterator[None]:
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
-    """Return whether the run ends at a checkpoint with all reports made."""
+    """Return whether the run ends at this checkpoint and all its reports were made."""
     return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
@@ -403,8 +406,8 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
         if config.train.exits_early:
             longer = "train.exit_step"
         print(
-            f"nothing to do: the run ends at {start.path}; to train on, raise {longer}; to start "
-            "over, use --resume none",
+            f"nothing to do: the run ended at {start.path}; to train on, raise {longer}; to "
+            "start over, use --resume none",
             flush=True,
         )
     return Outcome(start.step, {})

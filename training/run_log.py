@@ -71,7 +71,8 @@ class RunLog:
 
         warned    warnings before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
-        progress   progress of the run: its step is `step`, or one more if that has no report yet
+        progress   progress of the run: its step is `step`, or `step` + 1 if a step has no report
+                   yet
         monitor_interval   steps between monitored steps, as in `Monitors`
         contents   hash of each token set and of the tokenizer, for data.json
         """
@@ -113,7 +114,10 @@ class RunLog:
         if repeated := repeats({use.name: use.epochs for use in used}):
             print(f"data {repeated}", flush=True)
         for name, count in present.earlier().items():
-            print(f"data {name}: no longer in the mixture, {count:,} tokens before", flush=True)
+            print(
+                f"data {name}: no longer in the mixture; {count:,} tokens were read from it before",
+                flush=True,
+            )
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         intervals = {"metrics": config.log.interval, "monitors": monitor_interval}
@@ -202,7 +206,7 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """Close files and trackers after any end of the run."""
+        """Close files and trackers, however the run ended."""
         self._close_figures()
         self.events.close()
         self.trackers.close()
@@ -210,7 +214,7 @@ class RunLog:
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
         """Print the outcome of the run, and mark the run as done after its last step.
 
-        `comparison` has each validation set's loss and unigram entropy.
+        `comparison` contains the name, loss and unigram entropy of each validation set.
         """
         steps, folder = self.config.train.steps, self.config.run.dir
         for text in self.trackers.dropped:
@@ -241,8 +245,8 @@ def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
     """Write the error that ended the run on this rank as an event, if the disk allows.
 
-    The event contains the kind of error, this rank and its host, and for a failed collective the
-    missing ranks and their hosts. The caller prints the error.
+    The event contains the kind of error, this rank and this host. For a failed collective it also
+    contains the missing ranks and their hosts. The caller prints the error.
     """
     facts: dict[str, Any] = {
         "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
@@ -257,13 +261,13 @@ def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
 WARNINGS: Final = {
     "unconverged": (
         "spectral/unconverged",
-        "{new:.0f} multiplier solves since the last report missed their tolerance: see "
-        "multiplier_residual in monitors.jsonl",
+        "{new:.0f} solves for SSO's multiplier have missed their tolerance since the last "
+        "report: see multiplier_residual in monitors.jsonl",
     ),
     "refused": (
         "optim/refused",
-        "{new:.0f} updates since the last report were not finite, or not bounded, and were not "
-        "taken: {units}",
+        "{new:.0f} updates since the last report were not finite or not bounded, and were "
+        "skipped: {units}",
     ),
     "outside": (
         "pc/domain/outside",
@@ -271,7 +275,7 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""The metric, and the warning about new events, by key of `SpectralMetrics.state`."""
+"""For each key of `SpectralMetrics.state`: the metric, and the warning about new events."""
 
 
 def set_aside(path: Path) -> None:

@@ -84,7 +84,7 @@ class Sampler:
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
     """Return the writer of samples of text, or None if the config requests none.
 
-    Raises ConfigError if there is no tokenizer to write them with.
+    Raises ConfigError if there is no tokenizer to decode the samples.
     """
     section = config.validation
     if section.samples_interval == 0 or not validation:
@@ -107,8 +107,10 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
-    """Return, for each token of a sample, the start of its document, `[sequence_length]`. The first
-    `prompt` tokens use the borders of the set; generated tokens continue the last document.
+    """Return the start of the document of each token of a sample, `[sequence_length]`.
+
+    The first `prompt` tokens use the borders of the set; generated tokens continue the last
+    document.
 
     The result is None if attention crosses the borders of documents.
     """
@@ -129,9 +131,9 @@ def next_tokens(
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, the same on every rank, and `firsts` are the positions
-    of the first tokens of their documents. Each window is a separate micro-batch, and every
-    data-parallel rank computes all of them.
+    `windows` is `[rows, sequence_length]`, the same on every rank. `firsts` contains, for each
+    window, the position of the first token of each token's document. Each window is a separate
+    micro-batch, and every data-parallel rank computes all of them.
     """
     rows = len(windows)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
@@ -158,7 +160,7 @@ def next_tokens(
     figures: list[dict[str, Any]] = model.forward_backward(
         batches, choose, microbatches=count, micro_batch=1, train=False
     )
-    # The rank with the position on the last stage has the tokens, other ranks have zeros.
+    # Only the last stage's rank that holds the position has the tokens; other ranks have zeros.
     tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
     for i, figure in enumerate(figures):
         tokens[i] = figure["token"]
@@ -172,8 +174,8 @@ def best_token(
 ) -> Tensor:
     """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
 
-    If logits are equal, the first of them counts; on context ranks without the position the result
-    is 0. Padding rows of the vocabulary are not tokens.
+    If several logits are the largest, the first one counts. On context ranks that do not hold the
+    position the result is 0. Padding rows of the vocabulary are not tokens.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)

@@ -43,8 +43,10 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_restarts() -> None:
-    """Raise ConfigError if torchrun may restart ranks of several nodes in one store: nodes count
-    restarts separately, so ranks could look for each other in different attempts."""
+    """Raise ConfigError if torchrun may restart ranks of several nodes in one store.
+
+    Nodes count restarts separately, so ranks could look for each other in different attempts.
+    """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":

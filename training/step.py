@@ -1,7 +1,7 @@
 """The training step: forward and backward, monitors, penalty, guards and update.
 
-`Trainer` contains one rank's model, optimizer, data and progress; loop.py does the work due after a
-step.
+`Trainer` contains one rank's model, optimizer, data and progress; loop.py does the work that is due
+after a step.
 """
 
 import math
@@ -44,8 +44,11 @@ from training.samples import Sampler
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss, gradient norm, whether the step was taken, and with a z-loss the mean squared
-    log-sum-exp of the logits, as tensors on the device."""
+    """Results of a step, as tensors on the device.
+
+    They are the mean loss, the gradient norm, whether the step was taken and, with a z-loss, the
+    mean squared log-sum-exp of the logits.
+    """
 
     loss: Tensor
     norm: GradientNorm
@@ -115,7 +118,7 @@ class Trainer:
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Continue reading at the progress, with the global batch of the next step."""
+        """Continue to read from the present progress, with the global batch of the next step."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
@@ -127,7 +130,7 @@ class Trainer:
         with profiler.record_function("forward_backward"):
             means = self.compute_gradients(index)
             loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
-        # The forward pass uses the user's precision, the optimizer's mathematics its own.
+        # The forward pass uses the user's precision of products; the optimizer sets its own.
         with ieee_products():
             with profiler.record_function("monitors"):
                 self.monitors.after_backward()
@@ -148,11 +151,12 @@ class Trainer:
         return StepResult(loss, norm, active, z_loss)
 
     def rate_factor(self, index: int) -> float:
-        """Return the learning rate of step `index`, from 0, over its peak."""
+        """Return the learning rate of step `index`, counted from 0, relative to its peak."""
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards; return the means of `mean_loss` over the global batch."""
+        """Compute the gradient shards; return the means of `mean_loss`'s figures over the global
+        batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
@@ -171,8 +175,10 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Weight the counted labels of the step's micro-batches equally: the mean of the weighted
-        sums over micro-batches and ranks is the mean over labels."""
+        """Give all counted labels of the step the same weight.
+
+        The mean over micro-batches and ranks of the weighted sums is then the mean over labels.
+        """
         replicas = self.groups.dense.replicas
         counts = torch.stack([batch["counted"].sum() for batch in batches])
         total = all_reduce_(counts.sum(), replicas, self.model.comm_volume, "counted tokens")
@@ -180,7 +186,7 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the means of `mean_loss` over the global batch, the same on every rank.
+        """Return the means of `mean_loss`'s figures over the global batch, the same on every rank.
 
         `figures` contains the figures on the last pipeline stage and is empty on other stages.
         """
@@ -228,7 +234,7 @@ class Trainer:
         }
 
     def set_tokens(self) -> dict[str, int]:
-        """Return the tokens read of each set so far, if the run has phases of data."""
+        """Return the number of tokens read from each set so far, if the run has phases of data."""
         if not self.config.data.phases:
             return {}
         return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
@@ -260,10 +266,11 @@ class Trainer:
 
 
 def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
-    """Return the loss function of training: the mean token loss of the micro-batch plus `z_loss`
-    times the mean squared log-sum-exp of the logits, or the sums with the batch's `weights`.
+    """Return the loss function of training.
 
-    Its figure `loss` is the first mean `[]`, or with a z-loss both means `[2]`, without the
+    It returns the mean token loss of the micro-batch plus `z_loss` times the mean squared
+    log-sum-exp of the logits; if the batch has `weights`, weighted sums replace both means. Its
+    figure `loss` is the first mean `[]`, or with a z-loss both means `[2]`, without the
     coefficient.
     """
     weights = batch.get("weights")
@@ -274,7 +281,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if not z_loss:
             value = mean(output)
-            # Megatron's schedule divides the loss in place, so the figure is a copy.
+            # The figure is a copy, because Megatron's schedule divides the loss in place.
             return value, {"loss": value.detach().clone()}
         means = torch.stack([mean(each) for each in output])
         return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
@@ -302,13 +309,14 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        They are logged after the first step, to judge the coefficient, and after every logging
+        The metrics are logged after the first step, to judge the coefficient, and on every logging
         step.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 
     def add(self, index: int) -> None:
-        """Add the penalty's gradient in step `index`, counted from 0, if active.
+        """Add the penalty's gradient in step `index`, counted from 0, if the penalty is active
+        then.
 
         Waits for the device only in steps that are logged.
         """
@@ -318,7 +326,8 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the last step's metrics, of the weights before it; `loss` is its mean loss.
+        """Return the last step's metrics, computed from the weights before it; `loss`: its mean
+        loss.
 
         penalty/on              1 if the penalty was active
         penalty/value           coefficient times the sum of the penalties, active or not

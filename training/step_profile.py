@@ -27,12 +27,12 @@ LARGEST_HISTORY: Final = 1_000_000
 
 
 def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
-    """Return the steps to profile of a run that continues after step `after` and ends at `last`."""
+    """Return the steps to profile in a run that continues after step `after` and ends at `last`."""
     return range(max(section.first, after + 1), min(section.first + section.steps - 1, last) + 1)
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return the note about the profile for the start of a run that continues after `after`, or
+    """Return the profile's note for the start of a run that continues after step `after`, or
     None."""
     section, last = config.log.profile, config.train.last
     if section is None:
@@ -44,8 +44,8 @@ def announcement(config: Config, after: int) -> str | None:
         return f"profile: none, as {_named(asked)} come after step {last}, the run's last"
     if not steps:
         return (
-            f"profile: none, as {_named(asked)} were before this start; a later log.profile.first "
-            "profiles again"
+            f"profile: none, as {_named(asked)} were before this start; to profile again, set a "
+            "later log.profile.first"
         )
     less = "" if len(steps) == len(asked) else f", of the {_named(asked)} that were asked for"
     where = Path(config.run.dir) / FOLDER
@@ -79,7 +79,7 @@ class StepProfile:
         self._messages: list[str] = []
 
     def before(self, step: int) -> None:
-        """Start the profile at its first step, and mark each step."""
+        """Start the profile before its first step, and begin the mark of each profiled step."""
         if self._done or not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
@@ -107,7 +107,7 @@ class StepProfile:
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
     def close(self) -> None:
-        """Stop without a trace after a run's error."""
+        """Stop without writing a trace, after an error of the run."""
         session, self._session = self._session, None
         if session is not None:
             with self._failing():

@@ -66,10 +66,12 @@ UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
-    Checks that it is complete and that its files have their sizes; `problems` also compares their
-    content. Prints a warning for each newer broken checkpoint. Needs no process group. Raises
-    BrokenCheckpointError for a broken one, ResumeError if there is no such folder or no complete
-    checkpoint in it.
+    Checks that the checkpoint is complete and that each file has its recorded size; `problems` also
+    compares the content of files. Needs no process group.
+
+    A run folder's broken checkpoints that are newer than the returned one only cause warnings.
+    Raises BrokenCheckpointError if `path` is the step folder of a broken checkpoint, ResumeError if
+    `path` does not exist or contains no complete checkpoint.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -78,8 +80,8 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
                 raise ResumeError(f"{path} does not exist{near_name(path)}")
             if (path / "config.json").is_file():
                 raise ResumeError(
-                    f"{path} is a Hugging Face folder: scripts/convert_hf.py import makes a "
-                    "checkpoint of it"
+                    f"{path} is a Hugging Face folder: convert it to a checkpoint with "
+                    "scripts/convert_hf.py import"
                 )
             raise ResumeError(
                 f"{path} has no checkpoint; checkpoint.interval sets when a run saves"
@@ -114,7 +116,8 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 def _complete(path: Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder.
 
-    Raises BrokenCheckpointError if it is incomplete, ResumeError if it is of another version.
+    Raises BrokenCheckpointError if the checkpoint is incomplete, ResumeError if its format is that
+    of another version.
     """
     try:
         content = read_regular(path / META)
@@ -166,10 +169,10 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file of a share that has changed since it was written.
+    """Yield a sentence for each file in `share` that has changed since it was written.
 
-    The first share also contains the index of tensors; all files that the index names must be
-    compared.
+    `share` is a slice of the files. With the first share, also yields a sentence if the index of
+    tensors names a file that is never compared.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -184,7 +187,7 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each nonfinite tensor of a share.
+    """Yield a sentence for each nonfinite tensor in `share`, a slice of the tensors.
 
     Raises BrokenCheckpointError if the tensors cannot be read; call it after `problems`.
     """
@@ -208,9 +211,9 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """Create and return a folder for the checkpoint of `step`, with an empty `state`.
+    """Create and return a folder for the checkpoint of `step`; it contains an empty folder `state`.
 
-    The run folder must exist: it is not created again.
+    The run folder must exist; it is not created here.
     """
     folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
     folder.parent.mkdir(exist_ok=True)
@@ -220,7 +223,7 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if a run folder's checkpoints cannot be written in two attempts; leave no
+    """Raise InputError if two attempts to write to a run folder's `checkpoints` fail; leave no
     file."""
     with contextlib.suppress(OSError):
         return _write_nothing(run_dir)
@@ -244,7 +247,7 @@ def complete(
 ) -> Path:
     """Seal the checkpoint in `folder`, rename it and return its step folder.
 
-    `meta` and `state` are as for `seal`. All files are on disk before the folder is renamed, and
+    `meta` and `state` are passed to `seal`. All files are on disk before the folder is renamed, and
     the new name is on disk before this returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
@@ -255,13 +258,13 @@ def complete(
     try:
         sync(target.parent)
     except OSError:
-        target.rename(folder)  # it might be lost after a crash
+        target.rename(folder)  # a crash could lose the new name
         raise
     return target
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """Write meta.json and COMPLETE to a checkpoint with all other files, and sync it to disk.
+    """Write the last two files of a checkpoint, meta.json and COMPLETE, and sync it to disk.
 
     `state` contains the size and hash of each file in its state folder. The tensors are already on
     disk.
@@ -302,7 +305,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return those of the ascending `steps` whose checkpoints are not kept; see `retire`."""
+    """Return the steps, among the ascending `steps`, whose checkpoints `retire` removes."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 
@@ -310,9 +313,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Keeps the `keep_last` newest complete checkpoints (None: all) and those whose step is a multiple
-    of `keep_every` (None: no others). Broken checkpoints are not removed. Leftovers of an earlier
-    call are removed first.
+    Keeps the `keep_last` newest complete checkpoints; None keeps all. Also keeps each checkpoint
+    whose step is a multiple of `keep_every`, if it is not None. Broken checkpoints are not removed.
+    Leftovers of an earlier call are removed first.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)

@@ -30,13 +30,14 @@ TOKENIZER = "tokenizer.json"
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, from a checkpoint of any layout and unit split."""
+    """Units and buffers of a config's model, read from a checkpoint. The checkpoint may have
+    another layout and another split into units."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json; `compared` states whether both
-        tokenizers are known."""
+        """`digest` is the sha256 of the checkpoint's meta.json. `compared` states whether the
+        tokenizers of the checkpoint and of the data are both known."""
         self.weights = weights
         self.digest = digest
         self.compared = compared
@@ -55,7 +56,8 @@ class InitialWeights:
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return all of `unit`, `[*shape]`, float32; it may belong to any rank."""
+        """Return the whole weight of `unit`, `[*shape]`, float32. The unit may belong to any
+        rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
@@ -69,12 +71,13 @@ class InitialWeights:
 
 
 def check_beginning(config: Config, start: CheckpointInfo) -> None:
-    """Raise ResumeError if a run that began without `checkpoint.initialize_from` now names it."""
+    """Raise ResumeError if a run that began without `checkpoint.initialize_from` now sets it."""
     path = config.checkpoint.initialize_from
     if path is not None and start.meta.get("initialized_from") is None:
         raise ResumeError(
-            f"checkpoint.initialize_from={path} is for a new run, and {start.path} is of a run "
-            "that began without it: name another run.dir, or start over with --resume none"
+            f"checkpoint.initialize_from={path} needs a new run, but {start.path} is a "
+            "checkpoint of a run that began without it: set another run.dir, or start over with "
+            "--resume none"
         )
 
 
@@ -83,10 +86,10 @@ def initial_weights(
 ) -> InitialWeights | None:
     """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
 
-    `tokenizer` is the sha256 of the data's `file`, None if it is not known. Rank 0 chooses the
-    checkpoint for all ranks, as the other run may save a newer one meanwhile. Raises
-    BrokenCheckpointError or ResumeError for a checkpoint that cannot be read or has another model
-    or tokenizer.
+    `file` is the data's tokenizer.json and `tokenizer` its sha256; None if unknown. Rank 0 chooses
+    the checkpoint for all ranks, because the other run may save a newer one meanwhile. Raises
+    BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is none or if it
+    has another model or tokenizer.
     """
     path = config.checkpoint.initialize_from
     if path is None:
@@ -118,9 +121,9 @@ def _chosen(
     another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} has another tokenizer: sha256 was {sha256}, "
-            f"is {tokenizer}; there the same ids mean other tokens. To use its weights "
-            "anyway, set checkpoint.allow_change=[tokenizer]"
+            f"checkpoint.initialize_from: {info.path} has another tokenizer: its sha256 is "
+            f"{sha256}, the data's is {tokenizer}, so the same ids mean other tokens. To use its "
+            "weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 

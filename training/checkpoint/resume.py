@@ -33,7 +33,7 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move aside checkpoints that must not be continued later, and print them (rank 0).
+        """Move checkpoints that must never be continued to other folders, and print them (rank 0).
 
         Call it after all checks that may refuse the run.
         """
@@ -142,6 +142,6 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id for trackers, the same on every rank: the checkpoint's, or a new one if
-    `meta` is empty."""
+    """Return the run's id for trackers: the id in `meta`, or a new id if `meta` is empty. All ranks
+    get the same id."""
     return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))

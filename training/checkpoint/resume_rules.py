@@ -24,10 +24,10 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that decide, with the rules of groups and roles, which tensors other than weights a
-checkpoint has, or their type."""
+"""Keys that determine, with the rules of groups and roles, a checkpoint's tensors other than
+weights, and their types."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys of the train section that change results; the steps belong to the schedule."""
+"""Keys of section `train` that change results, except the steps, which are of kind `schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
 """Keys of the model section that select an implementation without changing results."""
 ROUNDING: Final = (
@@ -38,7 +38,7 @@ ROUNDING: Final = (
 """Keys of implementations, which change results only by rounding."""
 
 Identity = dict[str, dict[str, Any]]
-"""Values by kind, such as model or schedule, and dotted key."""
+"""Values by kind (such as model or schedule), then by dotted key."""
 
 
 class Change(NamedTuple):
@@ -75,9 +75,9 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    The settings come from its config: a key that its version did not have gets its default, and a
-    renamed key is compared under its present name. Raises BrokenCheckpointError if the config is
-    not as it was written.
+    The settings come from the checkpoint's config. A key that is missing there, because an earlier
+    version wrote it, gets its default; a renamed key is compared under its present name. Raises
+    BrokenCheckpointError if the config file has changed since it was written.
     """
     return identity(info.config, info.meta["identity"])
 
@@ -104,10 +104,11 @@ def contents_of(facts: Identity) -> dict[str, str | None]:
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of sets without a hash of all tokens, by key of the kind
+    """Return the modification times of sets without a hash of all tokens, by their keys of kind
     `data`.
 
-    They may differ between copies on several nodes, so one rank provides them for all.
+    Copies of a set on several nodes may have different times, so one rank provides the times for
+    all ranks.
     """
     times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
@@ -136,8 +137,8 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the model settings that results depend on, by dotted key, with nulls replaced by the
-    sizes used."""
+    """Return the model settings that results depend on, by dotted key. A null is replaced by the
+    size in use."""
     scalar = model.query_pre_attn_scalar
     sizes = {
         "kv_heads": model.query_groups,
@@ -150,7 +151,7 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
 def differences(
     saved: Identity, now: Identity, allowed: Collection[str]
 ) -> dict[str, list[Change]]:
-    """Return the changes by kind of `now` that is not in `allowed`, without unchanged kinds."""
+    """Return the changes by kind, for each changed kind of `now` not in `allowed`."""
     found = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
@@ -165,9 +166,9 @@ def announced(
     facts: Identity,
     machine: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Return a sentence for each accepted change since a checkpoint that affects metrics.
+    """Return a sentence for each change since a checkpoint that is accepted but affects metrics.
 
-    Such changes have an allowed kind, concern validation, tasks or spike detection, or affect
+    Such a change is of an allowed kind, concerns validation, tasks or spike detection, or affects
     rounding and speed: the layout, the micro-batch, implementations, and the software and device
     in `machine`.
     """
@@ -206,10 +207,12 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both mappings without facts that only one of them contains: validation sets and tasks
-    may be added or removed; a set has a sha256 if it has a manifest, or a modification time if it
-    is large and has no manifest; settings of a rule that only one run uses follow from the
-    different rule of a group or role."""
+    """Return both mappings without the optional facts that only one of them contains.
+
+    Validation sets and tasks may be added or removed. A set has a sha256 only if it has a manifest,
+    and a modification time only if it is large and has no manifest. Settings of a rule that only
+    one run uses are optional too, because the rule of a group or role then differs as well.
+    """
     optional = {
         key
         for key in saved.keys() | now.keys()
@@ -226,7 +229,7 @@ def comparable(
 def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
     """Return the message of a refusal to continue: a line per kind, and the remedy.
 
-    `pc` says whether the run has PC layers.
+    `pc` states whether the run has PC layers.
     """
     lines = []
     for kind, changed in different.items():
@@ -244,7 +247,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
 
 
 def new_run(place: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit a run, with PC layers or without."""
+    """Return the remedy for a state that does not fit a run; `pc`: the run has PC layers."""
     if pc:  # checkpoint.initialize_from is refused, as PC layers would change the effective weights
         return "name another run.dir"
     return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
@@ -266,7 +269,7 @@ def _short(value: Any) -> str:
 def _data(
     config: Config, data: TrainingData, validation: Iterable[ValidationData]
 ) -> dict[str, Any]:
-    """Return the facts that determine the tokens of sample k, and of validation."""
+    """Return the facts that determine the tokens of every training sample and of validation."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
@@ -282,7 +285,7 @@ def _data(
         for name, share in mixture.shares.items():
             facts[f"{place}.{name}.share"] = round(share, 6)
         facts[f"{place}.fingerprint"] = mixture.fingerprint()
-    # This also covers settings of the order outside the keys above.
+    # The fingerprint also covers settings of the order that are not in the keys above.
     facts["fingerprint"] = data.fingerprint()
     return facts
 
@@ -296,14 +299,16 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the settings of groups, used rules, and the distribution if results depend on them."""
+    """Return the optimizer settings that results depend on: groups, used rules, distribution."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
-    for role, overrides in settings["roles"].items():  # drop equal settings
+    for role, overrides in settings[
+        "roles"
+    ].items():  # drop a role's settings that equal its group's
         usual = asdict(plain.settings_for(role))
         settings["roles"][role] = {
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))

@@ -36,7 +36,7 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""Number of attempts to save: a disk that fails once does not end a run."""
+"""Number of attempts to save, so that a disk that fails once does not end a run."""
 REFUSALS: Final = 3
 """Consecutive checkpoints with a nonfinite state after which the run ends."""
 
@@ -61,8 +61,8 @@ class Saver:
         *,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`facts` are added to every meta.json, next to the argument of `begin`; `check_folder`
-        raises InputError on rank 0 when the run folder no longer belongs to this run."""
+        """Every meta.json contains `facts` and the argument of `begin`. `check_folder` raises
+        InputError on rank 0 when the run folder no longer belongs to this run."""
         self.config = config
         self.groups = groups
         self.model = model
@@ -127,7 +127,8 @@ class Saver:
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Return whether this rank's part has ended or failed, after at most `timeout` seconds."""
+        """Wait at most `timeout` seconds, and return whether this rank's part has ended or
+        failed."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -207,8 +208,8 @@ class Saver:
         """Restart a failed save of the same state on every rank.
 
         Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
-        state is not saved again but dropped with a warning, up to `REFUSALS - 1` consecutive times:
-        the guard against bad losses may still rewind the run to an earlier step.
+        state is not saved again. It is dropped with a warning, up to `REFUSALS - 1` consecutive
+        times, because the guard against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending

@@ -36,7 +36,7 @@ FORMAT: Final = 2
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files of every checkpoint, including imported weights."""
+"""Files of every checkpoint, also of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
 """Files of every checkpoint of a run."""
 
@@ -46,7 +46,7 @@ STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 @dataclass(frozen=True)
 class Meta:
-    """Required entries of meta.json of imported weights."""
+    """Required entries of the meta.json of imported weights."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -74,7 +74,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RunMeta(Meta):
-    """Required entries of meta.json of a run."""
+    """Required entries of the meta.json of a run's checkpoint."""
 
     run_id: str
     progress: Progress
@@ -89,7 +89,7 @@ class RunMeta(Meta):
 
 @dataclass(frozen=True)
 class AveragedCheckpoints:
-    """Steps of a run whose weights were averaged, and their shares."""
+    """Steps of a run whose weights were averaged, and the share of each step."""
 
     steps: list[int]
     weights: list[float]
@@ -98,7 +98,7 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json of an average; `progress` is that of its last checkpoint."""
+    """Required entries of the meta.json of an average; `progress` is from its last checkpoint."""
 
     averaged: AveragedCheckpoints
     progress: Progress
@@ -170,15 +170,16 @@ class CheckpointInfo:
 
 
 def changed(folder: Path, name: str) -> str:
-    """Return the message about a checkpoint's file that differs from its hash."""
+    """Return the message about a file of a checkpoint whose hash has changed."""
     return f"{folder}: {name} has changed since it was written"
 
 
 class StoredTensors:
     """Tensors stored in `folder`, saved on any layout.
 
-    All keys are those of `parallel.checkpoint.state`. The index is read once, tensors on request.
-    Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
+    All keys are those of `parallel.checkpoint.state`. The index is read once, each tensor on
+    request. The constructor and `read_into` raise BrokenCheckpointError if the folder cannot be
+    read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -315,7 +316,8 @@ class CheckpointWeights:
             raise BrokenCheckpointError(f"{self.info.path} lacks {named(expected - present)}")
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} has {named(present - expected)}, unlike its config's model"
+                f"{self.info.path} contains {named(present - expected)}, which its config's "
+                "model does not have"
             )
 
     def effective(self, unit: Unit) -> Tensor:

@@ -63,10 +63,10 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 class GlobalBatchSampler:
     """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
 
-    Global batch n starts at sample `consumed + n * global_batch`. If it would contain left-out
-    samples, it starts after them. Rank r takes its r-th part, in order, and splits it into
-    micro-batches, so the samples of a global batch depend on neither `data_size` nor `micro_batch`.
-    The config's checks ensure that their product divides `global_batch`.
+    Global batch n starts at sample `consumed + n * global_batch`; a batch that would contain
+    samples of `left_out` starts after them instead. Rank r takes the r-th part of each batch and
+    splits it into micro-batches, so the samples of a global batch depend on neither `data_size` nor
+    `micro_batch`. The config's checks ensure that `data_size * micro_batch` divides `global_batch`.
     """
 
     consumed: int  # samples used so far, over all ranks
@@ -109,7 +109,8 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts: from this generator, not from the run's.
+        # A DataLoader draws a seed when it starts; without this generator it would change the
+        # run's.
         generator=torch.Generator().manual_seed(0),
     )
 
@@ -122,7 +123,8 @@ def _check_shared_memory(workers: int, batch_bytes: int) -> None:
     if free < needed:
         raise ConfigError(
             f"data.workers = {workers} needs {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, where "
-            f"{free / 2**20:.1f} are free: give a container more (--shm-size), or set it to 0"
+            f"{free / 2**20:.1f} are free: give the container more with --shm-size, or set "
+            "data.workers=0"
         )
 
 
@@ -132,7 +134,8 @@ def as_batch(
     """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
 
     Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
-    sequences, on the device. If first tokens give no loss, `mask` marks the counted labels.
+    sequences, on the device. If the first tokens of documents have no loss, `mask` marks the labels
+    that count.
     """
     move = partial(on_device, device=groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}

@@ -53,9 +53,10 @@ def tokenizer_path(config: Config) -> Path | None:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return `config` with model.vocab_size, from the data manifest if it is null.
+    """Return `config` with its model.vocab_size; a null is replaced by the data manifest's size.
 
-    Raises DataError if it is null and there is no manifest, unless tokens are mock tokens.
+    Raises DataError for a null without a manifest, except with mock tokens, which have a default
+    size.
     """
     if config.model.vocab_size is not None:
         return config
@@ -71,7 +72,7 @@ def with_vocabulary(config: Config) -> Config:
             )
         raise MissingSetError(
             f"model.vocab_size must be set, as there is no {MANIFEST_FILE} next to {first.path}, "
-            "got null; scripts/prepare_data.py prepares data with one",
+            "got null; scripts/prepare_data.py prepares data with a manifest",
             ("data", "train", name),
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
@@ -95,8 +96,8 @@ def check_rows(config: Config) -> None:
         raise VocabularyError(
             f"model.vocab_size must be at most {rows:,}, which is the {ids:,} ids of the data "
             f"padded to a multiple of model.vocab_multiple = {model.vocab_multiple}, got "
-            f"{model.vocab_size:,}: set model.vocab_size=null, or a larger model.vocab_multiple "
-            "for rows that no token trains"
+            f"{model.vocab_size:,}: set model.vocab_size=null, or set a larger "
+            "model.vocab_multiple, which adds rows that no token trains"
         )
 
 
@@ -166,8 +167,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return the parts of tokenizer and manifests that a run uses, whatever `data.verify`
-    compares."""
+    """Return the facts of tokenizer and manifests that a run uses, verified by `data.verify` or
+    not."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)
@@ -182,7 +183,7 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for place, entry in entries.items()
         if entry is not None
         for name, value in asdict(entry).items()
-        if name not in ("source", "inputs")  # they may be long, and differ without effect
+        if name not in ("source", "inputs")  # these may be long, and differences have no effect
     }
 
 
@@ -240,7 +241,7 @@ def with_mock_sets(data: DataConfig) -> DataConfig:
 
 
 def build_tasks(config: Config) -> list[Task]:
-    """Return the tasks that the run is scored on, random tasks for mock tokens.
+    """Return the tasks that score the run; with mock tokens, random tasks.
 
     Raises ConfigError if there is no tokenizer, DataError if a file is not a task.
     """

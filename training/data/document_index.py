@@ -46,8 +46,8 @@ def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> Non
 class DocumentIndex:
     """The documents of an index, with one or several sequences.
 
-    places     first token of each sequence, in bytes, ascending
-    borders    first sequence of each document, and the number of sequences
+    places     byte offset of each sequence's first token, ascending
+    borders    first sequence of each document, and then the number of sequences
     tokens     number of tokens of all documents
     itemsize   bytes of a token
     """
@@ -66,7 +66,7 @@ class DocumentIndex:
     def count(self) -> int:
         """Return the number of documents that contain tokens.
 
-        Raises ValueError if they are not in the order of the stream.
+        Raises ValueError if the documents are not in the order of the tokens.
         """
         sequences = len(self.places)
         ordered, filled = self.borders[0] == 0 and self.borders[-1] == sequences, 0
@@ -89,7 +89,7 @@ SPREAD: Final = 1024
 class Borders:
     """Treatment of the borders between documents.
 
-    mask               keeps attention within each document; positions begin at 0 in each
+    mask               keeps attention within each document; positions begin at 0 in every document
     first_token_loss   counts the loss of a document's first token
     """
 

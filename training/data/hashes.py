@@ -1,7 +1,7 @@
-"""Hashes of files, and of a token file's blocks, which are compared at their first use.
+"""Hashes of whole files, and of a token file's blocks; each block is compared at its first use.
 
-NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of the
-whole file would be as safe, but requires reading the whole file.
+NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, or 0.02% of its size. A hash of the
+whole file would be as safe, but could only be compared by reading the whole file.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ class BlockHashes:
             content = self._read(offset, min(BLOCK, self._size - offset))
             if block_hash(content.data) != self._hashes[block].tobytes():
                 raise DataError(
-                    f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} are "
-                    "not the prepared ones"
+                    f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} "
+                    "differ from the prepared bytes"
                 )
             self._seen[block] = True

@@ -50,7 +50,7 @@ class SetEntry:
 class Manifest:
     """A prepared folder: its tokenizer, its token sets and how they were prepared."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # keys of a later version
+    __pydantic_config__ = ConfigDict(strict=True)  # unknown keys of later versions are ignored
 
     folder: Path
     tokenizer: TokenizerEntry
@@ -113,18 +113,18 @@ def check_tokenizer(manifest: Manifest) -> None:
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(
-            f"{path} must be the tokenizer of the tokens next to it, of sha256 {stated} by "
-            f"{MANIFEST_FILE}, got {found}: put it back, or prepare the data again"
+            f"{path} must be the tokenizer of the tokens next to it, which has sha256 {stated} "
+            f"in {MANIFEST_FILE}, got {found}: put it back, or prepare the data again"
         )
 
 
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
-    """Check that all sets, (name, prefix), use one tokenizer, as far as manifests state it.
+    """Check that all sets use one tokenizer, as far as manifests state it.
 
-    `tokenizer` is the config's tokenizer.json, if any.
+    `sets` contains (name, prefix) of each set; `tokenizer` is the config's tokenizer.json, if any.
 
     Raises:
-        DataError: there are several tokenizers; the message names each of them and its sets.
+        DataError: there are several tokenizers; the message names each tokenizer and its sets.
     """
     files: dict[str, str] = {}
     users: dict[str, dict[str, None]] = {}
@@ -140,19 +140,20 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
     if len(files) > 1:
         parts = [f"{', '.join(users[digest])} from {file}" for digest, file in files.items()]
         raise DataError(
-            f"the sets have {len(files)} tokenizers: {'; '.join(parts)}\n"
-            "use the sets of one tokenizer: `replace: true` in the section data of a config leaves "
-            "out those of its base; or prepare the others again with --tokenizer"
+            f"the sets have {len(files)} tokenizers: {'; '.join(parts)}\nuse only sets of one "
+            "tokenizer (`replace: true` in section data of a config leaves out the sets of its "
+            "base), or prepare the other sets again with --tokenizer"
         )
 
 
 def shared_text(
     train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
 ) -> Iterator[str]:
-    """Yield a sentence for each pair of sets (prefixes by name) with the same text.
+    """Yield a sentence for each pair of sets with the same text; both arguments: prefixes by name.
 
-    The files are the same, or manifests state equal tokens or a common input. A set and its
-    held-out share from one preparation share inputs, but no document.
+    Sets have the same text if their files are the same, or if their manifests state equal tokens or
+    a common input. A set and its held-out share, made in one preparation, share inputs but no
+    document, so they are not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [
@@ -187,5 +188,5 @@ def _shared(first: Path, second: Path) -> str | None:
 def _same_file(first: str, second: str) -> bool:
     try:
         return os.path.samefile(first, second)
-    except OSError:  # another check reports that it is missing
+    except OSError:  # another check reports the missing file
         return False

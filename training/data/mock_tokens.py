@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks and rehearsals, which need no text."""
+"""Random tokens, for benchmarks and rehearsals that need no text."""
 
 import hashlib
 import math
@@ -12,7 +12,7 @@ from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
-"""Windows of a set; the order of samples continues with another permutation after them."""
+"""Windows of a set, after which the order of samples continues with another permutation."""
 
 VOCABULARY = 50_304
 """Size of the vocabulary if neither the config nor a manifest states it."""
@@ -25,7 +25,7 @@ DOCUMENTS = 4
 
 
 class MockTokens(TokenSet):
-    """A stream of random tokens; the k-th most frequent token has about the share 1 / k.
+    """A stream of random tokens; the frequency of the k-th most frequent token is about 1 / k.
 
     The stream is a function of the set's name and the vocabulary, the same on every machine.
 

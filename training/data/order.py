@@ -1,15 +1,16 @@
 """The order of training samples.
 
-Sample k of a phase of a run is a pure function of the seed, of the counts of each set at the start
-of the phase, and of k: the weights determine its set, and a permutation per epoch its window of the
-set. Nothing depends on the number of steps, the batch size or the number of ranks, so a run can
-stop, resume and change its layout at any sample. Every change of the mixture begins a new phase.
+Sample k of a phase is a pure function of k, of the seed, of the weights, and of each set's counts
+at the start of the phase. The weights determine the sample's set; a permutation per epoch
+determines its window in this set. Nothing depends on the number of steps, the batch size or the
+number of ranks, so a run can stop, resume and change its layout at any sample. Every change of the
+mixture begins a new phase.
 
 A stored permutation of a trillion-token set would take gigabytes on every rank, and numpy's
 permutations may change with its version. `Permutation` computes one element at a time instead:
-element i passes a Feistel network, which is a permutation of the next power of four whatever its
-round function; a value outside [0, size) passes it again until it is inside (cycle walking), at
-most four times on average.
+element i passes through a Feistel network, which permutes [0, p), where p is the next power of
+four, for any round function. A result outside [0, size) passes through the network again until it
+is inside (cycle walking), at most four times on average.
 """
 
 import copy
@@ -67,7 +68,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
+BLEND_PERIOD = 1 << 20  # the interleaving of the sets repeats after this many samples
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SetUse:
     """Use of one set by the samples of a run, in all its phases."""
 
     name: str
-    weight: float  # share of the samples of the present phase; the sum over sets is 1
+    weight: float  # share of the present phase's samples; the sum over sets is 1
     windows: int
     samples: int
     tokens: int
@@ -86,7 +87,7 @@ class SetUse:
 
     @property
     def total(self) -> str:
-        """The use of the whole run, as text."""
+        """The set's use in the whole run, as text."""
         return (
             f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
             f"{self.windows:,} windows"
@@ -152,9 +153,8 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
-    It is int64 `[sequence_length + 1]`, or with borders as in `TokenSet.sample`.
-
-    A run with several mixtures has one object per mixture; `at` returns the one for a step.
+    A sample is int64 `[sequence_length + 1]`, or has borders as in `TokenSet.sample`. A run with
+    several mixtures has one object per mixture; `at` returns the object for a step.
 
     Args:
         sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
@@ -166,7 +166,7 @@ class TrainingData(Dataset[Tensor]):
         borders: treatment of the borders between documents.
 
     Raises:
-        ConfigError: a weight is negligible next to the others.
+        ConfigError: a weight is under a millionth of the weights' sum.
         DataError: a set cannot be used (see `TokenSet`).
     """
 
@@ -202,7 +202,8 @@ class TrainingData(Dataset[Tensor]):
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return the data of a phase with these sets and weights, from `data[phase.sample]` on."""
+        """Return the data of `phase` with the present sets and weights, from `data[phase.sample]`
+        on."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -220,7 +221,8 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return each set's counts in the first `samples` samples of a run, up to this phase."""
+        """Return each set's counts in the first `samples` samples of a run, which end in this
+        phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -232,7 +234,8 @@ class TrainingData(Dataset[Tensor]):
         return counts
 
     def phase_after(self, sample: int, read: Counts) -> Phase:
-        """Return the phase of these sets from `sample` on, after a run has `read` these counts.
+        """Return the phase that begins at `sample` with the present sets, after a run has `read`
+        these counts.
 
         A set whose content differs from the set read under the same name begins at its start.
         """
@@ -247,7 +250,8 @@ class TrainingData(Dataset[Tensor]):
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Return the use of each set of the run at these counts, by name."""
+        """Return the use of each set of the run, in the order of names, when the run has read
+        `counts`."""
         uses = []
         for each in self.all_sets:
             count = counts.get(each.name, SetCount(samples=0, tokens=0, content=each.digest))
@@ -258,16 +262,19 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the document length at which a token of equally long documents attends to as many
-        keys, on average, as a token of the mixture; the window length if attention crosses
-        borders."""
+        """Return the length of equal documents in which a token would attend to as many keys, on
+        average, as in the mixture.
+
+        This is the window length if attention crosses borders.
+        """
         if not self.borders.mask:
             return float(self.sequence_length)
         lengths = [each.attended_length for each in self.sets]
         return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:
-        """Return the tokens that earlier phases read of removed sets, by name."""
+        """Return, by name, the number of tokens that earlier phases read from sets removed
+        since."""
         present = {each.name for each in self.all_sets}
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 

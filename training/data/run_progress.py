@@ -1,6 +1,5 @@
-"""Progress of a run: steps taken, its position in the order of samples, and the phases of its data.
-
-A phase is the samples that share one mixture of sets.
+"""Progress of a run: steps taken, position in the order of samples, and phase of the data. A phase
+consists of the samples that share one mixture of sets.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ class SetCount:
     """Tokens that a run has read of one set, including samples that rewinds leave out.
 
     tokens   tokens that the samples predict
-    content  digest of the set, which tells it from another set of the same name
+    content  digest of the set, which distinguishes it from another set of the same name
     """
 
     samples: Whole
@@ -31,8 +30,9 @@ Counts = Mapping[str, SetCount]
 class Phase:
     """The samples from `sample` on, in the order of one mixture.
 
-    read     counts of each set before it
-    mixture  fingerprint of the sets and weights; "" in the first phase, and in earlier versions
+    read     counts of each set before the phase
+    mixture  fingerprint of the sets and weights; "" in the first phase, and if an earlier version
+             wrote it
     """
 
     sample: Whole = 0
@@ -61,7 +61,7 @@ class Progress:
     tokens      tokens that the steps taken have predicted
     left_out    [first, end) of the samples that rewinds leave out
     unreported  metrics of the last step, if a stop prevented their report
-    phase       the present mixture's first sample, and the counts of each set before it
+    phase       the present phase: its first sample, and the counts of each set before it
     read        in a checkpoint: counts of each set so far; None in versions without counts
     """
 

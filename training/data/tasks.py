@@ -1,10 +1,9 @@
 """Multiple-choice tasks: their files, and the token sequences that are scored.
 
 A line of a file is an example: a context, possible continuations (choices), and the index of the
-right one. Contexts and choices are tokenized as in lm-eval, so that scores are comparable: a space
-separates them, spaces at the end of a context belong to the choice, and a choice's tokens are those
-that follow the first n tokens of the whole text, where n is the number of tokens of the context
-alone.
+right one. Contexts and choices are tokenized as in lm-eval, so that scores are comparable. A space
+separates context and choice; spaces at the end of a context belong to the choice. If the context
+alone has n tokens, then a choice's tokens are all tokens of the whole text except the first n.
 """
 
 import json
@@ -44,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of a context and a choice, of which the last `scored` are the choice's."""
+    """Tokens of a context and a choice; the last `scored` tokens are the choice."""
 
     tokens: list[int]
     scored: int
@@ -75,16 +74,17 @@ class Task:
 
     @property
     def repeated(self) -> int:
-        """Number of examples with choices of equal tokens, which no score can distinguish."""
+        """Number of examples in which two choices have equal tokens, so no score distinguishes
+        them."""
         requests = iter(self.requests)
         whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         return sum(len({*tokens}) < len(tokens) for tokens in whole)
 
     def __str__(self) -> str:
-        """Return the line about the task at a run's start."""
+        """Return the line about the task that is printed when a run starts."""
         made = "" if self.sha256 is not None else ", of random tokens, as data.mock is true"
         cut = f"; {self.cut:,} are longer than a sequence and lose their beginning"
-        equal = f"; {self.repeated:,} have equal choices, of which the first counts as chosen"
+        equal = f"; {self.repeated:,} have equal choices; the first of these counts as chosen"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
@@ -94,11 +94,13 @@ class Task:
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """Return the first `count` examples of a file, or None for all.
+    """Return the first `count` examples of a file; None returns all.
 
-    Raises DataError if it cannot be read, or a line is not an example.
+    Raises DataError if the file cannot be read, or a line is not an example.
     """
-    if path.exists() and not path.is_file():  # a pipe can be read only once, or blocks forever
+    if (
+        path.exists() and not path.is_file()
+    ):  # a pipe can be read only once, and reading it may block forever
         raise DataError(f"cannot read the task {path}: it is not a file")
     examples: list[Example] = []
     try:
@@ -153,12 +155,12 @@ def read_task(
     end_token: int | None,
     count: int | None = None,
 ) -> Task:
-    """Return the first `count` examples of a file, or None for all, as tokens.
+    """Return the first `count` examples of a file as tokens; None returns all.
 
     Args:
         window: tokens of a sequence, the model's longest input.
         vocab_size: number of tokens among the embedding's rows.
-        end_token: the token before a choice with an empty context, as before each document.
+        end_token: the token that ends documents; it precedes a choice with an empty context.
 
     Raises DataError if the file is not a task, or a choice cannot be scored.
     """
@@ -171,8 +173,8 @@ def read_task(
         for each in whole:
             if each.scored > window:
                 raise DataError(
-                    f"{where}: a choice has {each.scored} tokens, more than the {window} of "
-                    "train.sequence_length"
+                    f"{where}: a choice must have at most train.sequence_length = {window} "
+                    f"tokens, got {each.scored}"
                 )
             if max(each.tokens) >= vocab_size:
                 raise DataError(
@@ -193,7 +195,7 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield the request of each choice, of any length, split as in lm-eval's `loglikelihood`."""
+    """Yield each choice's request, split as in lm-eval's `loglikelihood`, but not shortened."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]
@@ -204,8 +206,8 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context needs the end token of the data, but no manifest "
-                "next to the data names it"
+                f"{where}: an empty context needs the end token of the data, but the data has no "
+                "manifest that names this token"
             )
         # A choice that begins with the end token is its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]
@@ -232,8 +234,8 @@ def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
     The first of the most probable choices is chosen; `acc_norm` divides log-likelihoods by the
-    characters of a choice. Both are NaN if a log-likelihood is NaN, where lm-eval would choose the
-    first NaN.
+    characters of a choice. Both are NaN if a log-likelihood is NaN; lm-eval would choose the first
+    NaN.
     """
     if np.isnan(likelihoods).any():
         return math.nan, math.nan

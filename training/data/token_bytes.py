@@ -33,8 +33,8 @@ LARGEST_ID: Final = 1 << 24
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     """Return the bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0.
 
-    Returns None for a tokenizer that is not byte-level, whose single tokens have no defined bytes;
-    `ValidationData` then decodes what it reads.
+    Returns None for a tokenizer that is not byte-level, as its single tokens have no defined number
+    of bytes; `ValidationData` then decodes the tokens that it reads.
 
     Args:
         source: the manifest of a prepared folder, a tokenizer.json, or a folder with one.
@@ -54,9 +54,9 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return the largest id of a tokenizer.json, or of the folder with one, plus one.
+    """Return one more than the largest id of a tokenizer.json, given as a file or by its folder.
 
-    Raises DataError like `read_tokenizer_json`.
+    Raises DataError as `read_tokenizer_json` does.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}
@@ -73,9 +73,10 @@ def tokenizer_file(source: Manifest | str | Path) -> Path:
 def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    It must be a BPE with a vocabulary in the byte alphabet, including all 256 bytes, after a
-    byte-level pre-tokenizer that adds no space in front of the text. No earlier step may change,
-    add or remove characters: no normalizer, and only pre-tokenizers that split.
+    The tokenizer must be a BPE whose vocabulary is in the byte alphabet and includes all 256 bytes.
+    A byte-level pre-tokenizer, which adds no space in front of the text, must precede it. No
+    earlier step may change, add or remove characters: there must be no normalizer, and other
+    pre-tokenizers must only split.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -113,7 +114,7 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer of the tokens.
-        documents: leading tokens of each document, and how many of these do not count.
+        documents: the first tokens of each document, and how many of these are not to be counted.
     """
     size = 0
     for tokens, before in documents:
@@ -123,7 +124,7 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json; raises DataError if tokenizers cannot read it."""
+    """Return the tokenizer of a tokenizer.json; raises DataError if `tokenizers` cannot read it."""
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower error

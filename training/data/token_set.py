@@ -26,7 +26,7 @@ from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import DataError, MissingSetError
 
-_SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
+_SCAN = 1 << 24  # number of tokens that a scan of a whole set reads at a time
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
@@ -38,23 +38,23 @@ SPREAD = 64
 class TokenSet:
     """Tokens of a .bin/.idx pair as windows of `sequence_length + 1` tokens.
 
-    The documents form one stream. Window i begins at token `i * sequence_length`, so neighbours
-    share one token: the last target of one is the first input of the next, and each token but the
-    first is a target exactly once. Tokens after the last full window are not used.
+    The documents form one stream. Window i begins at token `i * sequence_length`, so consecutive
+    windows share one token: the last target of a window is the first input of the next window. Each
+    token but the first is a target exactly once. Tokens after the last full window are not used.
 
     Args:
         name: the name of the set in the config; it appears in every message.
         prefix: path of the pair without its suffix.
         sequence_length: tokens the model predicts per window.
         vocab_size: upper bound of token ids in a window; None checks no ids.
-        verify: comparison of the files with the hashes of the manifest next to them: none; sample:
-            the index, 64 blocks of tokens, and every other block at its first use; full: everything
-            now.
+        verify: which parts to compare with the hashes of the manifest next to the files. none: no
+            parts; sample: the index and 64 blocks of tokens now, every other block at its first
+            use; full: all parts now.
         share: (rank, size) of the ranks that share the blocks of `full`.
 
     Raises:
         DataError: a file is missing, truncated, corrupt or different from the manifest, or there is
-        no full window; see `read`.
+            no full window. `read` raises it too.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Return the document length at which a token of equally long documents attends to as many
-        keys, on average, as a token of this set; measured on evenly spaced windows."""
+        """Return the length of equal documents in which a token would attend to as many keys, on
+        average, as in this set; measured on evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -148,20 +148,20 @@ class TokenSet:
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file.
 
-        Raises DataError if they are damaged or beyond the vocabulary.
+        Raises DataError if the tokens are damaged or outside the vocabulary.
         """
         tokens = self._stored(start, count)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
             raise DataError(
                 f"set {self.name} ({self.prefix}): token ids must be in [0, vocab_size = "
-                f"{self.vocab_size}), got {wrong[0]} among {len(wrong)} in tokens {start} to "
-                f"{start + count - 1}"
+                f"{self.vocab_size}), got {wrong[0]} among {len(wrong)} in tokens "
+                f"{start} to {start + count - 1}"
             )
         return tokens
 
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens as stored in the file, with any ids, after comparing their hashes."""
+        """Return tokens as stored in the file, after comparing hashes; any ids are allowed."""
         size = self._dtype.itemsize
         there = os.path.getsize(self.prefix + ".bin")  # a read past the end would kill the process
         if there < (start + count) * size:
@@ -188,7 +188,7 @@ class TokenSet:
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield the documents of tokens `start` to `stop` of the stream.
 
-        Yields a document's tokens up to `stop`, and the number of them before `start`.
+        Yields each document's tokens up to `stop`, and how many of these are before `start`.
         """
         size = self._dtype.itemsize
         places = self._dataset.index.sequence_pointers
@@ -218,18 +218,18 @@ class TokenSet:
 
     @property
     def stated_sha256(self) -> str | None:
-        """The sha256 of the tokens in the manifest, None if there is no manifest."""
+        """The sha256 of the tokens that the manifest states, None if there is no manifest."""
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Return the hashes of blocks after the comparisons of `verify`, or None if there are
+        """Make the comparisons of `verify`; return the hashes of blocks, or None if there are
         none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
                 raise DataError(
-                    f"set {self.name}: {self.prefix} has no hashes in a {MANIFEST_FILE} next to "
-                    "it, which data.verify full compares with"
+                    f"set {self.name}: {self.prefix} has no {MANIFEST_FILE} with hashes next to "
+                    "it, which data.verify full needs"
                 )
             return None
         blocks = "blocks" in stated
@@ -270,8 +270,8 @@ class TokenSet:
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies, in nats.
 
-        It is the loss of the best prediction without context: a model that does not beat it has
-        only learned token frequencies.
+        The entropy is the lowest loss of a prediction without context: a model whose loss is not
+        below it has only learned token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -284,8 +284,8 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """Modification time of the tokens, if neither `digest` nor a manifest covers all of
-        them."""
+        """Modification time of the token file if neither `digest` nor a manifest covers all
+        tokens."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
             return None
@@ -295,7 +295,7 @@ class TokenSet:
     def rewritten(self) -> bool:
         """Whether the token file was changed or replaced after it was opened.
 
-        Blocks are compared with their hashes only once.
+        Such a change matters because blocks are compared with their hashes only once.
         """
         return self._file_facts() != self._facts
 
@@ -309,11 +309,9 @@ class TokenSet:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 that identifies the set, without reading a whole large set.
-
-        It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
-        which contains every document's length, and the tokens: all tokens of a file of up to
-        `WHOLE` bytes, else 64 evenly spaced blocks of 4 KiB.
+        """The sha256 that identifies the set. It covers the sizes of both files; the index, which
+        contains every document's length, or the first and last 32 MiB of an index above 64 MiB; and
+        the tokens, or 64 evenly spaced blocks of 4 KiB of a token file above `WHOLE` bytes.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (
@@ -341,7 +339,7 @@ def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
     """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: an id is outside; the message names its set, the id and the vocabulary.
+        DataError: an id is outside; the message names the set, the id and the vocabulary.
     """
     sets = list(sets)
     wrong = [
@@ -409,6 +407,6 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     size = os.path.getsize(prefix + ".bin")
     if size != expected:
         raise DataError(
-            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: "
-            "one of the two is truncated, or from another preparation"
+            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: one "
+            "of the two files is truncated, or from another preparation"
         )

@@ -78,8 +78,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the bytes of text of the tokens at these positions; if `token_bytes` is None, they
-        are estimated by the mean over other tokens."""
+        """Return the bytes of text of the tokens at these positions; without `token_bytes`,
+        estimate them by the mean over all targets."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None
@@ -87,8 +87,8 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets, or all other tokens of a set of known
-        size."""
+        """Compute `_target_bytes` by decoding the targets, or the other tokens if these are fewer
+        and the manifest states the bytes of the whole set."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))
@@ -110,9 +110,9 @@ class ValidationData:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
-        With borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`.
-        Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
-        last window that fill up the batch. Over all ranks every window counts once.
+        With borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`. A weight, float32
+        `[micro_batch]`, is 1 for a window that counts; it is 0 for a repetition of the last window,
+        which fills up the batch. Over all ranks every window counts once.
         """
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
             first = (batch * data_size + data_rank) * micro_batch

@@ -46,8 +46,10 @@ class Lifecycle:
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Return `call` with its first error kept for `raise_deferred`, so that the run saves
-        before it ends; for work between steps."""
+        """Return a function that runs `call` and keeps its first error for `raise_deferred`.
+
+        For work between steps: the run then saves before it ends with the error.
+        """
 
         def deferred(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
@@ -80,7 +82,7 @@ class Lifecycle:
             self.stop_now()  # drop the running exchange, which would report the failure again
         elif asked and not busy:
             self.saver.advance()
-            self._asked_about_save = False  # the running exchange is about the finished save
+            self._asked_about_save = False  # the running exchange still reports the finished save
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
@@ -90,7 +92,7 @@ class Lifecycle:
         return self._stop > 0
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step`, which is not the last."""
+        """Return whether a checkpoint is due after `step`, which is not the run's last step."""
         interval = self.config.checkpoint.interval
         return interval > 0 and step % interval == 0
 
@@ -123,8 +125,10 @@ class Lifecycle:
         self._asked_about_save = False
 
     def _failed_anywhere(self, failed: bool) -> bool:
-        """Return whether `failed` is true on any rank, and receive stop requests, as this drops the
-        running exchange of `after_step`."""
+        """Return whether `failed` is true on any rank.
+
+        This drops the running exchange of `after_step`, so it receives stop requests too.
+        """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
         self._stop = self._stop or stop
         return failures > 0

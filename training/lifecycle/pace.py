@@ -1,8 +1,7 @@
-"""Speed of a run, and what slows it down: persistently slow ranks, and Python's garbage collector,
-which all ranks run at the same steps.
+"""Speed of a run, and two causes of a slow run: persistently slow ranks and garbage collection.
 
-By default the collector starts after enough allocations, at different steps on different ranks, and
-all other ranks wait.
+By default Python's garbage collector starts after enough allocations, so at different steps on
+different ranks, and each time all other ranks wait. Here all ranks collect at the same steps.
 """
 
 import contextlib
@@ -28,10 +27,10 @@ from training.report.metrics import performance
 
 
 class Pace:
-    """Times of the steps since the last report, without pauses.
+    """Times of the steps since the last report, not counting pauses.
 
     A step takes the same time on all ranks, as they wait for each other. The local time of a rank
-    is the time of reading data, forward and backward, before the first sum over all ranks.
+    is the time until the first sum over all ranks: reading data, forward pass and backward pass.
     """
 
     def __init__(self, config: Config, groups: Groups, data: TrainingData) -> None:
@@ -126,7 +125,7 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""Local time above which a rank is slow, relative to the median of its pipeline stage."""
+"""A rank is slow if its local time exceeds this multiple of the median of its pipeline stage."""
 
 STEPS: Final = 50
 """Consecutive slow steps after which a rank is reported."""
@@ -160,9 +159,9 @@ class Stragglers:
             self._slow[rank] = before + steps if local > RATIO * medians[stage] else 0
             if before < STEPS <= self._slow[rank]:
                 yield (
-                    f"rank {rank} (host {self.hosts[rank]}) has been slow for "
-                    f"{self._slow[rank]} steps: {local:.3g} s a step before it waits for others, "
-                    f"the median of its stage is {medians[stage]:.3g} s"
+                    f"rank {rank} (host {self.hosts[rank]}) has been slow for {self._slow[rank]} "
+                    f"steps: {local:.3g} s a step before it waits for other "
+                    f"ranks; the median of its pipeline stage is {medians[stage]:.3g} s"
                 )
 
 

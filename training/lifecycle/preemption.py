@@ -14,8 +14,8 @@ from training.lifecycle.run_folder import STOP
 from training.lifecycle.terminal import Interrupts
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that schedulers and shells send before SIGKILL; the last means that processor time is
-used up."""
+"""Signals that schedulers and shells send before SIGKILL; SIGXCPU means that processor time is used
+up."""
 INTERRUPT: Final = 4
 FAILED: Final = 5
 REASONS: Final = {
@@ -28,7 +28,7 @@ REASONS: Final = {
 
 
 class StopRequests:
-    """Stop requests of this rank: signals on any rank, other requests on rank 0."""
+    """Stop requests of this rank: every rank receives signals, rank 0 also the other requests."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StopRequests:
                 print(
                     f"warning: stop.slurm_margin_seconds = {margin:g} is more than half of the "
                     f"{2 * half:.0f} seconds that the job has left: the run stops {half:.0f} "
-                    "seconds before its end"
+                    "seconds before the job's end"
                 )
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
@@ -77,7 +77,7 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return the key in REASONS of this rank's reason to stop, or 0 if there is none."""
+        """Return this rank's reason to stop as a key of REASONS, or 0 if there is no reason."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:
@@ -93,5 +93,5 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can continue later."""
         if self.first:
-            with Aid(f"{STOP} is not removed; later starts ignore it"):
+            with Aid(f"{STOP} could not be removed; later starts ignore it"):
                 self.stop_file.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 lock     locked by the run that uses the folder; contains its host and process id
 STOP     created by a person or a script: the run saves, removes the file and ends
 DONE     the run has taken its last step
-started the id of the torchrun command that started here
+started  id of the command that started here
 """
 
 import contextlib
@@ -69,8 +69,10 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def began(pid: int) -> str | None:
-    """Return the start of a process of this host as boot id and ticks, or None if there is no such
-    process, or on systems other than Linux."""
+    """Return when a process of this host started, as boot id and ticks.
+
+    Returns None if there is no such process, and on systems other than Linux.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         status = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
@@ -92,8 +94,8 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder was moved, or if another run has created a lock after
-        this run's lock was removed by hand."""
+        """Raise FolderError if the folder was moved, or if this run's lock was removed by hand and
+        another run has created a lock since."""
         if not self._is_there():
             raise FolderError(
                 f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
@@ -135,10 +137,10 @@ def in_use(run_dir: str | Path) -> bool:
 def _take(file: TextIO) -> bool:
     """Lock a file until it is closed; return False if another process holds the lock.
 
-    Raises FolderError if it cannot be locked at all.
+    Raises FolderError if the file cannot be locked at all.
     """
     try:
-        # This is a lock of the process: writers and workers would inherit a lock of the open file.
+        # This lock belongs to the process; child processes would inherit a lock of the open file.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -150,7 +152,7 @@ def _take(file: TextIO) -> bool:
 def mark_started(run_dir: str | Path) -> None:
     """Remove the files STOP and DONE of an earlier start, and write the id of this command.
 
-    A STOP file that is newer than the lock is for the present start.
+    A STOP file that is newer than the lock is kept, as it is meant for the present start.
     """
     stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
@@ -162,8 +164,8 @@ def mark_started(run_dir: str | Path) -> None:
 def starts_again(run_dir: str | Path) -> bool:
     """Return whether torchrun or SLURM restarts a command that already started in `run_dir`.
 
-    Then `--resume none` and `--resume STEP` must not be applied again. torchrun counts restarts per
-    node, so ranks may get different answers.
+    A restarted command must not apply `--resume none` or `--resume STEP` again. torchrun counts
+    restarts per node, so ranks may get different answers.
     """
     counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("TORCHELASTIC", "SLURM"))
     file = Path(run_dir) / STARTED
@@ -173,8 +175,8 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of the SLURM job, else torchrun's id of the command, else the id of torchrun's
-    process; "" if there is no launcher."""
+    """Return the id of this command: the SLURM job's id, else torchrun's run id, else the process
+    id of torchrun; "" if there is no launcher."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

@@ -1,9 +1,9 @@
 """The terminal of a run: Ctrl-C, and output after the terminal is closed.
 
 Before training, Ctrl-C ends the process; later it stops the run, and a second Ctrl-C ends it. A
-rank whose launcher has ended gets SIGTERM. A run continues without its terminal or pipe, and while
-training also with a full log disk. The imports are fast, as a run handles Ctrl-C from its first
-line on.
+rank whose launcher has ended gets SIGTERM. A run continues when its terminal or pipe is closed, and
+while training also when the disk of its log is full. The imports are fast, because a run handles
+Ctrl-C from its first line on.
 """
 
 import errno
@@ -22,7 +22,7 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output without a reader and, while `training`, all failed output."""
+    """A file that drops output that has no reader and, while `training`, all output that fails."""
 
     training = False
 
@@ -37,8 +37,8 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr by streams that drop output without a reader, and escape characters
-    outside their encoding."""
+    """Replace stdout and stderr by streams that drop output without a reader and escape characters
+    that their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.
@@ -70,9 +70,9 @@ class Interrupts:
     """Handler of SIGINT, and of the signal that a second SIGINT becomes.
 
     A launcher (torchrun, or `--ranks`) forwards the first SIGINT to its ranks, which may also
-    receive it directly. A person's second SIGINT reaches them as SIGTERM. Without a launcher the
-    second is SIGINT again. A thread handles signals, so that a process that waits in a collective
-    ends too.
+    receive it directly. When a person presses Ctrl-C again, the launcher sends SIGTERM to its
+    ranks; without a launcher the process gets a second SIGINT. A thread handles signals, so that a
+    process that waits in a collective ends too.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self) -> None:
-        """From now on, let the first SIGINT set `requested` instead of ending the process, and drop
-        output that cannot be written."""
+        """Make the first SIGINT set `requested` instead of ending the process, and drop output that
+        cannot be written, from now on."""
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
@@ -127,9 +127,12 @@ class Interrupts:
 
 
 def _stop_with_launcher() -> None:
-    """Request SIGTERM for this rank when its launcher ends: a killed launcher forwards nothing, and
-    its ranks would train on alone. On systems other than Linux they do train on."""
-    if not os.environ.get(LAUNCHER, "").isdecimal():  # which `check_launched` refuses
+    """Request SIGTERM for this rank when its launcher ends.
+
+    A killed launcher forwards no signals, so its ranks would continue to train. On systems other
+    than Linux they do.
+    """
+    if not os.environ.get(LAUNCHER, "").isdecimal():  # `check_launched` refuses such values
         return
     launcher = os.environ.pop(LAUNCHER)
     if sys.platform != "linux":
@@ -146,8 +149,11 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 def _hold() -> None:
-    """Block SIGINT in this thread while it forks: a child that does not ignore it yet would write
-    to its parent's pipe, which would count one Ctrl-C as two."""
+    """Block SIGINT in this thread while it forks.
+
+    A child that does not yet ignore SIGINT would write to its parent's pipe, so one Ctrl-C would
+    count as two.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 

@@ -68,7 +68,7 @@ class Watchdog:
         """Record progress after `step` steps."""
         now = time.monotonic()
         if self.limit and self._file is not None and now - self._armed > self.limit / 10:
-            # Not after every step, as each call starts a thread.
+            # Not written after every step, as each call starts a thread.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > PAUSE:

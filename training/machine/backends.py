@@ -44,8 +44,7 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the packages of chosen kernels, and the compilers that these need, are
-    installed."""
+    """Check that the chosen kernels' packages and compilers are installed."""
     model, train = config.model, config.train
     for key, value, package, installed, other in (
         ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
@@ -105,7 +104,7 @@ TILE = Tile(64, 32, 4, 3)
 def check_kernels(device: torch.device) -> None:
     """Compile and launch one of the optimizer's kernels; raise DeviceError if it fails.
 
-    The first launch of a run would otherwise be in its first step.
+    Otherwise a kernel that fails would only do so in the first step of the run.
     """
     if not listed(device_name(device)) or importlib.util.find_spec("triton") is None:
         return
@@ -127,8 +126,11 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the backend of torch.compile for a device (None: compile nothing), and a description,
-    which for auto gives the reason if nothing is compiled."""
+    """Return the backend of torch.compile for a device, or None to compile nothing, and a
+    description.
+
+    With auto, the description states why nothing is compiled.
+    """
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"
     if device.type == "cpu":
@@ -164,7 +166,7 @@ def fused_backward(config: Config, device: torch.device) -> bool:
 def kernel_of(config: Config, groups: Groups) -> str:
     """Return the name of the kernel that computes this rank's attention.
 
-    Raises ConfigError if there is no fused one on a GPU.
+    Raises ConfigError if the device is a GPU without a fused kernel for the config.
     """
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
@@ -196,7 +198,7 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
-        "bf16 on a CPU without AVX-512, which makes its products in float32 and rounds them: "
+        "bf16 on a CPU without AVX-512 computes products in float32 and rounds them, which is "
         "slower than train.precision=fp32"
     )
 
@@ -208,6 +210,6 @@ def slow_attention(kernel: str, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     return (
-        "cuDNN's kernel takes about two thirds of the time on this GPU, but this cuDNN does not "
-        "support these heads"
+        "cuDNN's kernel takes about two thirds of the time on this GPU, but the installed cuDNN "
+        "does not support heads of this size"
     )

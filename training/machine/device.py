@@ -1,6 +1,6 @@
 """The device that a rank trains on: chosen and prepared before CUDA starts.
 
-The config names a device, or each rank uses a GPU if there is one.
+If the config does not name a device, each rank uses a GPU if there is one.
 """
 
 import os
@@ -21,7 +21,7 @@ from training.machine import environment
 def prepare(config: Config) -> None:
     """Set the required environment variables before CUDA starts; later calls have no effect."""
     if config.run.device == "cpu":
-        # PyTorch and the engine query CUDA in many places, and then find no GPU.
+        # PyTorch and the engine query CUDA in many places; with this variable they find no GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.prepare(config)
@@ -55,7 +55,7 @@ class DeviceError(InputError):
 class Gpus:
     """Facts about this machine's GPUs.
 
-    built    CUDA version of PyTorch's build, None if built without CUDA
+    built    CUDA version that PyTorch was built with, None if it was built without CUDA
     devices  NVIDIA devices of this machine, usable or not
     problem  why CUDA does not start, None if it does or was not tried
     usable   number of CUDA devices
@@ -115,8 +115,11 @@ def gpus_here() -> Gpus:
 
 
 def nvidia_devices() -> Iterator[str]:
-    """Return the system's NVIDIA devices, usable or not: the driver's, else those on the PCI bus,
-    which a container sees even without access."""
+    """Yield the system's NVIDIA devices, usable or not.
+
+    These are the driver's devices, else the devices on the PCI bus, which a container sees even
+    without access to them.
+    """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
         yield from nodes
@@ -138,14 +141,14 @@ def _first_line(path: Path) -> str:
 def repeatable() -> Iterator[None]:
     """Use PyTorch's deterministic kernels within a context.
 
-    An operation without such a kernel only warns: a run must not end in a step that no test without
-    a GPU covers. The setting loads torch's compiler, which takes seconds.
+    An operation without such a kernel only causes a warning, as an error could end a run at a step
+    that tests without a GPU do not cover. The setting loads torch's compiler, which takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # No code reads uninitialised memory, and filling it would cost a pass.
+    # Uninitialised memory is not filled: no code reads it, and filling would cost a pass.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

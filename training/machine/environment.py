@@ -1,5 +1,7 @@
-"""The environment of a run: open files, variables that CUDA, PyTorch's allocator and NCCL read when
-they start, and versions: packages, commit, device, driver, libraries.
+"""The environment of a run: the limit of open files, environment variables and versions.
+
+CUDA, PyTorch's allocator and NCCL read their variables when they start. The versions are those of
+packages, commit, device, driver and libraries.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ COMPILE_WORKERS: Final = 32
 """Largest number of compile processes of one rank, as in torch."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names of the variable with the allocator's settings, current and older."""
+"""Names of the variable with the allocator's settings: the current name and the older one."""
 
 
 def allow_open_files() -> None:
@@ -89,16 +91,16 @@ def prepare(config: Config) -> None:
     """
     if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
         raise ConfigError(
-            "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS then rounds every float32 product to TF32, "
-            "those of the optimizer too; unset it and call "
-            'torch.set_float32_matmul_precision("high") for the forward pass alone'
+            "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS would round the operands of every float32 "
+            "product to TF32, also in the optimizer; unset it, and for TF32 in the forward pass "
+            'alone call torch.set_float32_matmul_precision("high")'
         )
     variables = missing_variables(config, os.environ)
     os.environ.update(variables)
-    if ALLOCATOR[0] in variables:  # PyTorch has read it at import
+    if ALLOCATOR[0] in variables:  # PyTorch read the variable when it was imported
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
     compiler = sys.modules.get("torch._inductor.config")
-    if WORKERS in variables and compiler is not None:  # it has already read the variable
+    if WORKERS in variables and compiler is not None:  # PyTorch has already read the variable
         compiler.compile_threads = int(variables[WORKERS])  # type: ignore[attr-defined]
 
 
@@ -123,8 +125,8 @@ def versions() -> Facts:
 def library_versions() -> Facts:
     """Return versions of Python and packages, or None for a package that is not installed.
 
-    The version of torch includes its build, such as `2.13.0+cu130`, which some wheels' metadata
-    omits.
+    The version of torch includes its build, such as `2.13.0+cu130`, which the metadata of some
+    wheels omit.
     """
     versions: Facts = {"python": python_version()}
     for package in PACKAGES:

@@ -44,8 +44,8 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, or {} if there are no experts; wait like
-        `metrics`."""
+        """Return MaxVio of the last step by layer, or {} without experts; waits as `metrics`
+        does."""
         moe = self.config.moe
         if moe is None:
             return {}

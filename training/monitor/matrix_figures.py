@@ -1,9 +1,10 @@
 """Figures of stacks of matrices, and aggregates over many units: pure functions.
 
-Every figure is computed in float64 from float32 values, so it does not depend on the inspection
-rank; `Moments` are summed a few million entries at a time, so that the figures of a large embedding
-take little memory. Singular values of weights are exact, as all of them are needed; stable ranks
-and nuclear ranks use only products, and are accurate to three digits.
+Every figure is computed in float64 from float32 values, so it does not depend on which rank
+computes it. `Moments` are summed a few million entries at a time, so that the figures of a large
+embedding need little memory. Singular values of weights come from a decomposition, as all of them
+are needed; stable ranks and nuclear ranks use only matrix products and are accurate to three
+digits.
 """
 
 import math
@@ -30,7 +31,8 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles of the PC layers in the PC paper (figures 5, 14), for any run."""
+"""Roles of the matrices that figures 5 and 14 of the PC paper average, with or without PC
+layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
 """Figures whose maximum over units is reported."""
@@ -78,8 +80,8 @@ class Moments:
 
 
 def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
-    """Return the moments of matrices of `shape` `[units, rows, cols]`, given as the float64
-    `blocks` of `split`."""
+    """Return the moments of matrices of `shape` `[units, rows, cols]`; `blocks`, float64, come from
+    `split`."""
     _, rows, cols = shape
     if rows >= cols:
         gram, total = summed([x.mT @ x, x.sum((1, 2))] for x in blocks)
@@ -88,7 +90,7 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
         gram, total, fourth = summed(
             [x @ x.mT, x.sum((1, 2)), x.square().sum(1).square().sum(1)] for x in blocks
         )
-        # Exact up to rounding of the first term; smaller values are zero.
+        # The difference is exact up to rounding of the first term; values below that count as zero.
         whole = gram.square().sum((1, 2))
         present = whole - fourth > 4 * torch.finfo(whole.dtype).eps * whole
         off_diagonal = torch.where(present | whole.isnan(), whole - fourth, 0)
@@ -158,7 +160,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return figures `[units]` of mean gradients `[units, rows, cols]`.
 
-    If `previous`, the gradients of the previous step, is given, alignment is included.
+    `previous` contains the gradients of the previous step; if it is given, alignment is included.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -173,8 +175,8 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Return the nuclear ranks `[units]`, by products if a decomposition would wait for the
-    device."""
+    """Return the nuclear ranks `[units]`, by matrix products where a decomposition would make the
+    host wait for the device."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
     square = sums.mean_square() * sums.entries
@@ -182,16 +184,16 @@ def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
-    """Return noise figures `[units]` from the inner products `[units, samples, samples]`.
+    """Return noise figures `[units]` from the samples' inner products `[units, samples, samples]`.
 
-    `what`, gradient or update, is the kind of the samples and the prefix of the figures' names.
+    `what`, gradient or update, states what the samples are and is the prefix of the figures' names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the updates of steps, float64, without weight decay, in blocks of the matrices.
+    """Yield the updates of successive steps, float64, without weight decay, block by block.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor of weight decay
@@ -202,8 +204,8 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps;
-    arguments as for `updates`."""
+    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64; arguments
+    as for `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
@@ -213,8 +215,10 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return figures `[units]` of the last update, including its alignment with the previous update
-    if any; arguments as for `updates`."""
+    """Return figures `[units]` of the last update; arguments as for `updates`.
+
+    They include its alignment with the previous update, if there is one.
+    """
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
         "applied_rms": sums.rms(),
@@ -240,9 +244,9 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Return stable rank and root mean square `[]` of a weight's inputs.
 
-    `gram` is their Gram matrix `[inputs, inputs]`. The inputs of the embedding are indicators: its
-    `gram` is the diagonal `[rows]`, and its only figure is the stable rank, 1 over the share of the
-    most frequent token.
+    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The inputs of the embedding are
+    one-hot vectors: their `gram` is given by its diagonal `[rows]`, and their only figure is the
+    stable rank, 1 over the share of the most frequent token.
     """
     gram = gram.double()
     if gram.ndim == 1:
@@ -259,13 +263,13 @@ def gram_root(gram: Tensor) -> Tensor:
     shift = ROOT_SHIFT * wide.trace()
     shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))
     factor: Tensor = torch.linalg.cholesky_ex(shifted).L
-    return factor * (shift > 0)  # of zero inputs
+    return factor * (shift > 0)  # if all inputs are zero
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
     """Return the stable rank `[]` of W A, from W `[rows, cols]` and a root R of A A^T.
 
-    W R has the singular values of W A, and `root` R is only `[cols, cols]`.
+    W R has the same singular values as W A, but R is only `[cols, cols]`.
     """
     rows, cols = weight.shape
     if rows >= cols:
@@ -278,9 +282,9 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 def pair(units: dict[str, Record]) -> None:
     """Add figures that compare several units, or measurements on several ranks, to the records.
 
-    The criterion pairs a weight with its own input, except attention's output projection, which is
-    paired with the input of q, k and v ("When do spectral gradient updates help in deep learning?",
-    table 2).
+    The criterion pairs a weight with its own input, but attention's output projection with the
+    input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
+    learning?".
     """
     attention = {
         record["layer"]: record["input_stable_rank"]
@@ -389,10 +393,10 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector of units until all rows of their matrix have arrived.
+    """Collector that keeps units until all rows of their matrix have arrived.
 
-    The units of one role in one parameter are rows of a matrix; their order does not change
-    singular values.
+    The units of one role in one parameter are together the rows of a matrix; the order of rows does
+    not change singular values.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:

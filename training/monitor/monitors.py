@@ -1,6 +1,6 @@
 """Monitors: figures of weights, gradients, updates and activations, every few steps.
 
-Only monitored steps cost more. Monitors change none of the measured values, so runs with and
+Only monitored steps take longer. Monitors change no value that they measure, so runs with and
 without monitors are equal bit for bit. docs/monitors.md defines each figure.
 """
 
@@ -40,7 +40,8 @@ from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
 
 DEFAULT_INTERVAL: Final = 100
-"""Steps between monitored steps without a plan, and the smallest interval of a plan."""
+"""Steps between monitored steps if there is no plan, and the smallest interval that a plan
+chooses."""
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -53,14 +54,14 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl of the rules' reports; other names get the prefix `rule_`."""
+"""Names that the rules' reports have in monitors.jsonl; other reports get the prefix `rule_`."""
 
 
 class LayerSampling:
     """Choice of the layers whose inputs a monitored step measures.
 
     It chooses all layers, or some in turn if the Gram matrices of all inputs do not fit in
-    `monitors.activation_gib`. Sizes are those of whole weights, so the choice is the same on any
+    `monitors.activation_gib`. Sizes of whole weights count, so the choice is the same on any
     layout.
     """
 
@@ -68,16 +69,18 @@ class LayerSampling:
         self.interval = interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
-        self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
+        self.rounds = -(
+            -self.count // together
+        )  # number of monitored steps that together measure all layers
 
     def layers(self, step: int) -> list[int]:
-        """Return the layers to measure in `step`, a monitored one."""
+        """Return the layers to measure in the monitored step `step`."""
         part = step // self.interval % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
 
 
 def largest_layer(config: Config) -> int:
-    """Return the largest bytes of the Gram matrices of a layer's inputs."""
+    """Return the bytes of the Gram matrices of a layer's inputs, for the layer with most bytes."""
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
         for unit in all_units(config.model, **unit_options(config))
@@ -101,7 +104,7 @@ class Monitors:
         experts: ExpertBalance,
         interval: int | None,
     ) -> None:
-        """Measure every `interval`-th step, none if it is 0; None is `DEFAULT_INTERVAL`."""
+        """Measure every `interval`-th step: 0 measures none, None every `DEFAULT_INTERVAL`-th."""
         self.interval = DEFAULT_INTERVAL if interval is None else interval
         self.config = config
         self.groups = groups
@@ -141,7 +144,7 @@ class Monitors:
         self.history.forget()
 
     def before(self, step: int, microbatches: int) -> None:
-        """Prepare `step` before its forward pass of `microbatches` on one rank."""
+        """Prepare the measurement of `step`, which has `microbatches` micro-batches on a rank."""
         self.step = step
         self.records = {}
         self.chosen = set(self.config.monitors.groups) if self.due(step) else set()
@@ -183,7 +186,7 @@ class Monitors:
     def after_step(self, factor: float, active: Tensor) -> None:
         """Measure updates after the optimizer's step.
 
-        `factor` is the learning rate over its peak, `active` whether the step was taken.
+        `factor` is the learning rate relative to its peak; `active` is whether the step was taken.
         """
         self.history.end(factor, active)
         if self.due(self.step):
@@ -196,8 +199,8 @@ class Monitors:
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the line of `step` for monitors.jsonl and its aggregates for the metrics.
 
-        `tokens` is the number seen so far. Both are empty on ranks other than 0, and if the step is
-        not monitored. Collective.
+        `tokens` is the number of tokens seen so far. Both results are empty on ranks other than 0,
+        and if the step is not monitored. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -285,7 +288,7 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record the figures of PC layers that gathering units does not provide.
+        """Record the figures of PC layers that the gathered parameters do not provide.
 
         These are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
         """
@@ -308,7 +311,9 @@ class Monitors:
         """Add the condition number of a whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            prefix = "effective_" if effective.intersection(names) else ""  # all of them or none
+            prefix = (
+                "effective_" if effective.intersection(names) else ""
+            )  # all units of a matrix are effective or none
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 
@@ -363,7 +368,8 @@ class Monitors:
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
-        """Add figures to the records of units, as `effective_...` for units in `effective`."""
+        """Add figures to the records of units; in units of `effective` their names begin with
+        `effective_`."""
         if not units:
             return
         columns = {name: values.tolist() for name, values in measured.items()}
@@ -374,8 +380,7 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of successive updates to compare, the last of which is a monitored
-    step's."""
+    """Return the number of successive updates to compare; the last one is the monitored step's."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
@@ -384,8 +389,8 @@ def steps_compared(section: MonitorsConfig) -> int:
 def inspected_elements(section: MonitorsConfig) -> int:
     """Return the number of elements that a rank inspects at a time, unless one matrix is larger.
 
-    Weights, gradients and the previous step's gradients are gathered and stacked first; then the
-    weights before all compared steps and after the last step.
+    A rank first gathers and stacks weights, gradients and the previous step's gradients, later the
+    weights before each compared step and after the last.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

@@ -1,5 +1,5 @@
-"""Counts of missed solves of spectral rules and of refused updates, and metrics of PC layers, over
-all ranks."""
+"""Counts of refused updates and of multiplier solves that missed their tolerance, and metrics of PC
+layers, over all ranks."""
 
 import math
 from abc import ABC, abstractmethod
@@ -50,18 +50,18 @@ class Events(ABC):
 
 
 class Refusals(Events):
-    """Counter of refused steps of units, whose update was not finite or not bounded.
+    """Counter of refused updates of units; an update is refused if it is not finite or not bounded.
 
-    Weights stay finite without this counter; it makes refusals visible.
+    Refused updates are skipped without this counter too; it makes them visible.
 
     Attributes:
-        worst: the unit with the most consecutive refusals before the last report, and their number.
+        worst: the unit with the most consecutive refusals before the last report, and how many.
     """
 
     worst: tuple[str, int] = ("", 0)
 
     def _forget(self) -> None:
-        self._names: list[str] = []  # names of the entries of the next tensors `[names]`
+        self._names: list[str] = []  # names of the entries of the tensors `[names]` below
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def _new_here(self) -> Tensor:
@@ -97,7 +97,7 @@ class Refusals(Events):
         """Return the metrics since the last report; waits for device and ranks.
 
         optim/refused         refused steps of units since the start of the run
-        optim/refused/<unit>  the same since the last report, for the units with the most
+        optim/refused/<unit>  refused steps since the last report, for the units with the most
         """
         new, self.worst = self._sum(), ("", 0)
         self.total += new
@@ -149,7 +149,7 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's reports on the device; `active` is whether it was taken."""
+        """Count the step's reports on the device; `active` is whether the step was taken."""
         self.solves.record(active)
         self.refusals.record()
 

@@ -1,7 +1,7 @@
 """Updates of a monitored step and the steps before it.
 
-The update of a step is the difference between the weights after and before it, without weight decay
-but with retraction. The weights before successive steps are kept only shortly before a monitored
+The update of a step is the weights after the step minus the weights before it, with retraction but
+without weight decay. The weights before successive steps are kept only shortly before a monitored
 step, as many as the figures need.
 """
 
@@ -23,7 +23,7 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 @dataclass
 class Moment:
-    """Weights before a step, and its length."""
+    """Weights before a step, and the step's learning rate."""
 
     weights: Snapshot
     factor: Tensor | float = 0.0  # learning rate over its peak; 0 if the step was skipped
@@ -64,7 +64,7 @@ class UpdateHistory:
         del self.moments[: -self.depth]
 
     def end(self, factor: float, active: Tensor) -> None:
-        """Record the length of the step just taken.
+        """Record the learning rate of the step just taken.
 
         factor  learning rate over its peak
         active  whether the step was taken
@@ -75,8 +75,8 @@ class UpdateHistory:
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
         """Yield the updates of matrices that this rank inspects, or owns as PC layers.
 
-        Collective over the ranks of the stage. Weights are dropped when the next updates are
-        requested.
+        Collective over the ranks of the stage. The weights of one result are dropped when the next
+        result is requested.
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
@@ -111,7 +111,8 @@ class UpdateHistory:
         return Updates(units, matrices, kept)
 
     def _kept_share(self, units: list[Unit], factor: float, device: torch.device) -> Tensor:
-        """Return the factor of weight decay in a step, `[units, 1, 1]`."""
+        """Return the factor by which weight decay multiplied the weights in a step, `[units, 1,
+        1]`."""
         assigned = [self.assign(unit) for unit in units]
         kept = [1 - each.lr * factor * each.weight_decay for each in assigned]
         return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]

@@ -1,7 +1,8 @@
 """Time that monitors and scores of tasks add to a run, by the model of plans.
 
-A monitored step computes the singular values of every weight, products for all other figures, and
-sums during the model's passes. The chosen interval costs 1% of a run.
+A monitored step computes the singular values of every weight, matrix products for all other
+figures, and sums during the model's passes. A null interval becomes one that costs at most 1% of a
+run.
 """
 
 import math
@@ -52,7 +53,7 @@ class MonitorCost:
 
     @property
     def share(self) -> float:
-        """Added time of the monitors, relative to the run without them."""
+        """Time that monitors add, relative to the run without monitors."""
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
@@ -64,10 +65,11 @@ class MonitorCost:
             return "off"
         every = f"every {self.interval:,} steps"
         if self.seconds is None:
-            return f"{every}, each of which takes about as long as two others"
+            return f"{every}; a monitored step takes about as long as two other steps"
         return (
-            f"{every}, which adds {self.share:.1%} to the time of the run: {self.seconds:.3g} s "
-            f"each next to steps of {self.step:.3g} s, modelled"
+            f"{every}, which adds {self.share:.1%} to the time of the run: modelled, "
+            f"{self.seconds:.3g} s more in a monitored step, where a step takes {self.step:.3g} "
+            "s"
         )
 
 
@@ -112,7 +114,7 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
     inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
     if "weights" in groups:
         inspected += [whole_seconds(shape, parts) for parts in parts_of_matrices(units)]
-    # One rank inspects each matrix, so the busiest rank has up to one more than the mean.
+    # One rank inspects each matrix, so the busiest rank has up to one matrix more than the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
     if "activations" in groups:
         seconds += input_seconds(shape, units) / rounds
@@ -150,7 +152,7 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def parts_of_matrices(units: list[Unit]) -> list[list[Unit]]:
-    """Return the units of each matrix that consists of several units."""
+    """Return, for each matrix that consists of several units, these units."""
     matrices = grouped(units, lambda unit: (unit.parameter, unit.role))
     return [parts for parts in matrices.values() if len(parts) > 1]
 
@@ -203,6 +205,6 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
     often = f"every {section.interval:,} steps" if section.interval else "after the last step"
     return (
-        f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} tokens, "
-        f"{seconds:.3g} s each time, modelled, which adds {share:.1%} to the time of the run"
+        f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} "
+        f"tokens, {seconds:.3g} s each time, modelled, which adds {share:.1%} to the run's time"
     )

@@ -32,7 +32,7 @@ from training.report.progress import progress
 from training.report.table import table
 
 Changes = Mapping[str, Any]
-"""New values by dotted key of two parts, such as `train.recompute`."""
+"""New values by dotted key; each key has two parts, such as `train.recompute`."""
 
 AXES: Final = (
     "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor",
@@ -76,8 +76,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner for variants of a config, which plans a stage once for all variants that do not
-    change it.
+    """Planner for variants of a config; it plans a stage once for all variants with the same stage.
 
     gpus     number of GPUs of all variants
     """
@@ -95,7 +94,7 @@ class Layouts:
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant's sections agree, except for the layout."""
+        """Return whether a variant's sections agree with each other, not counting the layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
@@ -113,7 +112,8 @@ class Layouts:
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # The first stage stores the most activations; the first and the last hold the vocabulary.
+        # The first stage stores the most activations; the first and the last stage hold the
+        # vocabulary.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:
@@ -134,7 +134,8 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # Stages with equal numbers of layers of each kind share one plan without activations.
+        # If two stages have equal numbers of layers of each kind, they share a plan without
+        # activations.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -158,14 +159,14 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
-    """Return the layouts that fit and have the shortest modelled time, with the best batch and
-    recomputation of each."""
+    """Return the fitting layouts with the shortest modelled time, each with its best micro-batch
+    and recomputation."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
     tried = 0
-    print(f"plans up to {len(ordered):,} layouts, the most promising first", file=sys.stderr)
-    with progress(lambda: f"layout {tried:,} of {len(ordered):,} is planned"):
+    print(f"planning up to {len(ordered):,} layouts, the most promising first", file=sys.stderr)
+    with progress(lambda: f"planning layout {tried:,} of {len(ordered):,}"):
         for bound, changes in ordered:
             if bound >= slowest:
                 break
@@ -183,11 +184,11 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
 
 
 def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
-    """Return lower bounds of the step's seconds, ascending, and the changes of all layouts that
-    may fit."""
+    """Return (lower bound of the step's seconds, changes) of all layouts that may fit,
+    ascending."""
     flops = layouts.owned_flops()
     bounds: list[tuple[float, Changes]] = []
-    with progress(lambda: f"lower bounds are compared: {len(bounds):,} layouts may fit so far"):
+    with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
         for changes in legal_layouts(layouts):
             shape = layouts.shape(changes)
             if fits_at_best(shape, layouts.device.room):

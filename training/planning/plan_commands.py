@@ -36,8 +36,8 @@ from training.report.table import table
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
     """Print the plan of a run, and write it to `json_file`.
 
-    If `gpus` is None, the number is that of torchrun's ranks, the config's, or the smallest
-    possible.
+    If `gpus` is None, the number is that of torchrun's ranks, else the config's `plan.gpus`, else
+    the smallest possible number.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -76,8 +76,8 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # The error names legal numbers for the micro-batch that allows the most numbers of
-            # GPUs.
+            # The error names legal numbers of GPUs, for the micro-batch that allows the most of
+            # them.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
@@ -125,8 +125,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Return the fewest changes, added in order, that together make the run fit, or None if none
-    do."""
+    """Add changes in order until the run fits, and return them; None if all do not suffice."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy

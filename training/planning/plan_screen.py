@@ -23,15 +23,15 @@ from training.report.console import layout
 from training.report.table import table
 
 SHOWN_STAGES: Final = 8
-"""Largest number of columns for pipeline stages; with more, the first, the heaviest and the last
-are shown."""
+"""Largest number of pipeline stages that all have a column; of more stages, only the first, the
+heaviest and the last have one."""
 SMALL: Final = 0.005
-"""Share of a rank's sent bytes below which kinds share a row."""
+"""Kinds of traffic below this share of a rank's sent bytes have one row together."""
 
 UNEVEN: Final = 0.01
-"""Share of the step that ranks wait for the busiest rank, above which a plan reports it."""
+"""A plan reports the wait for the busiest rank if it is above this share of the step."""
 UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
-"""Note on work that the modelled seconds leave out."""
+"""Note on work that the modelled seconds do not include."""
 
 
 def describe(config: Config, planned: Plan) -> str:
@@ -83,7 +83,10 @@ def run_table(config: Config, planned: Plan) -> str:
         ("checkpoints", checkpoints_text(config)),
     ]
     if train.exits_early:
-        text = f"after step {train.last:,} (train.exit_step); only checkpoints are counted up to it"
+        text = (
+            f"after step {train.last:,} (train.exit_step); checkpoints are counted up to this "
+            "step, all else to the last"
+        )
         rows.insert(-1, ("early end", text))
     if config.data.document_mask:
         whose = (
@@ -91,7 +94,7 @@ def run_table(config: Config, planned: Plan) -> str:
             if documents_known(config)
             else "assumed lengths, those of data.mock"
         )
-        text = f"attention costs as much as in equal documents of {length:,.0f} tokens: {whose}"
+        text = f"attention costs as much as if all documents had {length:,.0f} tokens: {whose}"
         rows.append(("documents", text))
     return table(("", ""), rows)
 
@@ -117,7 +120,7 @@ MEMORY: Final = {
 
 
 def memory_table(planned: Plan) -> str:
-    """Return kinds of memory and their sum, with one column per pipeline stage."""
+    """Return the memory of each kind and the sum, with one column per pipeline stage."""
     sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
     kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
     return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
@@ -192,8 +195,8 @@ def time_table(config: Config, planned: Plan) -> str:
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
         (
             "time of the run",
-            f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours, modelled as "
-            "docs/planning.md says: up to 25% from published runs",
+            f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours, modelled "
+            "(docs/planning.md); times differ from published runs by up to 25%",
         ),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
@@ -201,15 +204,14 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield a line about the time lost to unequal work of the rule, if it is more than 1% of the
-    step."""
+    """Yield a line about the time that unequal work of the rule costs, if above 1% of the step."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
     if share > UNEVEN:
         yield (
-            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest, which has "
-            f"{busiest.imbalance:.2f} times the mean load; no matrix is divided"
+            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest rank, whose "
+            f"rule has {busiest.imbalance:.2f} times the mean load, as no matrix is divided"
         )
 
 
@@ -224,7 +226,7 @@ def verdict(planned: Plan) -> str:
         return f"fits: at most {needed} of {room} are needed{where}"
     over = [stage.stage for stage in planned.stages if stage.memory.total > planned.device.room]
     stages = f" on stages {', '.join(map(str, over))}" if planned.pipeline > 1 else ""
-    return f"DOES NOT FIT{stages}: {needed}{where} needed of {room}"
+    return f"DOES NOT FIT{stages}: needs {needed}{where}, has {room}"
 
 
 FIGURES: Final = {
@@ -234,8 +236,10 @@ FIGURES: Final = {
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return one row per role, shape, rule and figures; the row with most of a role's units comes
-    first, and its other rows are exceptions."""
+    """Return a table with one row per role, shape, rule and figures.
+
+    The row with most units of a role comes first; the role's other rows are exceptions.
+    """
 
     def kind(route: Route) -> tuple[Any, ...]:
         shape = route.shape if len(route.shape) > 1 else ()  # vectors of all sizes share a row
@@ -266,7 +270,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return a line about units of one role, with their first and last layer."""
+    """Return a phrase with the first and last layer of units of one role."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role
@@ -290,8 +294,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def checkpoints_text(config: Config) -> str:
-    """Return size, interval and number of the checkpoints that a run keeps, and their disk
-    space."""
+    """Return a text about a run's checkpoints: size, interval, number kept, and disk space."""
     section, steps = config.checkpoint, config.train.last
     if section.interval == 0:
         return "none: checkpoint.interval is 0"
@@ -299,6 +302,6 @@ def checkpoints_text(config: Config) -> str:
     saved = [*range(section.interval, steps, section.interval), steps]
     number = len(saved) - len(superseded(saved, section.keep_last, section.keep_every))
     return (
-        f"{size:.3g} GB each, every {section.interval:,} steps; {number:,} are kept, "
-        f"{number * size:.3g} GB, and {size:.3g} GB more while one is written"
+        f"{size:.3g} GB each, every {section.interval:,} steps; the {number:,} that are kept "
+        f"need {number * size:.3g} GB, and {size:.3g} GB more while one is written"
     )

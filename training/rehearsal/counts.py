@@ -43,14 +43,15 @@ class Counts:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds without the reduction of gradients and the gather of weights, which are
-        hidden."""
+        """Seconds except those of gradient reduction and weight gathers, which other work hides."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
-        """Return the sums of these counts and `times` the other counts, whose peak is included if
-        `times` > 0."""
+        """Return these counts plus `times` the other counts.
+
+        The other counts' peak is included if `times` > 0.
+        """
         total: Counts = merged(self, other, lambda a, b: a + times * b)
         peak = other.peak_memory_bytes if times > 0 else 0
         total.peak_memory_bytes = max(self.peak_memory_bytes, peak)
@@ -71,7 +72,8 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two values by `number`: records and tables entry by entry, counters without zeros."""
+    """Combine two values by `number`, and records and tables entry by entry; drop zeros in
+    counters."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):

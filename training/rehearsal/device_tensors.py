@@ -1,4 +1,4 @@
-"""Device tensors with shapes and no values, together with real host tensors."""
+"""Device tensors that have shapes but no values, next to real host tensors."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,10 @@ def efficient_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the gradients' shapes of `query`, `key` and `value`; PyTorch's own function does not
-    accept one of the kernel's arguments."""
+    """Return gradients in the shapes of `query`, `key` and `value`.
+
+    PyTorch's own shape function does not accept one of the kernel's arguments.
+    """
     if bias is not None:
         raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
@@ -50,15 +52,17 @@ INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is allocated only when it is written, so unread copies from
-    the device cost nothing."""
+    """Return zeros in host memory that is allocated only when it is written.
+
+    Copies from the device that nobody reads therefore cost no memory.
+    """
     if dtype.is_complex:
         return torch.zeros(tuple(shape), dtype=dtype)
     return torch.from_numpy(np.zeros(tuple(shape), INTEGERS[dtype.itemsize])).view(dtype)
 
 
 def value_of(dtype: torch.dtype) -> Any:
-    """Return the value that the host reads of a device tensor: True, 1 or 1.0."""
+    """Return the value that the host gets when it reads a device tensor: True, 1 or 1.0."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
@@ -85,8 +89,9 @@ class PinnedMemory:
 
 
 class DeviceTensors(FakeTensorMode):
-    """Mode that records operations on device tensors instead of running them; operations on only
-    host tensors run.
+    """Mode that records operations on device tensors instead of running them.
+
+    Operations whose tensors are all on the host run.
 
     Raises the errors of a device: operands on two devices, or a read by the host while a graph is
     recorded.
@@ -99,7 +104,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Integers copied from the host to the device: lengths, on which FLOPs depend."""
+        """Integers copied from the host to the device, such as lengths on which FLOPs depend."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -221,7 +226,7 @@ class DeviceTensors(FakeTensorMode):
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
-        # A copy without a wait uses PyTorch's pinned memory.
+        # The host does not wait for a copy into PyTorch's pinned memory.
         self._to_host(source, waits=not later)
         copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
         return self.pinned.pin(copy) if later else copy

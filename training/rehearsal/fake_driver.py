@@ -1,6 +1,7 @@
-"""A CUDA device that does nothing, for PyTorch's C++ code, built once per environment.
+"""A CUDA driver that does nothing, for PyTorch's C++ code; it is built once per environment.
 
-Importing this module imports neither torch nor the project, as `load` runs before both."""
+Importing this module imports neither torch nor the project, as `load` runs before both.
+"""
 
 import contextlib
 import ctypes
@@ -52,8 +53,10 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Return the folder for libraries: in the user's cache, else a temporary folder, which is new
-    if other users could write to the old one."""
+    """Return the folder for libraries: in the user's cache, else a temporary folder.
+
+    The temporary folder is a new one if other users could write to the existing one.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (
         home / "spectrain",
@@ -89,8 +92,8 @@ def compiler() -> str:
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name) is None:
         raise GuardError(
-            f"a rehearsal needs a C++ compiler, once, and there is no {name} here: install g++ "
-            "(apt-get install g++) or name another with CXX"
+            f"the first rehearsal needs a C++ compiler, but there is no {name} here: install g++ "
+            "(apt-get install g++), or set CXX to another compiler"
         )
     return name
 

@@ -1,9 +1,11 @@
-"""Comparison of the collectives of all ranks: a real run hangs if these, or their orders, differ.
+"""Comparison of the collectives of all ranks: a real run hangs if collectives or orders differ.
 
-Within a group, all ranks' sequences must agree in operation, dtype and size; in an all-to-all, a
-rank must expect the elements that another sends; between two ranks, sends must match receives,
-batch by batch. All calls must also finish if, as in NCCL, a group runs one call at a time and a
-call waits until its peers have started the same call."""
+Within a group, the calls of all ranks must agree in operation, dtype and size, in the same order.
+In an all-to-all, a rank must expect as many elements as each other rank sends to it. Between two
+ranks, sends must match receives, batch by batch. All calls must also finish under the rules of
+NCCL: a group runs one call at a time, and a call waits until its peers have started the same
+call.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +19,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return sentences about mismatches between the calls of all ranks, the first of each group and
-    pair."""
+    """Return sentences about mismatches between all ranks' calls: the first of each group and pair
+    of ranks."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -27,15 +29,15 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 Event = tuple[int, int, str]
-"""Rank, number of a call (for a batch, of its first call), and the event: the current stream
-reaches the call, or the call is running."""
+"""Rank, number of a call, and what happens: the current stream reaches the call, or the call runs.
+A batch has the number of its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a sentence about the first call of each rank that never starts, for matching calls.
+    """Yield a sentence about each rank with a call that never starts, given calls that match.
 
-    A group runs calls in sequence, each after the work that the current stream had waited for, and
-    a call ends when all its peers have started the same call.
+    A group runs its calls in sequence. A call starts after the work that the current stream had
+    waited for, and ends when all its peers have started the same call.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -98,7 +100,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Return the first collective of a group that differs between its ranks."""
+    """Describe the first collective of a group that differs between the group's ranks."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -120,8 +122,7 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Return the first rows of an all-to-all that one rank sends but the other rank does not
-    expect."""
+    """Describe the first rows of an all-to-all that a rank sends but the target does not expect."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -138,7 +139,8 @@ def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Return the first send or receive of each pair of ranks without a match on the other side."""
+    """Describe, for each pair of ranks, the first send or receive without a match on the other
+    side."""
     nothing: list[Call] = []
     for one, other in combinations(sorted(members), 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)

@@ -1,7 +1,7 @@
-"""Parts of a model that differ on a GPU: fused kernels, and other types of tensors.
+"""Parts of a model that differ on a GPU: fused kernels and types of tensors.
 
-A machine without a GPU does not show PyTorch's choice of attention kernel, and a build without CUDA
-runs a norm as five operations.
+They must be imitated: without a GPU PyTorch does not choose the attention kernel of a GPU, and a
+build without CUDA runs a norm as five operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from training.rehearsal.trace import Launch, Trace
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""The kernels' code for a causal mask aligned to the last query and the last key."""
+"""Number by which the kernels denote a causal mask aligned to the last query and key."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The kernels of fused attention on Hopper and `newer` devices, or on older ones."""
+    """The kernels of fused attention; `newer` means Hopper or a later generation."""
 
     newer: bool
 
@@ -81,7 +81,7 @@ class FusedAttention:
         `[batch, groups, t, d]`. Raises RuntimeError for inputs that no kernel supports."""
         lower_right = isinstance(attn_mask, LowerRight)
         if attn_mask is not None and not lower_right:
-            raise RuntimeError("no fused kernel takes a mask tensor")
+            raise RuntimeError("no fused kernel supports a mask tensor")
         flash, size = takes_flash(query, key, value), query.shape[-1]
         differentiable = query.requires_grad and torch.is_grad_enabled()
         aten = torch.ops.aten
@@ -97,7 +97,9 @@ class FusedAttention:
                 q, k, v, dropout_p, is_causal or lower_right, False, scale=scale or size**-0.5
             )[0][..., :size]
         elif enable_gqa and query.shape[1] != key.shape[1]:
-            raise RuntimeError("No available kernel: flash attention does not take grouped heads")
+            raise RuntimeError(
+                "No available kernel: flash attention does not support grouped heads"
+            )
         elif lower_right:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             output = aten._efficient_attention_forward(
@@ -126,9 +128,9 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     """Replace `torch.compile`, and `rms_norm` on the device, for the life of this process.
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
-    saved arguments and the results' gradients, and writes the arguments' gradients, including those
-    of gains, as inductor sums over rows and columns in one kernel. The bytes returned by
-    `read_again` count twice.
+    saved arguments and the results' gradients, and writes the arguments' gradients. These include
+    the gradients of gains, as inductor sums over rows and columns in one kernel. The bytes returned
+    by `read_again` count twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -178,7 +180,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        """Replace `torch.nn.functional.rms_norm`, which is fused for a gain of the input's
+        """Replace `torch.nn.functional.rms_norm`, a fused kernel if gain and input have one
         dtype."""
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
             return plain(x, list(normalized_shape), weight, eps)
@@ -201,9 +203,11 @@ def is_gated(function: Callable[..., Any]) -> bool:
 
 
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
-    """Return the bytes that inductor's backward pass of a gated activation reads twice, for the
-    concatenated gradients of gate and up: the result's `gradient` `[..., d]`, and the gate, half of
-    `wide` `[..., 2 d]`."""
+    """Return the tensors that inductor's backward pass of a gated activation reads twice.
+
+    It reads them again for the concatenated gradients of gate and up: the result's `gradient`
+    `[..., d]`, and the gate, which is half of `wide` `[..., 2 d]`.
+    """
     return [gradient, wide.chunk(2, -1)[0]]
 
 
@@ -213,8 +217,10 @@ def kernel_name(function: Callable[..., Any]) -> str:
 
 
 def install_experts(trace: Trace) -> None:
-    """Let mixture-of-experts layers send equally many rows to every expert, for the life of this
-    process, as real counts depend on weights."""
+    """Make mixture-of-experts layers send equal numbers of rows to all experts.
+
+    Real numbers depend on weights. The replacement lasts for the life of this process.
+    """
 
     def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:
         trace.read("rows of each expert")
@@ -239,8 +245,8 @@ def shares(total: int, parts: int) -> list[int]:
 def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     """Replace `module.to(device)`, which cannot turn a real parameter into a fake one in place.
 
-    Attributes of a parameter (such as Megatron's cuts) are copied, except those that make a
-    parameter fake.
+    Attributes of a parameter, such as the ones by which Megatron marks tensor-parallel parameters,
+    are copied, except attributes that make a parameter fake.
     """
     device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
     for each in module.modules():

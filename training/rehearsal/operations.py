@@ -42,8 +42,8 @@ FLASH: Final = (
 GPUs."""
 
 VARYING: Final = "torch_attn"
-"""Operations of FlashAttention 2 on documents, whose lengths are values of tensors. They exist
-after importing a module that loads the compiler."""
+"""Namespace of FlashAttention 2's operations on documents, whose lengths are values of tensors. The
+operations exist after importing a module that loads the compiler."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -65,7 +65,7 @@ READ_BY_HOST: Final = {
     "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
     "linalg_lstsq", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_qr_sync",
 }  # fmt: skip
-"""Operations for whose result, size or error check the host waits."""
+"""Operations that make the host wait: for a result, for a size, or for an error check."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
 """Operations that read as many elements of their first argument as they return."""
@@ -74,8 +74,8 @@ OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero
 """In-place operations that do not read the memory they write."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Tensors per launch of an operation on lists, by the number of lists (PyTorch's
-multi_tensor_apply)."""
+"""Largest number of tensors in one launch of an operation on 1, 2, ... lists, as in PyTorch's
+multi_tensor_apply."""
 LIST_CHUNK: Final = 65536
 """Elements of a block of such a launch."""
 LIST_BLOCKS: Final = 320
@@ -154,7 +154,8 @@ IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""In-place products, which have no formula in PyTorch, and their counterparts with formulas."""
+"""In-place products, for which PyTorch has no FLOP formula, and the operations whose formula
+applies."""
 
 
 def _cholesky_flops(x: Tensor) -> float:
@@ -171,17 +172,19 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.linalg_solve_triangular: _triangular_flops,
 }
-"""FLOPs of other operations that multiply matrices, from their tensors."""
+"""Functions from the tensors to the FLOPs of other operations that multiply matrices."""
 
 EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
-"""Eigenvalue problems, whose columns are processed in sequence."""
+"""Eigenvalue and singular value problems, which process columns in sequence."""
 
 
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the share of the peak that an operation with matrix products reaches, or None for the
-    share of a large product."""
+    """Return the share of the peak that an operation with matrix products reaches.
+
+    None stands for the share that a large product reaches.
+    """
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
         return varying_share(device)
@@ -221,7 +224,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
     if packet in PRODUCTS:
-        # Without the result's dtype, which the formulas do not accept.
+        # The result's dtype is left out, as the formulas do not accept it.
         args, kwargs = [x for x in args if isinstance(x, Tensor)], {}
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
@@ -242,8 +245,8 @@ def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     """Return the approximate number of kernels of an operation.
 
-    A launch on lists handles limited numbers of tensors and chunks; with several dtypes, every
-    tensor has its own launch, except in copies.
+    A launch on lists handles a limited number of tensors and of chunks. If the tensors have several
+    dtypes, every tensor has its own launch, except in copies.
     """
     lists = [
         value
@@ -258,9 +261,9 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # step counts are not counted as a list of elements
+        lists = lists[:-1]  # a list of step counts is not a list of elements
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
-    # Norms are zeroed before, and summed over chunks after.
+    # One more kernel zeroes the norms before, and one sums them over chunks after.
     return launches + 2 if kind.name == "_foreach_norm" else launches

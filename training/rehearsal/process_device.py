@@ -24,7 +24,7 @@ def prepare() -> None:
 
     if liger_installed():
         liger_kernels()
-    gc.freeze()  # excludes shared objects from the forks' garbage collection
+    gc.freeze()  # excludes objects shared with the forks from their garbage collection
     gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""Process groups of any size without peers: every collective is recorded, and completes.
+"""Process groups of any size without peers: every collective is recorded and completes at once.
 
 Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives its
 own values; functions that need different values from all ranks are replaced below, by name.
@@ -22,8 +22,7 @@ from training.rehearsal.program import place, put, replace
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""The functions have no annotations, because these describe overloads that `torch.distributed` does
-not call."""
+"""`Any`, because its annotations describe overloads that `torch.distributed` does not call."""
 
 
 class BackendError(RuntimeError):
@@ -56,9 +55,9 @@ class Work(dist.Work):
 class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
-    Collectives of NCCL groups require device tensors and run on the group's stream if asynchronous,
-    else on the current stream; collectives of gloo groups require host tensors, with the values
-    that result if all ranks pass the same values.
+    Collectives of NCCL groups require device tensors; they run on the group's stream if
+    asynchronous, else on the current stream. Collectives of gloo groups require host tensors; their
+    results are those of ranks that all pass the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -156,8 +155,8 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the elements sent to or received from each rank, in rows of `tensor`; by default
-        equal."""
+        """Return the number of elements sent to or received from each rank; no `rows`: equal
+        numbers."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
@@ -179,7 +178,9 @@ class RehearsedGroup(ProcessGroup):
         for tensor in tensors:
             if tensor.is_cuda != on_device:
                 backend = dist.get_backend(self)
-                raise BackendError(f"{kind} over {backend} of a tensor on {tensor.device}")
+                raise BackendError(
+                    f"{kind} over {backend} needs another device, got a tensor on {tensor.device}"
+                )
         noted = Call(
             group=self.ranks,
             channel=self.channel,
@@ -202,7 +203,7 @@ class RehearsedGroup(ProcessGroup):
         return self._beside(noted, reads, writes)
 
     def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
-        """Run the collective on the group's own stream, after the current stream's work."""
+        """Run the collective on the group's own stream, after the work of the current stream."""
         order = self.trace.order
         began, ended = next(self.trace.numbers), next(self.trace.numbers)
         order.record(began, self.trace.stream)
@@ -237,7 +238,7 @@ def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
 
 
 def install(trace: Trace, world: int) -> None:
-    """Let `torch.distributed` create these groups, for the life of this process."""
+    """Make `torch.distributed` create rehearsed groups, for the life of this process."""
 
     def init_process_group(backend: str = "nccl", **_: Any) -> None:
         group = RehearsedGroup(trace.rank, range(world), trace, "world")
@@ -264,7 +265,7 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
-    # Aborting checks for this class, which does not exist in builds without CUDA.
+    # Code that aborts groups checks for this class, which builds without CUDA do not have.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
     _install_exchanges(trace)
 
@@ -273,7 +274,8 @@ def _install_exchanges(trace: Trace) -> None:
     """Replace exchanges of plain values, for the life of this process."""
 
     def note(name: str, group: Any = None) -> None:
-        """Over NCCL plain values pass through the device, and the host waits for their sizes."""
+        """Record that over NCCL plain values pass through the device and the host waits for their
+        sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:
@@ -298,7 +300,7 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return the result of `call`: every rehearsed rank counts as the first."""
+        """Return the result of `call`, as every rehearsed rank counts as the first rank."""
         note("broadcast_object_list")
         return call()
 
@@ -306,21 +308,21 @@ def _install_exchanges(trace: Trace) -> None:
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
     replace(state_writer.first_rank, first_rank)
-    # Whether all ranks together write everything.
+    # A check whether all ranks together write everything.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
-    # Whether all ranks together request everything in a checkpoint.
+    # A check whether all ranks together request everything in a checkpoint.
     replace(check_fits, lambda *_, **__: None)
     # Figures that combine matrices inspected by other ranks.
     put(figures, "pair", lambda units: None)
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """The copies to the host are real, but no process writes them to files."""
+    """Keep the copies to the host, but start no process that writes them to files."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)
-        self.index = Metadata({})  # every rehearsed rank writes it
+        self.index = Metadata({})  # every rehearsed rank writes the file
         return SavePlan([])
 
     return stage

@@ -1,4 +1,4 @@
-"""Parallel rehearsals in separate processes, which end afterwards.
+"""Parallel rehearsals, each in a process of its own that then ends.
 
 Ranks are forks of multiprocessing's fork server, which imports everything once.
 """
@@ -32,8 +32,9 @@ class RehearsalError(RuntimeError):
 
 
 def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
-    """Return the report of every job, in order; as many processes run at a time as there are
-    processors.
+    """Run every job in its own process, and return the reports in order.
+
+    At most `side_by_side` processes run at a time, by default as many as there are processors.
 
     Raises GuardError if this machine cannot rehearse, RehearsalError if a job has no report.
     """
@@ -63,7 +64,8 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Return how many of the jobs' `paths` have a report, and the progress of the other jobs."""
+    """Return a text: how many of the jobs' `paths` have a report, and the progress of other
+    jobs."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
@@ -94,8 +96,10 @@ def check(process: ForkServerProcess, path: Path) -> None:
 
 
 def rehearse(job: bytes, path: Path) -> None:
-    """Rehearse one job, write its report to `path`, and end this process, which ends at the latest
-    with its parent."""
+    """Rehearse one job, write its report to `path`, and end this process.
+
+    If its parent ends before, this process ends too.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: os._exit(bool(wait([parent.sentinel]))), daemon=True).start()

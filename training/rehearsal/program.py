@@ -1,4 +1,5 @@
-"""The rehearsed program: the line of an event, and replacement of functions in all modules."""
+"""The rehearsed program: which line causes an event, and replacement of functions in all
+modules."""
 
 import sys
 from functools import cache

@@ -1,4 +1,5 @@
-"""One rank's run, rehearsed in this process, which is of no other use afterwards."""
+"""One rank's run, rehearsed in this process; afterwards the process cannot be used for other
+work."""
 
 import os
 import tempfile
@@ -64,7 +65,7 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse the rank in this process; `say` receives its position in the run."""
+        """Rehearse the rank in this process; `say` receives a text about its progress."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
@@ -90,7 +91,7 @@ class Job:
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
-    """Replace what a GPU and other ranks would answer, for the life of this process."""
+    """Replace the GPU and the other ranks, for the life of this process."""
     os.environ |= {
         "RANK": str(trace.rank),
         "WORLD_SIZE": str(world),
@@ -105,13 +106,13 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)
-    # The drawn values do not matter, only their way to the device.
+    # The drawn values do not matter, only their transfer to the device.
     replace(initial_weights.draws, undrawn)
     return mode
 
 
 def run(rehearsed: Scenario, trace: Trace) -> None:
-    """The run itself, from its process groups on."""
+    """Run the scenario, from the start of its process groups on."""
     config = rehearsed.config
     layout = groups.initialize(config.parallel.layout, device_type="cuda")
     real = build_trainer
@@ -127,7 +128,8 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
 
 
 def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
-    """Return rank, step and part of the run, and which forward pass of the step it is."""
+    """Return a phrase with rank, step, part of the run, and number of the forward pass in the
+    step."""
     text = f"rank {trace.rank}: step {trace.step} of {rehearsed.last}, {trace.phase}"
     if trace.phase == STEP:
         passes = len(trace.marks.get(trace.step, ()))
@@ -136,7 +138,7 @@ def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
 
 
 def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]:
-    """Weights of the right shapes."""
+    """Yield weights of the right shapes."""
     return (torch.empty(unit.shape) for unit in units)
 
 

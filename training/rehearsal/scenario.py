@@ -14,7 +14,8 @@ PLAIN_STEP = 2
 """The step that represents plain steps, without periodic work."""
 
 MICROBATCHES = 4
-"""Rehearsed micro-batches per step without a pipeline; the other micro-batches are the same."""
+"""Number of micro-batches per step that a rehearsal without a pipeline runs; the others are counted
+like these."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that rehearsals support.
 
-    Parts that inductor compiles are compiled by another backend here. Without liger-kernel on this
-    machine, its loss is launched operation by operation; without triton, backward passes are
-    compiled too.
+    Another backend compiles the parts that inductor would compile. If liger-kernel is not installed
+    on this machine, the loss is launched operation by operation; if triton is not installed,
+    backward passes are compiled too.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -97,7 +98,7 @@ def with_known_kernels(config: Config) -> Config:
 
 
 def last_step(config: Config) -> int:
-    """Return the monitored step: late enough for plain steps before it, and for a replayed
+    """Return the monitored step, which follows at least one plain step and the replay of a
     graph."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0

@@ -1,14 +1,16 @@
 """Detection of memory accesses from several streams without a defined order.
 
-Every stream has a vector clock: the last access of each stream that is known to precede its next
-work. An event carries a clock from the recording stream to a waiting stream. Two accesses of the
-same bytes, at least one of them a write, must be ordered by these clocks."""
+Every stream has a vector clock. It contains, for each stream, the last access that is known to
+precede the next work of the clock's stream. An event carries a clock from the recording stream to a
+waiting stream. Two accesses of the same bytes, at least one of them a write, must be ordered by
+these clocks.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""Number of the last awaited access, by stream."""
+"""Number of the last access of each stream that is known to have ended."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the allocating stream, and the last uses of its parts that no later use
-    covers."""
+    """State of one storage: the stream that allocated it, and the uses of its parts, except uses
+    that later uses cover."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -65,12 +67,12 @@ class Finding:
 
 
 class StreamOrder:
-    """Follows the accesses of one process; `findings` are the unordered ones."""
+    """Follows the accesses of one process; `findings` lists accesses without an order."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self._clocks: dict[int, Clock] = {}
-        self._host: Clock = {}  # what the host has waited for
+        self._host: Clock = {}  # accesses that the host has waited for
         self._events: dict[int, Clock] = {}
         self._memory: dict[int, Memory] = {}
         self._number = 0
@@ -143,8 +145,11 @@ class StreamOrder:
         clock[stream] = self._number
 
     def free(self, storage: int) -> None:
-        """Stop following memory that the host has freed: its allocating stream may reuse it, so
-        that stream must be ordered after all uses by others."""
+        """Stop following memory that the host has freed.
+
+        The stream that allocated the memory may reuse it, so this stream must be ordered after all
+        uses by other streams.
+        """
         memory = self._memory.pop(storage, None)
         if memory is None:
             return
@@ -156,8 +161,10 @@ class StreamOrder:
     def _check(
         self, before: list[tuple[Part, Access]], part: Part | None, now: Access, what: str
     ) -> None:
-        """Record the accesses in `before` that overlap `now` in `part` (None: the whole storage)
-        and are not ordered before it."""
+        """Record each access in `before` that overlaps `part` but is not ordered before `now`.
+
+        If `part` is None, it is the whole storage.
+        """
         clock = self.clock(now.stream)
         for other, access in before:
             if access.stream == now.stream or access.number <= clock.get(access.stream, -1):

@@ -21,8 +21,7 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names passed to `record_function` in training/step.py and loop.py; the first one starts a
-step."""
+"""Names passed to `record_function` in training/step.py and loop.py; `STEP` starts a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
 """Phases whose float32 products must be IEEE, for any precision of the forward pass."""
 
@@ -36,7 +35,7 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process group; on the group's ranks its fields must be equal or match.
+    """A call of a process group, whose fields must be equal or match on all ranks of the group.
 
     group     global ranks of the group, in its order
     channel   name of the group: several may have the same ranks
@@ -76,7 +75,7 @@ class Call:
 
 
 ROUNDING = 512
-"""PyTorch's allocator rounds a tensor's memory up to multiples of these bytes."""
+"""PyTorch's allocator rounds a tensor's memory up to a multiple of this number of bytes."""
 
 
 class Allocations:
@@ -135,12 +134,14 @@ class Launch:
 
     @classmethod
     def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
-        """Create the launch of a kernel that reads or writes tensors once, without products."""
+        """Create the launch of a kernel without matrix products that reads or writes each tensor
+        once."""
         return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, for an expanded tensor only the existing ones."""
+    """Return the bytes of a tensor's elements; repeated elements of an expanded tensor count
+    once."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes())
 
@@ -170,7 +171,7 @@ class Trace:
         self.calls: list[Call] = []
         self.waited: list[int] = []  # indices of calls that were waited for after the last call
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
-        self.muted = False  # True while launches are not real
+        self.muted = False  # True while launches must not be counted
         self.imprecise: set[str] = set()  # the optimizer's products that are not IEEE
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the present batch of sends and receives
@@ -179,8 +180,11 @@ class Trace:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count a context as a part of the run. Work after the outermost context belongs to it
-        until the next one starts; names outside `PHASES` have no effect."""
+        """Count the work within a context as the part `name` of the run.
+
+        Work after an outermost context also belongs to this part, until the next context starts.
+        Names outside `PHASES` have no effect.
+        """
         if name not in PHASES:
             yield
             return
@@ -206,7 +210,7 @@ class Trace:
         self.moved()
 
     def keep_peak(self) -> None:
-        """Count the memory of the current part; call it at the end of the run."""
+        """Count the peak memory of the current part; to be called at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
@@ -228,13 +232,13 @@ class Trace:
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
-        """Follow the memory of new tensors without a launch."""
+        """Follow the memory of new tensors that no launch creates."""
         for tensor in tensors:
             self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
-        """Stop recording on the current stream, which all other streams of the graph have
-        joined."""
+        """Stop recording on the current stream; all other streams of the graph must have joined
+        it."""
         assert self.recording is not None
         self.recording.event = next(self.numbers)
         self.order.record(self.recording.event, self.stream)
@@ -293,8 +297,7 @@ class Trace:
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """Return the byte ranges of tensors, for a tensor with gaps from its first to its last
-        byte."""
+        """Return each tensor's byte range, from its first to its last byte even if it has gaps."""
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:

@@ -1,6 +1,5 @@
-"""Recorded launches of Triton kernels, from this project and from Liger's loss.
-
-Each specialisation of a kernel is compiled once if requested.
+"""Recorded launches of this project's Triton kernels and of Liger's loss kernels. If requested,
+each specialisation of a kernel is compiled once.
 """
 
 import importlib
@@ -19,7 +18,7 @@ from training.rehearsal.trace import Launch, Trace, size_of
 
 
 class HostArgumentError(RuntimeError):
-    """A host tensor as an argument of a device kernel."""
+    """A kernel of the device got a tensor of the host."""
 
 
 def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
@@ -59,8 +58,8 @@ def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
 class Kernel:
     """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
-    `made` are the names of tensors that it only writes, `changed` those of tensors that it reads
-    and writes.
+    `made` contains the names of tensors that the kernel only writes, `changed` the names of tensors
+    that it reads and writes.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Kernel:
         return self.launch
 
     def launch(self, **arguments: Any) -> None:
-        """Record a launch that moves the tensors of `arguments` once."""
+        """Record a launch that reads or writes each tensor in `arguments` once."""
         tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         read = [x for name, x in tensors.items() if name not in self.made]
         written = [tensors[name] for name in (*self.made, *self.changed)]

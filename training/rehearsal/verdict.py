@@ -14,13 +14,14 @@ from training.report.table import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Share of a micro-batch's computation that its backward pass takes."""
+"""Share of the backward pass in the computation of a micro-batch."""
 
 
 @dataclass
 class Report:
-    """A rehearsal of one or several ranks. With several ranks, each figure is the largest over the
-    ranks.
+    """A rehearsal of one or several ranks.
+
+    If there are several ranks, each figure is the largest over the ranks.
 
     error      the first error with its place, None if the run would not break
     phases     a step without periodic work (forward_backward and optimizer), the additional work
@@ -28,7 +29,7 @@ class Report:
                set, and a save
     planned_memory_bytes, planned_seconds   memory and time of a step in the plan
     modelled_seconds   modelled time of a step without periodic work
-    mfu        model FLOPs over the FLOPs that the device could compute in that time
+    mfu        model FLOPs over the FLOPs that the device could compute in `modelled_seconds`
     micro_batch_elementwise_bytes   bytes that a micro-batch moves in addition to its products
     """
 
@@ -106,7 +107,7 @@ def combined(
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled time of a step: of the slowest rank, with the wait for other stages.
+    """Return the modelled time of a step on the slowest rank, with its wait for other stages.
 
     As in a plan (parallel/plan/step_time.py), the backward pass of the last micro-batch hides the
     reduction of gradients, and the forward pass of the first one hides the gather of weights.
@@ -141,8 +142,8 @@ def first_error(
         place = max(sizes, key=lambda name: sizes[name])
         return (
             f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, "
-            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB less a "
-            f"reserve of {RESERVE:.0%}"
+            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
+            f"{RESERVE:.0%} is a reserve"
         )
     if report.findings:
         return f"{len(report.findings)} unordered accesses, the first: {report.findings[0]}"
@@ -170,14 +171,17 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         "checkpoint": counts(last, "checkpoint"),
     }
     for name in ("forward_backward", "optimizer"):
-        # Later steps keep tensors that monitors compare.
+        # After a monitored step, tensors that monitors compare later stay in memory.
         phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return phases
 
 
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
-    """The counts of one micro-batch: the difference between the last two rounds of forward passes
-    or, with fewer rounds, its share of `counts`."""
+    """Return the counts of one micro-batch.
+
+    They are the difference between the last two rounds of forward passes or, if there is only one
+    round, the micro-batch's share of `counts`.
+    """
     scenario = report.scenario
     assert scenario is not None
     round_of = scenario.stages * scenario.chunks
@@ -204,9 +208,9 @@ def described(report: Report) -> str:
         f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
         f"a step takes {1e3 * report.modelled_seconds:.4g} ms, planned "
         f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}, modelled: good to compare "
-        "layouts and rules, up to 25% from published runs",
-        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB besides its "
-        "products",
+        "layouts and rules, within 25% of published runs",
+        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB in addition to "
+        "its matrix products",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
@@ -252,5 +256,5 @@ def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB."""
+    """Return `size` in GiB."""
     return f"{size / 2**30:.2f}"

@@ -16,7 +16,7 @@ from training.report.table import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return the first line, before anything is loaded: name, folder, how to stop."""
+    """Return the first line, printed before anything is loaded: name, folder, and how to stop."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
@@ -109,7 +109,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield a line per sample of text: its set, the end of the prompt, and the continuation."""
+    """Yield a line per sample of text: the set, the end of the prompt, and the continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]

@@ -30,7 +30,7 @@ class LogFile:
         self._file: io.FileIO | None = None
         self._waiting = b""
         self._begun = 0
-        """Number of bytes of the first waiting line that are already in the file."""
+        """How many bytes of the first waiting line are already in the file."""
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write the waiting lines and a new line."""
@@ -61,7 +61,7 @@ class LogFile:
             self._waiting, self._begun = self._waiting[whole:], end - whole
 
     def _release(self) -> None:
-        """Close the file, which may be stale; the next line opens it again."""
+        """Close the file, as its handle may be stale; the next line opens the file again."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class LogFile:
 class LogLines:
     """The readable lines of a .jsonl file.
 
-    lines    the content of each line, a mapping with an integer `step`
+    lines    the content of each readable line, a mapping with an integer `step`
     raw      the same lines as bytes in the file
     numbers  numbers of these lines in the file, from 1 on
     damaged  number of complete lines with any other content
@@ -125,7 +125,7 @@ def drop_later_lines(path: Path, step: int) -> int:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Remove the text after the last newline of a file, if it exists."""
+    """Remove the text after the last newline of a file, if the file exists."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -12,7 +12,8 @@ from training.report.table import duration
 FIRST: Final = 10.0
 """Seconds before the first line."""
 GROWTH: Final = 0.1
-"""Share of the time so far that passes before the next line, if it is longer than `FIRST`."""
+"""The next line follows after this share of the elapsed time, but at the earliest after `FIRST`
+seconds."""
 
 _open: list[Callable[[], str]] = []
 

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table with left-aligned columns, or, with `numbers`, right-aligned columns after the
-    first; an empty header is left out."""
+    """Return a table with left-aligned columns; with `numbers`, all but the first are
+    right-aligned.
+
+    An empty header is left out.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
         cells.insert(0, [str(cell) for cell in header])

@@ -30,11 +30,12 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """Tracker that writes to Weights & Biases, under the run's id, which a continued run keeps.
+    """Tracker that writes to Weights & Biases under the run's id; a continued run keeps the id.
 
     The step is a separate metric, `progress/step`: the service refuses earlier steps, and a run
-    that continues from a checkpoint repeats some steps. An offline run has a folder per start, and
-    in `wandb sync` a later folder replaces earlier ones, so it gets the earlier steps again.
+    that continues from a checkpoint repeats some steps. An offline run has a folder per start. In
+    `wandb sync` a later folder replaces earlier ones, so each later folder gets the earlier steps
+    again.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
@@ -50,14 +51,17 @@ class WandbTracker:
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")
-        # A stand-in of the package may lack the property.
+        # A replacement of the package may lack the property.
         offline = os.environ.get("WANDB_MODE") == "offline" or getattr(self.run, "offline", False)
         if offline and step > 0:
             self.log_again(config.run.dir, step)
 
     def log_again(self, folder: str, last: int) -> None:
         """Record the steps up to `last` from the run folder."""
-        print(f"wandb is offline: its new folder gets the steps up to {last} again", flush=True)
+        print(
+            f"wandb is offline: the steps up to {last} are written to its new folder again",
+            flush=True,
+        )
         for line in read_metrics(folder):
             if line["step"] <= last:
                 self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
@@ -75,8 +79,8 @@ class WandbTracker:
 def tag(name: str) -> str:
     """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
-    TensorBoard groups by the first part, and most metrics come from monitors, so each figure is a
-    group.
+    TensorBoard groups metrics by the first part of their names. As most metrics come from monitors,
+    each of their figures becomes a group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
@@ -144,7 +148,8 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """A context in which any failure of a service, disk or package ends only the tracker."""
+        """Context manager in which a failure of a service, disk or package ends only the
+        tracker."""
         try:
             yield
         except Exception as error:

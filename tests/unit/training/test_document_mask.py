@@ -142,7 +142,7 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
     length = build_data(config)[0].attended_length()
     assert attended_length(config) == length < 32
     rows = run_table(config, plan_run(config, 1))
-    assert f"in equal documents of {length:,.0f} tokens: lengths of the training sets" in rows
+    assert f"as if all documents had {length:,.0f} tokens: lengths of the training sets" in rows
     crossed = tiny_config(folder)
     assert attended_length(crossed) == 32
     assert "documents" not in run_table(crossed, plan_run(crossed, 1))

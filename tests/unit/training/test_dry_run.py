@@ -117,7 +117,9 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert planned["gpu_hours"] == pytest.approx(hours, rel=0.01 if ramp else 1e-6)
     assert f"{planned['gpu_hours']:,.0f} GPU-hours" in printed
     # A rank has three or four of its largest matrices.
-    assert ("for the busiest, which has 1.42 times" in printed) == (name == "llama70b_sso")
+    assert ("for the busiest rank, whose rule has 1.42 times" in printed) == (
+        name == "llama70b_sso"
+    )
     for word in ("== units", "== run", "== memory per rank", "== step, modelled"):
         assert word in printed
     sized = load_config(path, overrides)

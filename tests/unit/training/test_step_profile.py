@@ -77,7 +77,7 @@ def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
 
 
 ASKED = "of the steps 2 to 3 that were asked for"
-AGAIN = "were before this start; a later log.profile.first profiles again"
+AGAIN = "were before this start; to profile again, set a later log.profile.first"
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
     # After steps 8, 16 and 20, on both GPUs, as fast as a forward pass of 8 sequences of 32 tokens.
     seconds = planned["time"]["forward"] * padded / (8 * 32)
     share = 100 * 3 * seconds / (planned["gpu_hours"] / 2 * 3600)
-    found = re.search(r"tokens, (\S+) s each time, .* adds (\S+)% to the time", line)
+    found = re.search(r"tokens, (\S+) s each time, .* adds (\S+)% to the run's time", line)
     assert float(found[1]) == pytest.approx(seconds, rel=5e-3)
     assert float(found[2]) == pytest.approx(share, abs=0.051) and share > 1
     Path(files["words"]).unlink()
@@ -296,7 +296,9 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(content))
     keys = {"data__train__walk__path": f"{data}/tokens.train", "model__vocab_size": 300}
-    with pytest.raises(DataError, match=r"must be the tokenizer of the tokens next to it, of sha"):
+    with pytest.raises(
+        DataError, match=r"must be the tokenizer of the tokens next to it, which has sha"
+    ):
         build_data(tiny_config(str(tmp_path), **keys, data__validation="null"))
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", data__verify="none"))
     own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the replacement is not used
@@ -310,7 +312,7 @@ def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
-    assert ("; 1 have equal choices, of which the first" in str(task)) == said
+    assert ("; 1 have equal choices; the first of these" in str(task)) == said
 
 
 def test_scores_of_likelihoods_that_are_nan_are_nan():
