@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Average, and print the sources, the left-out checkpoints, and the next command."""
+    """Average, and print the averaged checkpoints, the left-out checkpoints, and the next
+    command."""
     options = parse(arguments)
-    with progress(lambda: "PyTorch and megatron-core are imported, checkpoints are read"):
+    with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
 
 
@@ -44,7 +45,10 @@ def _average(options: argparse.Namespace) -> int:
     norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
     for text in dropped(infos[-1], norms, options.on_sphere):
         print(text)
-    print(f"wrote {options.output}: a run begins with checkpoint.initialize_from={options.output}")
+    print(
+        f"wrote {options.output}: to begin a run with it, set "
+        f"checkpoint.initialize_from={options.output}"
+    )
     return 0
 
 
@@ -61,13 +65,13 @@ def chosen(
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
-        rule = f"must not be in {FOLDER} of a run, which would treat it as one of its checkpoints"
+        rule = f"must not be in {FOLDER} of a run, as the run would treat it as a checkpoint"
         raise InputError(f"the output {rule}, got {output}")
     there = steps(run)
     missing = [step for step in requested or () if step not in there]
     if missing:
         present = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}, only of {present}")
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}, only of steps {present}")
     infos, broken = [], []
     for step in sorted(set(requested or there)):
         try:
@@ -78,7 +82,7 @@ def chosen(
             broken.append(f"step {step}, which is broken: {error}")
     if last is not None and len(infos) < last:
         raise InputError(
-            f"--last must be at most {len(infos)}, the checkpoints of {run}, got {last}"
+            f"--last must be at most {len(infos)}, the number of checkpoints of {run}, got {last}"
         )
     infos = infos[-last:] if last is not None else infos
     if len(infos) < 2:
@@ -94,7 +98,8 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
     """Yield the weights of the checkpoints, which sum to 1: equal weights, or with `decay` those of
     a moving average.
 
-    The average starts with the first checkpoint and keeps `decay` of itself at each later one.
+    The moving average starts with the first checkpoint. Each later checkpoint multiplies it by
+    `decay` and adds 1 - `decay` times its own weights.
     """
     for i in range(count):
         if decay is None:
@@ -105,13 +110,20 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
     """Yield notes on state that the average omits."""
-    yield "the average has no optimizer state, random numbers or data position: no run continues it"
+    yield (
+        "the average has no optimizer state, random numbers or data position, so no run can "
+        "continue it"
+    )
     if last.config.pc is not None:
-        yield "PC layers became plain weights, the mean of PC(W); its config has pc: null"
+        yield "PC layers became plain weights, the mean of PC(W); the average's config has pc: null"
     if norms:
         text = f"spectral norms of {len(norms)} matrices on spheres were {min(norms):.4f} to "
-        text += f"{max(norms):.4f} of their radii in the mean"
-        yield f"{text}, and are put back" if on_sphere else f"{text}; --on-sphere puts them back"
+        text += f"{max(norms):.4f} of the radii after averaging"
+        yield (
+            f"{text}; they were rescaled to the radii"
+            if on_sphere
+            else f"{text}; --on-sphere rescales them to the radii"
+        )
     elif on_sphere:
         yield "--on-sphere had no effect: no matrix of this average has a radius"
 
@@ -136,8 +148,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--ema",
         type=share,
         metavar="DECAY",
-        help="use a moving average that keeps DECAY of itself at each checkpoint "
-        "(default: equal weights)",
+        help="use a moving average that each later checkpoint multiplies by DECAY (default: "
+        "equal weights)",
     )
     parser.add_argument(
         "--on-sphere",

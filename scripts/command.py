@@ -20,8 +20,10 @@ P = ParamSpec("P")
 
 
 def new_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser described by the first line of a script's docstring, if -OO has not removed
-    it."""
+    """Return a parser whose description is the first line of a script's docstring.
+
+    Under `python -OO` there is no docstring, and the parser has no description.
+    """
     return Parser(description=(docstring or "").partition("\n")[0])
 
 
@@ -61,7 +63,7 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 def token_count(text: str) -> int:
     """Parse a number of tokens, written as 1000000, 1_000_000, 1e6, 1M or 0.001B.
 
-    Raises argparse.ArgumentTypeError unless it is a whole number from 1 to 1e14.
+    Raises argparse.ArgumentTypeError unless the number is whole and from 1 to 1e14.
     """
     match = re.fullmatch(
         r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
@@ -83,7 +85,7 @@ def counted(number: int, noun: str) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the whole old or the whole new text.
 
-    Several processes may do so at the same time.
+    Several processes may replace the file at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")

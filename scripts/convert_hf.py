@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from models.engine import EngineError, check_engine, import_engine  # here: it takes seconds
+    from models.engine import (
+        EngineError,
+        check_engine,
+        import_engine,
+    )  # imported here, as it takes seconds
 
     try:
         import_engine()
@@ -56,7 +60,7 @@ def _export(options: argparse.Namespace) -> None:
     from scripts.huggingface.export import (
         Options,
         export,
-        export_consolidated,  # here: it takes seconds
+        export_consolidated,  # imported here, as it takes seconds
     )
 
     chosen = Options(
@@ -67,7 +71,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     if options.format == "consolidated":
         info = export_consolidated(options.source, options.target, chosen)
-        print(f"wrote {options.target}: step {info.step} of {info.path}, with our own names")
+        print(f"wrote {options.target}: step {info.step} of {info.path}, with spectrain's names")
         return
     info = export(options.source, options.target, chosen, verify if options.verify else None)
     print(f"wrote {options.target}: step {info.step} of {info.path}")
@@ -86,9 +90,9 @@ def _import(options: argparse.Namespace) -> None:
         dtype = import_model(options.source, options.target, config, options.overrides)
         stack.pop_all()
     if options.write_config is not None:
-        print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
+        print(f"wrote {config}, which extends {options.config} with the model of {options.source}")
     beginning = f"checkpoint.initialize_from={options.target}"
-    # With an existing run folder, the command would continue that run.
+    # If the run folder existed, the command would continue the run in it.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
@@ -115,7 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: safetensors with our names and shapes (default: huggingface)",
+        help="consolidated: safetensors with spectrain's names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",
@@ -144,7 +148,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         type=Path,
         required=True,
-        help="YAML file of a run of this model; key=value arguments override it",
+        help="YAML file of a run with this model; key=value arguments override it",
     )
     back.add_argument(
         "--write-config",

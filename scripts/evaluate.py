@@ -25,7 +25,8 @@ from training.errors import InputError, Parser
 from training.report.progress import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-"""The parts of lm-eval's output that identify the measurement."""
+"""The parts of lm-eval's output that are written: results and facts that identify the
+measurement."""
 
 
 @command
@@ -65,7 +66,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             options=options.options,
         )
         if run.python.exists():  # lm-eval would fill missing weights with random values
-            with progress(lambda: "transformers loads the export, to find missing weights"):
+            with progress(lambda: "loading the export with transformers, to find missing weights"):
                 load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
     text = table(rows(results["results"], sets.values()), sets)
@@ -83,7 +84,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
             raise InputError(
                 f"{getattr(options, name)} is only for exported models, not a run ({options.model})"
             )
-    with progress(lambda: "packages are imported, then the model is loaded and scores the tasks"):
+    with progress(lambda: "importing packages, loading the model, scoring the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)
     text = table(rows(results))
     print(text, end="")
@@ -113,15 +114,15 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(
-        description="Evaluate an exported model with lm-eval, which gets all other options, such "
-        "as --device cuda, --batch_size 32 and --num_fewshot 5."
+        description="Evaluate an exported model with lm-eval. Options that are not listed here, "
+        "such as --device cuda, --batch_size 32 and --num_fewshot 5, are passed to lm-eval."
     )
     parser.add_argument(
         "model",
         type=Path,
         metavar="OUT",
-        help="the exported model folder; for .jsonl tasks also a run or a step folder, which the "
-        "trainer scores",
+        help="an exported model folder; for .jsonl tasks also a run or step folder, whose "
+        "checkpoint is scored with the trainer's forward pass",
     )
     parser.add_argument(
         "--tasks",
@@ -132,7 +133,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "tasks of the paper), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="run of --tasks local"
+        "--run",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="run or checkpoint whose validation sets --tasks local uses",
     )
     parser.add_argument(
         "--python",

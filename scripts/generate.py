@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed is not None and not options.temperature:
         raise InputError("--seed needs a --temperature above 0: without it nothing is random")
     with (
-        progress(lambda: "packages are imported, then the model is loaded and writes"),
+        progress(lambda: "importing packages, loading the model, generating"),
         exported(options.source, options.tokenizer) as folder,
     ):
         text = continuation(folder, options)
@@ -86,7 +86,9 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of any type: every part of these files has its own reader
+    except (
+        Exception
+    ) as error:  # errors of any type, as every part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
@@ -105,8 +107,8 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     tokens = options.tokens or min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise InputError(
-            f"--tokens must be at most {room}, the positions of the model after the prompt, "
-            f"got {tokens}"
+            f"--tokens must be at most {room}, the model's positions left after the prompt, got "
+            f"{tokens}"
         )
     # Ignore the folder's generation_config.json, and transformers' default of the 50 most probable
     # tokens.
@@ -120,7 +122,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
     if missing:
-        raise InputError(f"the model wrote token {min(missing)}, which is not in its tokenizer")
+        raise InputError(f"the model produced token {min(missing)}, which is not in its tokenizer")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

@@ -20,7 +20,8 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 for success, 2 if a package is unavailable or its texts differ."""
+    """Collect the corpus; return 0 for success, 2 if a package is unavailable or its texts
+    differ."""
     options = parse(arguments)
     from scripts.data.debian import read_corpus, write_set  # imported here, as it loads torch
 

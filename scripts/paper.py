@@ -7,8 +7,9 @@
     python scripts/paper.py pc_layer figure_3 --tiny --plot-only
     python scripts/paper.py pc_layer figure_5 --measure
 
-It prints the commands, their GPU-hours as planned and the paper's numbers, runs or submits the
-commands in order, and draws the figure from their runs. It stops at the first command that fails.
+The script prints the commands, their planned GPU-hours and the paper's numbers. It then runs or
+submits the commands in order, and draws the figure from the resulting runs. It stops at the first
+command that fails.
 """
 
 import argparse

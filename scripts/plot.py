@@ -9,9 +9,9 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-With run folders only, the command writes every figure for which the runs have data. Several runs
-are overlaid, or drawn separately where an overlay would be unreadable. --html writes a page per run
-instead, and `compare` one page about all runs in folders.
+If only run folders are given, the command writes every figure for which the runs have data. Several
+runs are overlaid, or drawn separately where an overlay would be unreadable. With --html it writes a
+page per run instead; `compare` writes one page about all runs in the given folders.
 """
 
 import argparse
@@ -65,7 +65,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     study = kinds.add_parser("study", parents=[output], help="draw a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument("--by", help="setting of the search on the horizontal axis")
+    shown.add_argument(
+        "--by", help="draw losses by this setting of the search, on the horizontal axis"
+    )
     shown.add_argument(
         "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
     )
@@ -120,7 +122,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
                 raise InputError(f"{run.folder} contains no logged step yet")
         folder = options.output or options.runs[0] / "figures"
         if options.output is None and folder.is_symlink():
-            raise InputError(f"{folder} must not be a link: name the folder with --output")
+            raise InputError(f"{folder} must not be a link: give the folder with --output")
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
     sbatch --nodes=8 scripts/slurm/preflight.sbatch
 
-Every rank computes and sends integers with exactly known results. A row contains the slowest and
-the median rate of the ranks. The exit code is 1 if a result is wrong; a rank below 80% of the
-median is named. If a check hangs, its name is the last line.
+Every rank computes and sends integers whose results are known exactly. A row of the table contains
+the slowest and the median rate of all ranks, and names ranks below 80% of the median. The exit code
+is 1 if a result is wrong. If a check hangs, the last line is its name.
 """
 
 import argparse
@@ -45,8 +45,8 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Check:
     """A check on one rank: `run` fills `result`, which must equal `expected`.
 
-    unit    unit of the rate, amount per second: TFLOP/s or GB/s
-    source  copied to `result` before each run, outside its time
+    unit    unit of the rate, which is `amount` per second: TFLOP/s or GB/s
+    source  tensor that is copied to `result` before each run; the copy is not timed
     """
 
     name: str
@@ -161,8 +161,8 @@ def numbers(device: torch.device, size: int, offset: int) -> Tensor:
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Send to the rank `shift` places later in a ring, and receive from the one `shift` places
-    before."""
+    """Send to the rank `shift` places later in a ring, and receive from the rank `shift` places
+    earlier."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))
@@ -179,7 +179,8 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
 
 
 def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield training's collectives over all ranks; rates count a rank's bytes in a ring."""
+    """Yield the collectives of training over all ranks; rates count the bytes that a rank of a ring
+    sends."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)
     whole, part = numbers(device, piece * ranks, rank), numbers(device, piece, rank)

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(output: Path, nothing: str = "; nothing was written") -> str:
-    """Return a message about the work that an interrupted run left."""
+    """Return a message about the finished work of an interrupted run."""
     state = output.with_name(f"{output.name}.preparing.state")
     if not (state / "progress.json").exists():
         return nothing
@@ -72,7 +72,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 
     shard: Shard | None = options.shard
     preparation = chosen(options)
-    warnings = preparation.check()  # before any slow step
+    warnings = preparation.check()  # checked before any slow step
     identities = preparation.identities() if shard is None else []
     if shard is None:
         warnings += preparation.repeated(identities)
@@ -83,7 +83,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
             return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
-    from models.engine import import_engine  # here: it takes seconds
+    from models.engine import import_engine  # imported here, as it takes seconds
 
     import_engine()
     _check_export(preparation.tokenizer)
@@ -113,8 +113,8 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 def _check_export(tokenizer: Path | None) -> None:
     """Check that an exported model's tokenizer will produce the prepared tokens.
 
-    transformers builds some classes from tokenizer_config.json, with another `add_prefix_space` for
-    instance. Raises DifferentError.
+    transformers builds some tokenizers from tokenizer_config.json, which may differ from
+    tokenizer.json, for instance in `add_prefix_space`. Raises DifferentError.
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
@@ -190,7 +190,8 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
-    """Return a corpus of scripts/data/corpora.yaml, and its tokenizer or the given one."""
+    """Return the plan of a corpus of scripts/data/corpora.yaml, and its tokenizer or the given
+    tokenizer."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
@@ -215,7 +216,7 @@ def _demo() -> Preparation:
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
-    """Return the sets of the inputs, and their tokenizer if it is not to be trained."""
+    """Return the plans of the sets, and the given tokenizer, None if one is to be trained."""
     if not options.inputs:
         raise InputError("give at least one NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
@@ -293,9 +294,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="NAME[:KEY]=INPUT",
-        help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT], "
-        "and the field with the text, unless it is --text-key; a name may be repeated. "
-        f"Files: {SUFFIXES}",
+        help="name of a set, and INPUT: a file, a folder, a quoted glob or "
+        "hf:DATASET[:CONFIG][:SPLIT]. KEY is the field with the text (default: --text-key). "
+        f"A name may be repeated. Files: {SUFFIXES}",
     )
     parser.add_argument("--output", required=True, help="folder to create")
     parser.add_argument(
@@ -321,7 +322,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="stop each set after N tokens, written as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: all, or the number of the corpus)",
+        "(default: no limit, or the number that the corpus defines)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
@@ -355,7 +356,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     documents.add_argument(
         "--text-key",
         default="text",
-        help="field that contains the text of inputs without a KEY (default: %(default)s)",
+        help="field with the text, for inputs without KEY (default: %(default)s)",
     )
     documents.add_argument(
         "--document-bytes",
@@ -368,8 +369,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--shard",
         type=_shard,
         metavar="K/N",
-        help="encode only share K of N, on any node that sees OUTPUT's folder; when all N are "
-        "done, the same command without --shard joins them",
+        help="encode only share K of N, on any node that has access to OUTPUT's folder; when all "
+        "N shares are done, the same command without --shard joins them",
     )
     parser.add_argument(
         "--workers",

@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 class Format:
     """A format of rows, and its data sets.
 
-    example   function from a row to the values of an `Example`, in order
+    example   function that maps a row to the values of an `Example`, in order
     sources   datasets on the hub, with a split that has answers
     """
 
@@ -82,7 +82,7 @@ def _hellaswag(row: Row) -> tuple[str, list[str], int]:
 
 
 def _cleaned(text: str) -> str:
-    """Return text of WikiHow without the parts in brackets."""
+    """Return a text of WikiHow without the parts in square brackets."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -118,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chance = sum(1 / count for count in choices) / len(choices)
     print(
         f"wrote {options.output}: {counted(len(rows), 'example')}, {sum(choices):,} choices, "
-        f"{chance:.3f} by chance; tasks.files.{options.output.stem}={options.output} scores it"
+        f"{chance:.3f} by chance; to score it in a run, set "
+        f"tasks.files.{options.output.stem}={options.output}"
     )
     return 0
 
@@ -141,7 +142,7 @@ def examples(source: str, name: str) -> Iterator[Example]:
 
 
 def rows(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a source, with their names in errors.
+    """Yield the rows of a source, each with a name for use in errors.
 
     The source is a dataset of the hub or a folder that `datasets` loads (`hf:NAME:CONFIG:SPLIT`), a
     Parquet file, or a possibly compressed file with one JSON object per line. Raises DataError if

@@ -4,9 +4,9 @@
     python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png
     python scripts/reproduce.py --list
 
-Each experiment writes NAME.json (measured and expected numbers, settings, versions, data) and a
-figure; results.json and table.md contain the checks of all of them. The exit code is 1 if a check
-failed.
+Each experiment writes a figure and NAME.json, which contains measured and expected numbers,
+settings, versions and data; results.json and table.md contain the checks of all experiments. The
+exit code is 1 if a check failed.
 """
 
 import argparse

@@ -7,24 +7,25 @@ A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `varian
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is a process
 of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of `--nproc`
 or `--gpus-per-run`. A finished run is not repeated, even without its folder: runs.jsonl stores its
-figures with its settings. A study whose data or environment has changed is refused. So the same
-command continues an interrupted study, and several processes with this command, started by hand or
-as a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md appear next
-to runs.jsonl at the end; results.json also after each part, with `complete: false`.
+figures with its settings. A study whose data or environment has changed is refused. The same
+command therefore continues an interrupted study. Several processes with the same command, started
+by hand or as a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md
+appear next to runs.jsonl at the end; results.json also after each part, with `complete: false`.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
 with Student's 95% interval over the seeds: `level` if the whole interval is within `level_within`
 (0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run with a nonfinite loss counts
 as failed, and so does its variant. A variant whose chosen setting is at an end of its grid is
-`refused`. Further keys in which a variant differs from its reference (neither tuned nor in
-`overrides` or `differs`) are listed at the start and in table.md.
+`refused`. Other keys in which a variant differs from its reference, neither tuned nor in
+`overrides` or `differs`, are listed at the start and in table.md.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
-candidates of a stage are trained for a `share` of the length `full`, then the best `keep` for the
-next share, and the next stage starts from the best of this stage. A study that tunes variants at
-different cost is refused. With `tuned_in`, variants start from the choices of another study. A
-width sweep is a study whose variants are widths and whose stage is a grid of rates.
+candidates of a stage are trained for a `share` of the length `full`, then the best `keep` of them
+for the next share. The next stage starts from the best candidate of this stage. A study that tunes
+variants at different cost is refused. With `tuned_in`, variants start from the choices of another
+study. A width sweep is a study whose variants are widths and whose only stage is a grid of learning
+rates.
 """
 
 import argparse
@@ -92,7 +93,8 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="one rank on each of N GPUs per run, and as many runs as this node's GPUs allow",
+        help="give each run N GPUs with one rank on each, and run as many at a time as this "
+        "node's GPUs allow",
     )
 
 

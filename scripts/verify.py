@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row per verdict; return 1 if something is damaged."""
     options = parse(arguments)
     rows: list[Row] = []
-    with progress(lambda: f"{len(rows)} verdicts so far, such as a checkpoint's"):
+    with progress(lambda: f"{len(rows)} verdicts so far, one for each part such as a checkpoint"):
         for path in options.paths:
             rows.extend(verified(path))
     print(table(("what", "verdict"), rows))
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 GOOD = "good"
 LONGEST = 10_000_000
-"""Number of steps above which a run's logs are not searched for gaps."""
+"""A run with more steps than this is not searched for gaps in its logs."""
 
 
 def verified(path: Path) -> Iterator[Row]:
-    """Yield the rows of one path by its kind. Raises InputError for other folders."""
+    """Yield the rows of a path, by the kind of folder. Raises InputError for other kinds."""
     from models.engine import import_engine
 
     import_engine()
@@ -69,7 +69,7 @@ def verified(path: Path) -> Iterator[Row]:
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Yield a row per problem, or one row without problems."""
+    """Yield a row per problem, or one row if there are no problems."""
     lines = []
     try:
         for problem in find():
@@ -147,7 +147,7 @@ def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[s
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Yield the damage of a checkpoint, opening every tensor."""
+    """Open every tensor of a checkpoint, and yield a sentence for each damage."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
@@ -199,8 +199,10 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:
-    """Return the expected steps of `metrics` or `monitors` up to the newest checkpoint, from the
-    intervals in the events of the run's starts."""
+    """Return the steps that `metrics` or `monitors` must contain, up to the newest checkpoint.
+
+    The intervals come from the events that the run wrote when it started.
+    """
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
 

@@ -2,7 +2,7 @@
 
 On a GPU, times are device times measured by events. On a CPU they are processor time of this
 process, which other work on the machine disturbs less than wall time. Compared sides take turns in
-one run; times of different runs must not be compared.
+one run; only times of the same run may be compared.
 """
 
 import json
@@ -33,8 +33,8 @@ T = TypeVar("T")
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
     """Return the milliseconds until a call is done, and until it returns to the host.
 
-    On a GPU events measure the first time, after `before` has run; on a CPU both are processor
-    time.
+    Both times start after `before` has run. On a GPU, events measure the first time; on a CPU, both
+    are processor time.
     """
     if device.type != "cuda":
         begin = time.process_time()
@@ -53,10 +53,10 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call with a cold cache, after a warm-up that compiles."""
+    """Return the median milliseconds of a call with a cold cache. A first call, which may compile,
+    is not timed."""
     call()
-    # This work fills the queue, so that the host has launched the call before the device reaches
-    # it.
+    # Filling this memory keeps the device busy until the host has launched the call.
     size = FLUSHED_BYTES if device.type == "cuda" else 0
     scratch = torch.empty(size, dtype=torch.int8, device=device)
     return statistics.median(timed(call, device, scratch.zero_)[0] for _ in range(repeats))
@@ -76,7 +76,7 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> 
 def record(
     script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add the command, date, device and versions to `figures`, so that they can be repeated.
+    """Return `figures` with the command, date, device and versions that are needed to repeat them.
 
     `script` is a path in the repository; `arguments` are those of its `main`, None for the command
     line.

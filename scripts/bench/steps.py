@@ -4,19 +4,20 @@
     python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
-The matrices are those of `--sets` (COUNTxROWSxCOLS, several with commas), or of a recipe: the
-matrices on the fullest rank, for each number of ranks in `--shares`. With a recipe our rules use
-its settings, its msign, bfloat16 weights and float32 masters. Without a recipe they use the
-library's defaults, and "equal" is five steps of msign in bfloat16, the default of the peers.
-Everything else has float32 weights.
+`--sets` gives the matrices as COUNTxROWSxCOLS; one set may have several shapes, separated by
+commas. With a recipe the matrices are those of the fullest rank, for each number of ranks in
+`--shares`. With a recipe our rules use its settings, its msign, bfloat16 weights and float32
+masters. Without a recipe our rules use the library's defaults and float32 weights; rows named
+"equal" use five steps of msign in bfloat16, the default of the peers. All other optimizers have
+float32 weights.
 
 `--peers` names a folder with checkouts of other projects under these names, any of which may be
 missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
-(NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz, its Muon over
-torch's products). On a GPU each project uses its own kernels.
+(NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon with
+torch's matrix products). On a GPU each project uses its own kernels.
 
 All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
-of processor time or, on a GPU, the median of the device's time next to that of the host. Under
+processor time or, on a GPU, the median time of the device and the median time of the host. Under
 torchrun the weights are sharded over all ranks by rows, as by FSDP2. Only our and dion's optimizers
 step such weights; a row shows the ranks' mean processor time, and the bytes that all ranks send.
 """
@@ -74,23 +75,25 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
         "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
     ),
 }  # fmt: skip
-"""Checkout, module, class and settings of each library, and the setting that turns on its GPU
+"""For each library: its checkout, module, class and settings, and the setting that turns on its GPU
 kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
 """Fields that all matrix rules share and that determine most of their cost."""
 WARM_UP = 3
-"""Number of steps of a side before measurement: the third step records a graph."""
+"""Number of steps of a side that are not measured; the third step records a graph."""
 ALIGNMENT = 0.6
-"""The gradient's component along the weight's top singular pair Theta, in units of
-min(shape)^-1/2. It makes |f(0)| 0.5, as in training; unaligned gradients flatter every solver."""
+"""The gradient's component along the weight's top singular pair Theta, in units of min(shape)^-1/2.
+With this value |f(0)| is 0.5, as in training; with unaligned gradients every solver would be too
+fast."""
 
 Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Return options of our rules by name: the defaults, and for rules with msign also "equal"."""
+    """Return options of our rules by name: the defaults, and for rules with msign also the "equal"
+    options."""
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
         options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
@@ -112,7 +115,7 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
             rule = replace(rule, **shared)
         except ValueError as error:
             raise InputError(
-                f"rule {name} cannot take the msign of rule {optimizer.matrix.rule}: {error}"
+                f"rule {name} cannot use the msign options of rule {optimizer.matrix.rule}: {error}"
             ) from None
         options[name] = {"rule": name, "master_weights": True, **asdict(rule)}
     return options
@@ -147,8 +150,8 @@ def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weights of spectral norm sqrt(rows / cols) and gradients, `[count, rows, cols]`, aligned as
-    in training."""
+    """Return weights of spectral norm sqrt(rows / cols), and gradients that are aligned with them
+    as in training, both `[count, rows, cols]`."""
     rows, cols = shape
     generator = torch.Generator(device).manual_seed(rows * cols)
     weight = torch.randn(count, rows, cols, generator=generator, device=device)
@@ -191,7 +194,8 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step; return its milliseconds and the host's, as means over ranks."""
+        """Take a step; return its milliseconds and the milliseconds of the host, as means over
+        ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)
@@ -244,8 +248,8 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrices of the rank with the largest load if they are placed over `ranks` as in a
-    run."""
+    """Return the matrices of the rank with the largest load, if a run places the config's matrices
+    on `ranks` ranks."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -255,7 +259,8 @@ def fullest_share(config: Config, ranks: int) -> Shapes:
 
 
 def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
-    """Return the median milliseconds of a step by optimizer, and its bytes on several ranks."""
+    """Return, by optimizer, the median milliseconds of a step and, on several ranks, the sent
+    bytes."""
     device, mesh = torch.device(options.device), None
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -300,7 +305,8 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     """Return the matrices to step, and their recipe if any, by name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # A given vocabulary makes data unnecessary; its weights seldom belong to a matrix rule.
+    # With a vocabulary the config needs no data; the vocabulary's weights seldom have a matrix
+    # rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     return {
         f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)

@@ -5,20 +5,21 @@
     python scripts/bench/train.py --config configs/tiny_muon_pc.yaml --synthetic \
         --variant pc=null --variant pc.evaluator=in_graph
 
-The trainer is that of pretrain.py, built from the config and its `key=value` overrides; nothing is
-saved or validated. `--synthetic` trains on random tokens and reads no data.
+The measured trainer is the trainer of pretrain.py, built from the config and its `key=value`
+overrides; nothing is saved or validated. `--synthetic` trains on random tokens and reads no data.
 
-Each `--variant` is the same config with further overrides, in quotes if there are several. Variants
-take steps in turn with the config itself, and `x` is a variant's time over the config's; `x by
-update` compares the steps without data, forward and backward. With variants, phases are processor
-time on a CPU. The phase `data` reads tokens and compares them with their hashes; `--variant
+Each `--variant` is the same config with further overrides; several overrides need quotes. Variants
+and the config take steps in turn. Column `x` is a variant's time divided by the config's time; `x
+by update` leaves out data, forward and backward. On a CPU, phases are measured in processor time if
+there are variants. The phase `data` reads tokens and compares them with their hashes; `--variant
 data.verify=none` omits the comparison.
 
-MFU is model FLOPs per token (models/families.py: 6 per parameter of an active matrix, causal
-attention; recomputation does not count) times tokens per second and device, over the device's dense
-bfloat16 peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). Other
-devices need --peak-flops, without which MFU is null. Phases are timed by the clock on a CPU, and by
-events on a GPU, which do not make a step wait; steps include the logging that the config asks for.
+MFU is model FLOPs per token, times tokens per second and device, over the device's dense bfloat16
+peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix and those of causal
+attention; recomputation does not count. The peaks (training/report/metrics.py) are from NVIDIA's
+data sheets, such as 989e12 for H100 SXM and H200. For other devices give --peak-flops; otherwise
+MFU is null. Phases are timed by the clock on a CPU, and on a GPU by events, which do not make a
+step wait. Steps include the logging that the config asks for.
 
 A run's own `log.profile` writes a trace of steps, and a rehearsal names the lines at which the host
 waits (docs/planning.md).
@@ -64,19 +65,23 @@ from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
-"""Number of steps of a side before measurement."""
+"""Number of steps of a side that are not measured."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
 )  # fmt: skip
-"""Every moment of a step belongs to one phase. Reduction and weights count only while the step
-waits for them. Backward is Megatron's schedule without forward, so it includes recomputation."""
+"""Phases of a step; every moment belongs to one phase. Reduction and weights count only while the
+step waits for them. Backward is all of Megatron's schedule except forward, so it includes
+recomputation."""
 PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Records the moments at which phases begin: with events on a GPU, which do not block, and with
-    `clock` on a CPU. Phases may be nested; time counts for the innermost."""
+    """Records the moments at which phases begin.
+
+    It uses events on a GPU, which do not block, and `clock` on a CPU. Phases may be nested; time
+    counts for the innermost.
+    """
 
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter
@@ -175,7 +180,8 @@ class Side:
 def start(config: Config) -> Groups:
     """Start the process groups of a config that this world can run.
 
-    Raises InvalidConfigError naming what is wrong with the config.
+    Raises InvalidConfigError, which names the problems, for a config that cannot run on these
+    ranks.
     """
     check(config, world_size())
     groups = start_groups(config)
@@ -224,21 +230,22 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak of allocated memory on a GPU since its reset, or of this process on a CPU."""
+    """Return the peak memory: on a GPU, allocated since the last reset; on a CPU, of this
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Measure every side: its seconds, as in `Side.turn`, and this rank's bytes."""
+    """Measure every side: its seconds, as in `Side.turn`, and its bytes on this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    # A single side is not interrupted, so that on a GPU the host runs ahead as in training.
+    # A single side takes all steps at once, so that on a GPU the host runs ahead as in training.
     alone = len(sides) == 1
     calls = {name: partial(side.turn, steps if alone else 1) for name, side in sides.items()}
     turns = in_turn(calls, 1 if alone else steps, warm_up=0)

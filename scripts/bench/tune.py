@@ -3,11 +3,11 @@
     python scripts/bench/tune.py                       # all default problems; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
-For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
-by events of the device; the fastest becomes the entry of this device in
-spectral/kernels/table.json, next to the entries of other devices, with date and versions. A tile
-whose result differs from the library's by more than rounding is never chosen, and makes the exit
-code 1. Times are medians of single calls with a cold second-level cache.
+A problem is batch x rows x columns. For each problem, dtype and operation, events of the device
+time the library and every tile. The fastest becomes this device's entry in
+spectral/kernels/table.json, with date and versions; entries of other devices are kept. A tile whose
+result differs from the library's result by more than rounding is never chosen, and the exit code is
+then 1. Times are medians of single calls with a cold second-level cache.
 """
 
 import argparse
@@ -56,7 +56,7 @@ Ways = dict[Tile | None, Call]
 
 
 def candidates(dtype: str) -> tuple[Tile, ...]:
-    """Return the tiles for tuning to time."""
+    """Return the tiles to time for a dtype."""
     if dtype == "float32":
         return SINGLE_TILES
     return (*HALF_TILES, dispatch.QUACK) if dispatch.has_quack() else HALF_TILES
@@ -65,14 +65,16 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
     """Calls of an operation on `x` `[batch, rows, cols]` by tile; the library's call is under None.
 
-    "commuting" and "polynomial" are the operations of the first step of msign; "grouped" takes `x`
-    and half of its columns.
+    "commuting" and "polynomial" are the operations of the first step of msign; "grouped" takes two
+    stacks: `x`, and the first half of the columns of `x`.
     """
     if operation == "gram":
         return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
-        tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)  # one stack alone
+        tiles = tuple(
+            tile for tile in tiles if tile != dispatch.QUACK
+        )  # quack takes only one stack
 
         def grams() -> Tensor:
             return torch.cat([library.symmetric(stack) for stack in stacks])
@@ -90,13 +92,14 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile; the kernel takes the tile as its last argument."""
+    """Return calls by tile, with None for the library; `by_kernel` takes the tile as its last
+    argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
 
 def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether two products in `dtype` (default: theirs) differ only by rounding.
+    """Return whether two products differ only by the rounding of `dtype`, by default their own.
 
     Truncated bfloat16 is tolerated.
     """
@@ -112,9 +115,10 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem: return a table entry per operation, and whether all results agree.
+    """Measure one problem: yield a table entry per operation, and whether all results agree.
 
-    The tiles are `only`, or all candidates; their results must agree with the library's.
+    The tiles are those in `only`, or all candidates if it is None; the results are compared with
+    the library's.
     """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
@@ -134,7 +138,8 @@ def measure(
             + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
             flush=True,
         )
-        # A second choice for devices without quack's product; of two entries, the first counts.
+        # If quack is best, a second entry serves installations without quack; the first entry that
+        # can be used counts.
         others = [tile for tile in times if tile != dispatch.QUACK]
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
@@ -219,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
-    # The name of a device is longer than the name of its kind, which stands for unmeasured devices.
+    # The name of a device is longer than the name of its kind; the entries of a kind serve devices
+    # that were not measured.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }

@@ -52,8 +52,8 @@ def write_state(
 ) -> dict[str, FileFacts]:
     """Write the files of a checkpoint's state to `folder`; return their facts by name.
 
-    Parameters are read in their units' view shape; `buffers` contains the shapes of buffers by
-    name. Raises InputError like `read`.
+    Parameters are read in the shape in which their units view them; `buffers` contains the shape of
+    each buffer by name. Raises InputError if `read` does.
     """
     last = LastParameter(read)
     units = all_units(config.model, **unit_options(config))
@@ -68,7 +68,7 @@ def write_state(
     total = short(sum(tensor.numel() for tensor in state.values()))
     writer, planner = StateWriter(folder), LazyPlanner(sources)
     with (
-        progress(lambda: f"{short(planner.written)} of {total} parameters are written"),
+        progress(lambda: f"{short(planner.written)} of {total} parameters written"),
         warnings.catch_warnings(),  # a save by one process is intended
     ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -92,13 +92,13 @@ class LastParameter:
     def unit(self, unit: Unit) -> Tensor:
         """Return a whole unit `[*axes]`, float32."""
         if unit.parameter != self._name:
-            self._value = torch.empty(0)  # before the next unit is in memory
+            self._value = torch.empty(0)  # freed before the next unit is read
             self._name, self._value = unit.parameter, self._read(unit.parameter)
         return unit.view(self._value)
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Creates tensors when they are written; before that, the state contains only shapes.
+    """Save planner that creates each tensor when it is written; the state contains only shapes.
 
     written    number of elements written so far
     """
@@ -111,7 +111,7 @@ class LazyPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the tensor of an item of the plan."""
-        if self._last is not None:  # torch's writer keeps every tensor until the end
+        if self._last is not None:  # torch's writer would keep every tensor until the end
             self._last.untyped_storage().resize_(0)
         value = self._last = self._sources[write_item.index.fqn]().clone()
         self.written += value.numel()
@@ -125,7 +125,7 @@ def average(
 
     `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
     Returns the spectral norms of these matrices in the mean, relative to the radius. Raises
-    InputError for checkpoints of several runs, models or tokenizers, or a target that exists.
+    InputError for checkpoints of several runs, models or tokenizers, and if the target exists.
     """
     check_free(target)
     for info in infos:
@@ -149,7 +149,8 @@ def average(
 
 
 def kept(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the run's entries of the average, from its last checkpoint."""
+    """Return the entries about the run in the average's meta.json, taken from the last
+    checkpoint."""
     keys = ("step", "identity", "progress", "initialized_from")
     return {
         **{key: info.meta[key] for key in keys if key in info.meta},
@@ -209,7 +210,7 @@ class Mean:
         self._assign = config_assignments(self.config)
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter in the view shape of its units, or a buffer, float32."""
+        """Return a parameter in the shape in which its units view it, or a buffer, float32."""
         if name in self.buffers:
             shape = self.buffers[name]
             return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
@@ -222,7 +223,8 @@ class Mean:
         return whole
 
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
-        """Record a matrix's distance from its sphere, if any, and rescale it if requested."""
+        """If a rule keeps the matrix on a sphere, record its relative norm, and rescale it if
+        requested."""
         rule = self._assign(unit).rule
         if not rule.whole_matrix:
             return

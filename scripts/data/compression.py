@@ -1,4 +1,5 @@
-"""Decompression of text files. File names can be wrong, so the content decides."""
+"""Decompression of text files. The format is detected from the content, as file names can be
+wrong."""
 
 import gzip
 import io
@@ -33,8 +34,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the decompressed lines of a text file, with their line ends.
 
     Raises:
-        DataError: the file is missing or not text, or its compressed content is corrupt, cut short
-            or empty.
+        DataError: the file is missing or is not text, or its compressed content is corrupt,
+            truncated or empty.
     """
     try:
         with _opened(path) as lines:
@@ -191,4 +192,4 @@ _FOREIGN: Final = {
         if magic != b"\x5d\0\0"
     },
 }
-"""The format, and the remedy, of files that are not text, by their first bytes."""
+"""For files that are not text: the format and the remedy, by the file's first bytes."""

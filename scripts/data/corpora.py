@@ -1,4 +1,4 @@
-"""The corpora that recipes train on: their sources, tokenizers and numbers of tokens."""
+"""The corpora on which recipes train: sources, tokenizer and number of tokens of each."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,7 +21,7 @@ class Part:
 
     source  name of the dataset on the hub
     share   share of the tokens, relative to the other parts' shares
-    folder  folder of its files in a snapshot of the dataset; None: the part's name
+    folder  folder of the part's files in a snapshot of the dataset; None: the part's name
     """
 
     source: str
@@ -31,9 +31,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus of one set.
+    """A corpus that becomes one set.
 
-    about        the paper or project that uses the corpus, and our changes
+    about        the paper or project that uses the corpus, and what is different here
     tokenizer    name on the Hugging Face hub
     tokens       number of tokens to write, validation included
     validation   share of the documents that is held out
@@ -52,9 +52,9 @@ class Corpus:
 
         Args:
             tokens: number of tokens to write instead of `self.tokens`.
-            local: a file or folder to read instead of the hub. Each part is in a folder of its name
-                or in `data/NAME`, as on the hub. A corpus with one part may also be one file or one
-                folder of files.
+            local: a file or folder to read instead of the hub. Each part is in a folder with the
+                part's name or in `data/NAME`, as on the hub. If the corpus has one part, `local`
+                may also be the part's only file or the folder of its files.
 
         Raises DataError if `local` contains nothing to read, or no folder for a part.
         """
@@ -81,8 +81,8 @@ class Corpus:
         if len(self.parts) == 1 and (place.is_file() or _holds_rows(place)):
             return str(place)
         raise DataError(
-            f"--from {place} contains no folder for {name}, a part of {self.name}: move its files "
-            f"to one of {', '.join(map(str, folders))}"
+            f"--from {place} contains no folder for {name}, a part of {self.name}: move the "
+            f"files of this part to one of {', '.join(map(str, folders))}"
         )
 
 

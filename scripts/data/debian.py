@@ -1,5 +1,4 @@
-"""A corpus that a file describes: sets of documents from Debian packages and this repository.
-
+"""Sets of documents from Debian packages and this repository, as a corpus file describes them.
 apt-get downloads the packages and dpkg-deb opens them.
 """
 
@@ -25,20 +24,21 @@ from training.config.yaml_files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
-_COMPRESSED = (".gz", ".dz")  # .dz, for dictionaries, is gzip with an index
+_COMPRESSED = (".gz", ".dz")  # .dz, used by dictionaries, is gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
     """Return the .deb of a package in `folder`; download it if `version` is missing there.
 
-    If apt's sources offer only another version, that version is used: its texts may be the same.
+    If apt's sources offer only another version, the other version is used, as its texts may be the
+    same.
 
     Raises:
         DataError: apt-get or dpkg-deb is missing, or the package cannot be downloaded.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise DataError(f"no {tool}: these texts are made on Debian 12 or in its container")
+            raise DataError(f"no {tool}: make these texts on Debian 12 or in a container of it")
     folder.mkdir(parents=True, exist_ok=True)
     debs, problem = _debs(folder, name), ""
     if version not in debs:
@@ -48,8 +48,8 @@ def download(name: str, version: str, folder: Path) -> Path:
         debs = _debs(folder, name)
     if not debs:
         raise DataError(
-            f"cannot download {name} {version}: {problem or 'apt-get left no file'}; it is in "
-            "Debian 12: is there a network, did `apt-get update` run?"
+            f"cannot download {name} {version}: {problem or 'apt-get left no file'}; Debian 12 "
+            "contains it: is there a network, did `apt-get update` run?"
         )
     return debs.get(version, [*debs.values()][-1])
 
@@ -78,10 +78,10 @@ def version_of(deb: Path) -> str:
 def read_texts(
     deb: Path, patterns: Sequence[str], leave_out: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path and text of every file of a .deb whose path matches one of `patterns`, by
+    """Yield path and text of every file of a .deb whose path matches one of `patterns`, sorted by
     path.
 
-    Files whose name matches one of `leave_out` are skipped. Compressed files are decompressed.
+    Files whose names match one of `leave_out` are skipped. Compressed files are decompressed.
 
     Raises:
         DataError: dpkg-deb cannot read the package, a pattern matches nothing, or a text is not
@@ -163,8 +163,8 @@ def read_corpus(path: Path) -> Corpus:
 def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
     """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
 
-    Packages are downloaded to `output`/packages; the paths of files are relative to `root`.
-    Returns a report: the hash of the written file, and a line for each source.
+    Packages are downloaded to `output`/packages; the paths of files are relative to `root`. Returns
+    a report: a line with the hash of the written file, and a line for each source.
 
     Raises:
         DataError: a source cannot be read, or the documents differ from the recorded hash.
@@ -208,7 +208,7 @@ def documents(text: str, entry: str | None) -> Iterator[str]:
     """Yield the documents of a text: the whole text, or pieces that begin at lines matching
     `entry`.
 
-    A piece begins only after a blank line.
+    A matching line begins a piece only if a blank line precedes it.
     """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:

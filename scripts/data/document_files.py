@@ -1,9 +1,9 @@
 """Reading documents from text, JSON lines and Parquet files, compressed or not.
 
 pyarrow reads Parquet files and `datasets` reads the hub. Text and JSON lines are read here, because
-`datasets` would silently change or lose some: it turns line ends into `\\n` and strings that look
-like dates into dates, and reads a truncated .zst file as if it were whole. It also refuses fields
-that appear late or change their type, and restarts the line numbers in each block.
+`datasets` would silently change or lose text: it turns line ends into `\\n`, turns strings that
+look like dates into dates, and reads a truncated .zst file as if it were whole. It also refuses
+fields that appear late or change their type, and restarts line numbers in each block.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,16 +31,18 @@ NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
-"""Function that returns whether to read (input, document); with None as document, whether to read
-any of the input."""
+"""Function that returns whether to read (input, document). If document is None, it returns whether
+to read any document of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How files are split into documents."""
+    """How documents are found in files."""
 
-    text_key: str = "text"  # field of the text in inputs that name no key
-    document_bytes: int = 2048  # size after which a blank line ends a text document; 0: never
+    text_key: str = "text"  # field that contains the text, for inputs that do not name one
+    document_bytes: int = (
+        2048  # bytes after which a blank line ends a document in text files; 0: never
+    )
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
@@ -63,7 +65,8 @@ def numbered_documents(
         inputs: the inputs to read.
         options: how to split files into documents.
         start: the position that an interrupted run reached.
-        owns: whether to yield document `n` of input `i`; n = None asks about all documents of `i`.
+        owns: function of (i, n) that returns whether to yield document `n` of input `i`; n = None
+            asks whether to yield any document of `i`.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
@@ -76,13 +79,13 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input; return (number checked, number blank) for
+    """Check the first `CHECKED` documents of every input; return (checked, blank) documents of
     each.
 
     An input whose documents are all blank is read to its end.
 
     Raises:
-        DataError: see `read_documents`; or all documents of a file of rows are blank.
+        DataError: as in `read_documents`; also if all documents of a file of rows are blank.
     """
     counts = []
     for each in inputs:
@@ -122,7 +125,8 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
 
 
 def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file, with only the column `key` if the file has that column.
+    """Yield every row of a Parquet file; if the file has the column `key`, a row has only this
+    column.
 
     Raises DataError for a file that is missing, damaged or not Parquet.
     """
@@ -137,7 +141,7 @@ def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError for a file that does not begin like a Parquet file."""
+    """Raise DataError unless a file begins as a Parquet file does."""
     if is_pointer(path):
         raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     with path.open("rb") as file:
@@ -164,7 +168,9 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
                 f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; to remove all "
                 f"such bytes: {_as_text(path, NO_ZEROS)}"
             )
-        yield text if offset else text.removeprefix("\ufeff")  # a byte order mark is no text
+        yield (
+            text if offset else text.removeprefix("\ufeff")
+        )  # a byte order mark is not part of the text
         offset += len(block)
 
 
@@ -173,10 +179,11 @@ def _as_text(path: Path, program: str) -> str:
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
-    """Split text into documents; joined, they are the text again, byte for byte.
+    """Split text into documents, which joined give the same text byte for byte.
 
-    Once a document has `document_bytes`, it ends after the next blank lines. Without blank lines it
-    ends at the first line end after 16 times as many bytes. 0 keeps the text in one document.
+    Once a document has `document_bytes` bytes, it ends after the next blank lines. If no blank line
+    follows, it ends at the first line end after 16 times `document_bytes`. 0 keeps the text in one
+    document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False
@@ -209,7 +216,8 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:
-    """Return the remedy for a line that is not JSON, or for JSON spread over several lines."""
+    """Return the remedy for a line that is not JSON; it may be part of JSON spread over several
+    lines."""
     line = line.strip()
     if number == 1 and line.startswith(b"<"):
         return "it is HTML or XML, as after a failed download: fetch it again"

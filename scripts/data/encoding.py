@@ -1,6 +1,5 @@
-"""Encode documents in several processes, in order, and decode some of them as a check.
-
-Workers import this module and the main script, so neither imports torch.
+"""Encode documents in several processes, in order, and decode some of them as a check. Workers
+import this module and the main script, so neither of the two imports torch.
 """
 
 import multiprocessing
@@ -28,19 +27,21 @@ from training.errors import DataError
 _CHUNK_CHARACTERS = 1 << 18
 DECODED: Final = 1000
 ONE_IN: Final = 64
-_CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound memory
+_CHUNKS_PER_WORKER = 4  # enough chunks to keep workers busy, few enough to limit memory
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The settings of encoding: the tokenizer's file, its EOD and the integer type of tokens."""
+    """The settings of encoding: the tokenizer's file, the EOD token and the integer type of
+    tokens."""
 
     path: Path
     eod_id: int
     dtype: str
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, with EOD after each text, and decode the texts in `sample` again.
+        """Encode texts, with EOD after each text, and decode the texts whose numbers are in
+        `sample`.
 
         Text that looks like a special token is encoded as plain text, so a document cannot contain
         a forged end of document.
@@ -66,7 +67,9 @@ class EncodedChunk:
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
     lengths: list[int]  # tokens of each document, EOD included
     bytes: list[int]  # size of each document in UTF-8
-    decoded: list[tuple[str, str]] = field(default_factory=list)  # texts before and after decoding
+    decoded: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # decoded texts: the original and the result
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield (tokens, bytes of text) of each document."""
@@ -87,8 +90,8 @@ class Workers:
     """Processes that encode documents. They start with the first input of more than one chunk;
     smaller inputs, and all inputs of a single worker, are encoded in this process.
 
-    On exit the context manager ends the processes and drops the loaded tokenizer, because its path
-    may get another tokenizer later.
+    On exit the context manager ends the processes and drops the loaded tokenizer, because another
+    tokenizer may be written to its path later.
     """
 
     def __init__(self, count: int) -> None:
@@ -140,7 +143,8 @@ def _result(
 def _sampled(
     chunks: Iterable[tuple[list[Position], list[str]]],
 ) -> Iterator[tuple[list[Position], list[str], range]]:
-    """Yield chunks with the texts to decode: the first `DECODED`, then one in `ONE_IN`."""
+    """Yield chunks, each with the range of texts to decode: the first `DECODED` texts of all, then
+    one in `ONE_IN`."""
     done = 0
     for positions, texts in chunks:
         step = 1 if done < DECODED else ONE_IN
@@ -202,10 +206,12 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Refuse a tokenizer that loses text, after `DECODED` documents and at the end (`final`).
+        """Refuse a tokenizer that changes text; checked after `DECODED` documents and, if `final`,
+        at the end.
 
         Raises:
-            DataError: a larger share than `LARGEST` differs, and that is not `allowed`.
+            DataError: a larger share of documents than `LARGEST` differs, and this is not
+                `allowed`.
         """
         if allowed or not (final or self.decoded >= DECODED):
             return

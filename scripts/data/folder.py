@@ -1,4 +1,4 @@
-"""A folder that appears only when it is complete, and can continue after a kill."""
+"""An output folder that appears only when it is complete; a killed run can continue its work."""
 
 import fcntl
 import json
@@ -25,20 +25,22 @@ class AtomicFolder:
     Inside the context manager, write to `path`. `commit` turns `path` into `output`; without a
     commit everything is deleted. A killed run leaves `output.preparing`, which the next run
     removes. A run locks `output.preparing.lock` until it has cleaned up, so two runs never work at
-    once. Folders of these names without that file are not ours, and are not touched.
+    once. If there is no lock file, a folder with such a name comes from another program and is not
+    touched.
 
     After `save`, the written files are kept even without a commit. The next run with the same key
-    finds the saved value in `progress`, and its own files in the folder `state`.
+    finds the saved value in `progress`, and the kept files of the preparation's state in the folder
+    `state`.
 
     Args:
         output: the folder.
-        check: raises InputError unless `output` may be written to. It is called when the lock is
-            taken, and again before `output` is replaced.
-        key: identifies everything that determines the content; None if a run cannot continue.
+        check: raises InputError unless `output` may be written to. `check` is called when the lock
+            is taken, and again before `output` is replaced.
+        key: identifies everything that determines the content; None if no later run may continue.
 
     Raises:
         InputError: `output` is a URL or contains ~ or a variable; another run is preparing the same
-            folder, or has finished it meanwhile; or an unknown folder is in the way.
+            folder or has just finished it; or a folder of another program is in the way.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
@@ -72,8 +74,10 @@ class AtomicFolder:
         places = (self.path, self.state, self._replaced)
         leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
-            raise InputError(f"{leftovers[0]} is in the way, not left from a preparation: move it")
-        # Left by a run that was killed between the renames of `commit`.
+            raise InputError(
+                f"{leftovers[0]} is in the way and was not left by a preparation: move it"
+            )
+        # A run that was killed between the renames of `commit` left this folder.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
         self.progress = self._saved()
@@ -94,7 +98,7 @@ class AtomicFolder:
     def save(self, progress: Any) -> None:
         """Save `progress` as JSON, and keep the written files from now on.
 
-        The files that `progress` counts must be on the disk.
+        The files that `progress` counts must be on disk.
         """
         new = self.state / (PROGRESS + ".new")
         new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
@@ -146,14 +150,15 @@ class AtomicFolder:
 
 
 def clean_up(output: Path) -> None:
-    """Remove the leftovers of a run killed after `output` was complete, unless a run is at work."""
+    """Remove what a run killed after completing `output` left, unless another run is at work."""
     if output.with_name(output.name + LOCK).exists():
         with suppress(InputError), AtomicFolder(output, lambda: None):
             pass
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file, created if missing; return its descriptor, or None if another process has it."""
+    """Lock a file, which is created if missing; return its descriptor, or None if another process
+    holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -163,14 +168,14 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        os.close(descriptor)  # the file was removed by a run that has just ended
+        os.close(descriptor)  # a run that has just ended removed the file
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
     """Return whether `output` already contains the complete preparation with this fingerprint.
 
     Raises:
-        InputError: it is damaged, and `output` must not be overwritten.
+        InputError: the preparation is damaged, and `output` must not be overwritten.
     """
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
@@ -210,7 +215,7 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     if strangers:
         raise InputError(
             f"output {output} contains {', '.join(sorted(strangers)[:3])}, which no preparation "
-            "made; give another folder"
+            "wrote; give another folder"
         )
     if not overwrite:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Rows and tokenizers of the Hugging Face hub; the only module that imports `datasets`."""
+"""Rows and tokenizers of the Hugging Face hub. Only this module imports `datasets`."""
 
 import logging
 import sys
@@ -26,13 +26,13 @@ class HubInput:
     name: str
     config: str | None = None
     split: str = "train"
-    text_key: str | None = None  # field of the text; None: the field in the options
+    text_key: str | None = None  # field that contains the text; None: the field in the options
     revision: str | None = None  # commit on the hub; None: the newest
     file: tuple[int, int] | None = None  # (index, number of files); None: all files
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows: always true on the hub."""
+        """Whether documents are fields of rows, which is always true on the hub."""
         return True
 
     @property
@@ -64,7 +64,7 @@ class HubInput:
                     yield row
                     done, left = done + 1, list(waits)
                 return
-            # datasets raises its own errors, OSError, ValueError and the errors of HTTP libraries
+            # `datasets` raises its own errors, OSError, ValueError and errors of HTTP libraries
             except Exception as error:
                 if not left and isinstance(error, DataError):
                     raise
@@ -95,7 +95,7 @@ def _stream(each: HubInput) -> Any:
             raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     try:
         return _opened(each.name, each.config, each.split, each.revision)
-    except Exception as error:  # of many libraries, as above
+    except Exception as error:  # errors of many libraries, as above
         raise DataError(
             f"cannot read {each}: {first_line(error)} (is the name right, is there a network?)"
         ) from None
@@ -115,7 +115,7 @@ def _newest(name: str) -> str | None:
 
     try:
         commit: str | None = HfApi().dataset_info(name).sha
-    except Exception as error:  # of many libraries, as above
+    except Exception as error:  # errors of many libraries, as above
         raise DataError(f"cannot read hf:{name}: {first_line(error)}") from None
     return commit
 
@@ -137,14 +137,14 @@ def hub_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer on the Hugging Face hub, downloaded if missing.
 
     Raises:
-        DataError: it cannot be downloaded.
+        DataError: the tokenizer cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
 
     try:
         files = ["tokenizer*.json", "special_tokens_map.json", "config.json"]
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # of many libraries, as above
+    except Exception as error:  # errors of many libraries, as above
         raise DataError(
             f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
             "or, if the tokenizer is gated, log in with `hf auth login`)"

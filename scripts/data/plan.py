@@ -17,21 +17,21 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
-"""Largest number of characters to train a tokenizer on, an equal share from every set."""
+"""Largest number of characters to train a tokenizer on; every set provides an equal share."""
 _EMPTY = hashlib.sha256().hexdigest()
 _METHOD = 1  # increase when a code change alters the tokens of the same inputs and options
 
 
 BLOCK: Final = 1024
-"""Number of consecutive documents that one shard encodes, where inputs are divided."""
+"""Number of consecutive documents that one shard encodes, if inputs are cut."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """One of `count` shares of the work.
 
-    Shards take whole inputs in turn. With fewer inputs than shards, the inputs are `cut`: every
-    shard reads all inputs and encodes every `count`-th block of documents.
+    Shards take whole inputs in turn. If there are fewer inputs than shards, the inputs are `cut`:
+    every shard reads all inputs and encodes every `count`-th block of `BLOCK` documents.
     """
 
     number: int  # from 0
@@ -39,8 +39,10 @@ class Shard:
     cut: bool = False
 
     def owns(self, unit: int, document: int | None) -> bool:
-        """Return whether the shard encodes this document of input `unit`; with None, whether it
-        encodes any document of it."""
+        """Return whether the shard encodes document number `document` of input number `unit`.
+
+        If `document` is None, return whether it encodes any document of the input.
+        """
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
@@ -119,8 +121,8 @@ class Preparation:
     """Everything that determines the content of a prepared folder."""
 
     sets: list[SetPlan]
-    vocabulary: int | None = None  # number of tokens of the BPE to train
-    tokenizer: Path | None = None  # this is the tokenizer to use
+    vocabulary: int | None = None  # number of tokens of the BPE to train; None: do not train one
+    tokenizer: Path | None = None  # the tokenizer to use if none is trained
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
     allow_lossy: bool = False  # accept a tokenizer that changes documents
@@ -171,7 +173,8 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """Return the sha256 of the options and of the inputs' identities (computed if None)."""
+        """Return the sha256 of the options and the inputs' identities, which are computed if
+        None."""
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {
@@ -205,7 +208,8 @@ class Preparation:
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`; fewer than `count` inputs are cut."""
+        """Return shard `number`, counted from 0, of `count`; inputs are cut if there are fewer than
+        `count`."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:

@@ -56,9 +56,8 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""Tokens that a shard encodes of a portion with a limit, relative to an equal share of the limit.
-
-Shards produce different numbers of tokens, and the join encodes the missing ones."""
+"""If a portion has a limit of tokens, a shard encodes this multiple of an equal share of the limit.
+Shards produce different numbers of tokens; the process that joins them encodes missing tokens."""
 
 
 def prepare(
@@ -71,11 +70,11 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
-    An interrupted run continues. Finished shards are joined and deleted.
+    It continues the work of an interrupted run. Finished shards are joined and deleted.
 
     Raises:
-        DataError: an input cannot be used, contains no documents, or differs from its entry of
-            `identities`. `output` is unchanged.
+        DataError: an input cannot be used, contains no documents, or differs from its entry in
+            `identities`. `output` is then unchanged.
         InputError: `output` must not be replaced (see `check_replaceable`); or a shard is missing,
             or belongs to another preparation.
     """
@@ -185,7 +184,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`; an already trained tokenizer is copied from the folder
+    """Write the tokenizer to `folder`; if it was trained already, copy it from the folder
     `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
@@ -202,14 +201,15 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a progress bar of a stage's bytes on stderr; a file gets one line every half
-    minute."""
+    """Return a progress bar of a stage's bytes on stderr; if stderr is a file, it gets a line every
+    half minute."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, up to an equal share of `TOKENIZER_BYTES`.
+    """Yield the first training documents of every set, each up to an equal share of
+    `TOKENIZER_BYTES`.
 
     Raises DataError for a set without training documents.
     """
@@ -265,8 +265,8 @@ class Pipeline:
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
         """Yield (input, tokens, bytes) of the remaining documents of a portion.
 
-        After each chunk the progress is saved, with the `files` to which its documents were added.
-        Raises DataError if the tokenizer changes the text of too many documents.
+        After each chunk the progress and the `files` to which the chunk's documents were added are
+        saved. Raises DataError if the tokenizer changes the text of too many documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())
@@ -390,7 +390,7 @@ def _write_shard(pipeline: Pipeline) -> None:
 def _say_if_short(portion: Portion, tokens: int) -> None:
     if portion.tokens is not None and tokens < portion.tokens:
         print(
-            f"{', '.join(map(str, portion.inputs))}: {tokens:,} tokens instead of "
-            f"{portion.tokens:,}: the inputs contain no more",
+            f"{', '.join(map(str, portion.inputs))} contain only {tokens:,} tokens, not "
+            f"{portion.tokens:,}",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""The progress of a preparation, as saved for the continuation of an interrupted run."""
+"""The progress of a preparation, saved so that the next run can continue an interrupted run."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 
 SECONDS: Final = 5.0
-"""Time between saves; at most this much work is repeated after a kill."""
+"""Seconds between saves; at most this much work is repeated after a kill."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Progress:
     read          (first, end) ranges of read inputs, by name of the set
     written       counts of the written documents, by file
     decoded       counts of the decoded documents, by name of the set
-    parts         (documents, tokens) of each input of a shard, by its number in the preparation
+    parts         (documents, tokens) of each input of a shard, by the input's number
     left          (first, end) ranges of inputs that a shard has not finished, because it reached
                   its share of the portion's tokens
     """
@@ -73,7 +73,7 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress that `Saver` saved; a new one for None."""
+    """Return the progress that `Saver` saved, or a new progress if `saved` is None."""
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}
@@ -89,7 +89,7 @@ class Saver:
         self._saved = time.monotonic()
 
     def save(self, progress: Progress, *files: DocumentFile) -> None:
-        """Save the progress if the last save is `SECONDS` ago."""
+        """Save the progress if the last save was at least `SECONDS` ago."""
         if time.monotonic() < self._saved + SECONDS:
             return
         for file in files:

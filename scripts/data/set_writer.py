@@ -46,7 +46,7 @@ class DocumentFile:
         tokens: the path of the tokens.
         records: the path of the records.
         dtype: the type of a token.
-        written: sizes that an interrupted run saved; the files are truncated to them.
+        written: sizes that an interrupted run saved; the files are truncated to these sizes.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
@@ -96,7 +96,7 @@ class SetWriter(DocumentFile):
 
     Args:
         folder: the folder of the set.
-        state: the folder of its records.
+        state: the folder for the records of its documents.
         name: the name of the set.
         dtype: the type of a token.
         source: the sources of its documents, as given.
@@ -113,7 +113,7 @@ class SetWriter(DocumentFile):
         super().__init__(folder / f"{name}.bin", self._documents, dtype, written)
 
     def finish(self, inputs: list[str]) -> SetEntry:
-        """Write the index and return the manifest's entry of the pair.
+        """Write the index and return the entry of the set for the manifest.
 
         `inputs` identify the inputs that were read. Raises:
             DataError: no document was added.

@@ -35,16 +35,16 @@ class ShardEntry:
 
     key     key of the preparation, with the content of the inputs that the shard reads
     dtype   dtype of a token
-    parts   (documents, tokens) of each input, in order, by its number in the preparation
-    left    (first, end) ranges of inputs that it has not finished
-    sha256  sha256 of each of its two large files
+    parts   (documents, tokens) of each input, in order, by the input's number in the preparation
+    left    (first, end) ranges of inputs that the shard has not finished
+    sha256  sha256 of each of the shard's two large files
     """
 
     key: str
     dtype: str
     parts: dict[str, list[int]]
     left: list[list[int]]
-    sha256: dict[str, str] = field(default_factory=dict)  # earlier versions wrote none
+    sha256: dict[str, str] = field(default_factory=dict)  # earlier versions wrote no hashes
 
     def write(self, folder: Path) -> None:
         """Write the entry to a shard's folder."""
@@ -59,7 +59,8 @@ def hashes(folder: Path) -> dict[str, str]:
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
     """Return the key that identifies a shard as part of the preparation.
 
-    `identities` identify all inputs; only those that the shard reads enter the key.
+    `identities` contains the identities of all inputs; the key contains only those of inputs that
+    the shard reads.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
@@ -107,7 +108,7 @@ class Shards:
         home = shards_folder(output)
         if len(counts) != 1:
             raise InputError(
-                f"{home} must contain shards of one N (--shard K/N), got {sorted(counts)}"
+                f"{home} must contain shards with the same N (--shard K/N), got {sorted(counts)}"
             )
         self._shards = [preparation.shard(i, max(counts)) for i in range(max(counts))]
         self.folders = [shard.folder(output) for shard in self._shards]
@@ -120,7 +121,8 @@ class Shards:
         if missing:
             raise InputError(
                 f"{home} lacks {', '.join(missing)}: prepare missing shards with --shard "
-                f"{missing[0].replace('-of-', '/')}, or delete the folder to go without shards"
+                f"{missing[0].replace('-of-', '/')}, or delete the folder to prepare without "
+                "shards"
             )
         self._parts: list[dict[int, _Part]] = []
         for folder, shard, entry in zip(self.folders, self._shards, entries, strict=True):
@@ -143,7 +145,8 @@ class Shards:
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
         """Yield documents of input `unit` after the first `skip`; positions are in input `number`.
 
-        Returns how many of the first documents are in the shards, or None if all are.
+        Yields lists of positions and chunks, until a document is missing. Returns the number of
+        documents before the missing one, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]

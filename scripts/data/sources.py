@@ -34,11 +34,11 @@ class FileInput:
     """One file of documents, whose name matches `NAMES`."""
 
     path: Path
-    text_key: str | None = None  # field of the text; None: the one in the options
+    text_key: str | None = None  # field that contains the text; None: the field in the options
 
     @property
     def kind(self) -> str:
-        """The suffix before that of the compression; `.jsonl` for every format with one row per
+        """The suffix without the suffix of a compression; `.jsonl` for every format with a row per
         line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
@@ -80,7 +80,8 @@ class Listing:
         return f"reads {text}"
 
     def mixture(self) -> str | None:
-        """Return a warning if files of rows and of text are mixed, such as data and a README."""
+        """Return a warning if the folder mixes files of rows and files of text, such as data and a
+        README."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if not text or len(text) == len(files):
@@ -163,7 +164,8 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether a preparation wrote a folder or is writing it; such folders are no inputs."""
+    """Return whether a preparation wrote a folder or is writing it; such a folder is not an
+    input."""
     from training.data.manifest import read_manifest  # imported here because it imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):

@@ -15,7 +15,7 @@ from training.json_file import read_json, real_path
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
 TOKENIZER_FILE = "tokenizer.json"
-# Files of a Hugging Face tokenizer that describe it further; an export needs them.
+# Further files of a Hugging Face tokenizer, which an export needs.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 LONGEST_WORD = 1000
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
@@ -44,8 +44,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
     The same texts give the same file.
 
     Raises:
-        DataError: vocab_size cannot hold all bytes, or the texts have too few different pairs
-            of tokens to fill it.
+        DataError: `vocab_size` is too small for all bytes, or the texts have too few different
+            pairs of tokens to fill the vocabulary.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
@@ -63,8 +63,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
     tokenizer.train_from_iterator(in_short_words(documents), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
-            f"the texts are too small to train a vocabulary of {vocab_size}: "
-            f"at most {tokenizer.get_vocab_size()}"
+            f"the texts are too small to train a vocabulary of {vocab_size} tokens; they suffice "
+            f"for {tokenizer.get_vocab_size()}"
         )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode()},
@@ -79,8 +79,8 @@ def in_short_words(documents: Iterable[str]) -> Iterator[str]:
     """Yield the documents, cut inside each run of one kind of characters that is longer than any
     word.
 
-    Training time grows with the square of the length of a word, and such a run, such as a line of
-    dashes or encoded bytes, counts as one word.
+    Training counts such a run, for example a line of dashes or of encoded bytes, as one word, and
+    takes time that grows with the square of a word's length.
     """
     for text in documents:
         start = 0
@@ -108,8 +108,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(
-            f"{path}: model.dropout must be null, or each pass encodes the text differently, "
-            f"got {content['model']['dropout']!r:.40}"
+            f"{path}: model.dropout must be null, as otherwise each pass encodes the text "
+            f"differently, got {content['model']['dropout']!r:.40}"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -121,8 +121,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
     if eod_token not in _special(content):
         raise DataError(
-            f"end-of-document token {eod_token!r} of {path} must be a special token, or a document "
-            "could contain it"
+            f"end-of-document token {eod_token!r} of {path} must be a special token, as "
+            "otherwise a document could contain it"
         )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: path.read_bytes(), **files},
@@ -134,8 +134,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _check_form(source: Path) -> None:
-    """Raise DataError for another form of tokenizer: a file, or a folder that contains nothing
-    else."""
+    """Raise DataError if a file, or a folder's only tokenizer, has another form than
+    tokenizer.json."""
     if (source / TOKENIZER_FILE).is_file() or not source.exists():
         return
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
@@ -172,8 +172,8 @@ def _form(file: Path) -> str | None:
 def own_file(folder: Path, name: str) -> bytes | None:
     """Return the content of a file of a tokenizer's or model's folder, or None if there is none.
 
-    A link may lead to a file of the folder or, for a snapshot in the hub's cache, to a blob of this
-    cache. Raises DataError if it leads anywhere else.
+    A link may lead to a file of the folder. In a snapshot of the hub's cache it may also lead to a
+    blob of this cache. Raises DataError if it leads anywhere else.
     """
     path, home = real_path(folder / name), real_path(folder)
     if not path.is_file():
@@ -213,7 +213,7 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
         except ValueError as error:
             raise DataError(f"cannot read {folder / name}: {error}") from None
         token = config.get("eos_token", config.get("eos_token_id"))
-        if isinstance(token, dict):  # an added token with all of its settings
+        if isinstance(token, dict):  # the name is given as an added token with all its settings
             token = token.get("content")
         if isinstance(token, list):
             names = ", ".join(str(by_id.get(each, each)) for each in token)

@@ -34,7 +34,7 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 
 
 def named_files(names: Sequence[str]) -> dict[str, str]:
-    """Return the files among the names of tasks, by the name of the file's task.
+    """Return the files among `names`, each by the name of its task.
 
     Raises InputError if two files have one name, DataError for a file that is not a task.
     """
@@ -60,8 +60,10 @@ def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
 def score_checkpoint(
     source: Path, files: Mapping[str, str], dtype: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Score a run's newest checkpoint, or a step folder, with the trainer's forward pass in one
-    process. Return the metrics by task, in the form that `scripts.evaluation.harness.rows` reads.
+    """Score a run's newest checkpoint, or a step folder, with the trainer's forward pass.
+
+    Uses one process. Returns the metrics by task, in the form that
+    `scripts.evaluation.harness.rows` reads.
 
     `dtype` is float32, bfloat16, or None for the run's type. Raises InputError for another type, or
     for a tokenizer that is not the run's; BrokenCheckpointError for a damaged checkpoint.
@@ -109,7 +111,7 @@ def score_checkpoint(
         for task in tasks:
             print(task)
         model = build_parallel_model(config, layout, initial_weights(config))
-        assert config.model.vocab_size is not None  # as saved
+        assert config.model.vocab_size is not None  # the type as saved
         scores = score(
             model,
             layout,

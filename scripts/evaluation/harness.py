@@ -14,8 +14,8 @@ from training.json_file import read_json
 from training.report.table import markdown_table
 
 TaskSet = Mapping[str, tuple[str, ...]]
-"""Tasks that a paper reports together, with the metrics of each; the paper's mean is over the first
-metric, an accuracy."""
+"""Tasks that a paper reports together, each with its metrics. The paper's mean is over each task's
+first metric, an accuracy."""
 
 TASK_SETS: Final[Mapping[str, TaskSet]] = {
     "pc_paper": {
@@ -40,8 +40,9 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         "boolq": ("acc",),
     },
 }
-"""Sets by name: the PC paper's table 3 (section 4.2), and the SSO paper's tables of its dense and
-its mixture model. The SSO tables state plain accuracy, and no number of examples in the prompt."""
+"""Sets by name. pc_paper is table 3 (section 4.2) of the PC paper. sso_paper combines the SSO
+paper's tables of its dense model and of its mixture of experts, which report plain accuracy and do
+not state the number of examples in the prompt."""
 
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
@@ -55,7 +56,7 @@ STANDARD_ERROR = "_standard_error"
 class Run:
     """One evaluation: the model folder, the tasks by lm-eval's names, and the settings.
 
-    options   options of lm-eval itself, which come last
+    options   further options for lm-eval, placed at the end of the command
     """
 
     model: Path
@@ -69,7 +70,7 @@ class Run:
     def command(self) -> list[str]:
         """Return the command line.
 
-        Raises InputError for a path or an end token with a comma, at which lm-eval would split it.
+        Raises InputError for a path with a comma, as lm-eval splits its arguments at commas.
         """
         if "," in str(self.model):
             raise InputError(
@@ -79,7 +80,7 @@ class Run:
         end = end_token(self.model)
         if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
-        # -P: ignore a module of this name in the working directory
+        # with -P a module of this name in the working directory is ignored
         command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
         command += ["--output_path", str(self.output), "--batch_size", "8"]
@@ -137,7 +138,8 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """Return the rows of each task: the metrics of its set, or every metric outside a set."""
+    """Return the rows of each task: the metrics that its set names, or all metrics if no set
+    contains the task."""
     lines = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]

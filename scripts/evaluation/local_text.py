@@ -1,10 +1,11 @@
 """lm-eval tasks over a run's own validation sets, which run without a network.
 
 The training loop evaluates windows of the token stream. A task contains the text of the same
-windows, beginning with the stream's second token; each document is several consecutive windows.
-lm-eval therefore splits the text where the loop does, and bits per byte agree except for the first
-token of each document. The standard error is computed over documents. With `data.document_mask` the
-documents are those of the set, which the loop cuts at the ends of windows.
+windows, beginning with the stream's second token; a document of the task is several consecutive
+windows. lm-eval therefore splits the text where the loop does, and bits per byte agree except for
+the first token of each document. The standard error is computed over documents. With
+`data.document_mask` the documents of the task are the documents of the set; the loop cuts these at
+the ends of windows.
 """
 
 import json
@@ -28,11 +29,12 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task, with which the standard error is accurate to an eighth and few
-tokens begin a document."""
+"""Number of documents of a task: with this number the standard error is accurate to an eighth, and
+few tokens begin a document."""
 
 MAX_DIFFERENT = 16
-"""Number of tokens that may differ at the two ends of a text, where a word may be cut."""
+"""Number of tokens that may differ at the two ends of a text, where a cut word may be encoded
+differently."""
 
 
 def write_tasks(
@@ -95,8 +97,8 @@ def parts(
 ) -> list[NDArray[np.int64]]:
     """Return the tokens of each document of a task, cut at `starts` or into consecutive windows.
 
-    `starts` are the starts of the documents in the set. Without them, documents have nearly equal
-    numbers of windows.
+    `starts` contains the first positions of the documents in the set. Without them, documents have
+    nearly equal numbers of windows.
     """
     if starts is not None:
         return np.split(tokens, starts)

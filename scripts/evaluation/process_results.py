@@ -1,6 +1,6 @@
 """Functions that lm-eval calls for a task over local text.
 
-Bytes count the text alone, without the tokens that end documents.
+Bytes are those of the text, without the tokens that end documents.
 """
 
 import math
@@ -12,7 +12,7 @@ Pair = tuple[float, float]
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Return sums of log-likelihoods and bytes of text, for each metric."""
+    """Return, for each metric, the document's log-likelihood and its bytes of text."""
     (likelihood,) = results
     pair = (likelihood, doc["bytes"])
     names = ("bits_per_byte", "byte_perplexity")

@@ -21,7 +21,7 @@ STRONG = (0.5, 1.0, 2.0)
 FINITE = 0.025  # at n = 1500 the norms are within one or two percent of the limits
 KRYLOV = 200
 # The estimate of rho on 64 x 64 matrices.
-NONE_NEGATIVE = 0.683  # share of negative estimates without correlation: P(chi^2_1 < 1)
+NONE_NEGATIVE = 0.683  # probability of a negative estimate if rho is 0: P(chi^2_1 < 1)
 CORRELATIONS = (0.0, 1e-3, 0.05)
 QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 

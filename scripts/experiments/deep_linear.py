@@ -21,14 +21,15 @@ PAPER = {
     3: (2.909, -4.649, 4.023, -1.283),
     4: (3.625, -9.261, 14.097, -10.351, 2.890),
 }
-"""Coefficients of x, x^3, x^5, ... as the paper prints them, by level."""
+"""Coefficients of x, x^3, x^5, ... by level, as printed in the paper."""
 SCALE = 1.7
 # Epsilon of the norm is 1e-7.
 EXACT = 1e-6
 TARGET = 0.01
 """Target loss as a fraction of the first loss."""
 ROOM = 1.1
-"""tau of every layer: the norm that a layer may reach with this step size; checked afterwards."""
+"""tau of every layer: the bound on its norm from which the step size follows. A check verifies the
+bound afterwards."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Descent:
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """Return the first step with the loss at the target, or the number of steps if there is
-        none."""
+        """Return the first step at which the loss is at most the target, or the number of steps."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
@@ -57,7 +57,8 @@ def experiment(
     """Train weights that were preconditioned once, and raw weights in PC layers. All levels
     start from the same raw weights and first residual.
 
-    `widths` grow, then shrink. Singular values of a raw weight fall from 1 to `smallest`.
+    `widths` must grow, then shrink. Singular values of a raw weight fall geometrically from 1 to
+    `smallest`; `residual` scales the first residual.
     """
     raw = [raw_weight(draws, *pair, smallest) for pair in zip(widths[1:], widths, strict=False)]
     x = torch.linalg.qr(draws.normal(widths[0], samples))[0]

@@ -77,7 +77,7 @@ class Panel:
     """A part of a figure: lines, dashed lines and dots; the lines of each kind start with the first
     color.
 
-    `log` names the logarithmic axes, `levels` are horizontal lines.
+    `log` names the logarithmic axes; `levels` contains the heights of horizontal lines.
     """
 
     title: str
@@ -92,8 +92,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an experiment: checks that hold for every seed and size, the figure, and
-    `data`, which recorded.yaml contains for the paper's setting."""
+    """The result of an experiment: checks that must hold for every seed and size, a figure, and
+    `data`.
+
+    recorded.yaml contains `data` of the paper's setting, for comparison.
+    """
 
     checks: Sequence[Check]
     data: Mapping[str, Any]

@@ -1,8 +1,8 @@
 """Sparse regression by a bias-free network of four layers, with Euclidean or spectral layers.
 
 x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
-A is the input of a layer: a Euclidean step is lr n / |A|_2^2 G, a spectral step is lr n / |A|_F^2
-|G|_* polar(G).
+For a layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, and a spectral step
+is lr n / |A|_F^2 |G|_* polar(G).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ HIDDEN = (1, 2)
 """The layers with spectral steps in "SpecGD": all but the first and the last."""
 STEP_ERROR = 1e-3
 RESOLVED = 1e-2
-"""The smallest singular value of a gradient, relative to the largest, that msign must map to 1.
-Smaller values need more steps of msign."""
+"""Singular values of a gradient above this share of the largest must be mapped to 1 by msign;
+smaller values would need more steps of msign."""
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -77,8 +77,10 @@ class Problem:
 
 @dataclass
 class Training:
-    """The loss before every step, and each layer's stable rank of the input and nuclear rank of the
-    gradient, by step."""
+    """The loss before every step, and by step each layer's ranks.
+
+    The ranks are the stable rank of the layer's input and the nuclear rank of its gradient.
+    """
 
     losses: list[float] = field(default_factory=list)
     stable: dict[int, list[float]] = field(default_factory=dict)
@@ -104,7 +106,8 @@ class Method:
 
 
 class BlockDescent:
-    """Optimizer with Euclidean and spectral steps, whose scales n / |A|^2 it measures each step."""
+    """Optimizer with Euclidean and spectral steps; it measures their scales n / |A|^2 in each
+    step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
         self.lr = method.lr

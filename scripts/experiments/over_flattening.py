@@ -3,9 +3,9 @@
 The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here one
 matrix learns a linear map with singular values 1 / k: as a plain weight, in a PC layer, and with
 the over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
-target T, so the composite loses with any optimizer. This is no evidence about language models, for
-which the paper finds the same at 271M parameters; studies/pc/over_flattening.yaml tests a small
-language model.
+target T, so the composite loses with any optimizer. This is no evidence about language models. For
+these the paper finds the same at 271M parameters, and studies/pc/over_flattening.yaml tests a small
+model.
 """
 
 from typing import Any
@@ -26,7 +26,8 @@ LEVELS: dict[str, dict[str, Level | None]] = {
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
 """The compared levels of each optimizer: no PC layer, the paper's choice, and the ablation."""
-# Slope at zero of the composite in appendix J: the product of its first coefficients.
+# Slope at zero of the composite in appendix J: the product of the first coefficients of its
+# polynomials.
 SLOPE = 20775.0
 
 

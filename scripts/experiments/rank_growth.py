@@ -15,8 +15,10 @@ MODELS = ("realizable", "teacher-student")
 
 
 def problem(draws: Draws, k: int, model: str) -> Regression:
-    """Features A = relu(V X) with k features, k / 2 inputs and 2 k samples; the labels are W# A or,
-    from other features, W# relu(V# X)."""
+    """Return a problem with A = relu(V X): k features, k / 2 inputs and 2 k samples.
+
+    The labels are W# A or, from other features, W# relu(V# X).
+    """
     x = draws.normal(k // 2, 2 * k)
     a = (draws.normal(k, k // 2) @ x).relu()
     truth = draws.normal(k, k)
@@ -28,7 +30,7 @@ def problem(draws: Draws, k: int, model: str) -> Regression:
 def gradients(task: Regression, times: Sequence[int]) -> Tensor:
     """The gradients `[times, rows, features]` of gradient descent from zero with step 1 / L_F.
 
-    In closed form, -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
+    Their closed form is -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
     """
     n = task.a.shape[1]
     values, vectors = torch.linalg.eigh(task.a @ task.a.mT / n)
@@ -71,8 +73,8 @@ def experiment(
 
 
 def properties(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
-    """Check the paper's theory: ranks are constant at first, and proportional to the width after a
-    step."""
+    """Check the paper's theory: at step 0 ranks do not depend on the width; after a step they are
+    proportional to it."""
     checks = []
     for model, by_width in ranks.items():
         initial = max(values[0] for values in by_width.values())

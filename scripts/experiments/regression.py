@@ -62,7 +62,7 @@ class Descent:
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
-    promised: list[float]  # the decrease of the loss that the step guarantees
+    promised: list[float]  # the smallest decrease of the loss that theory guarantees for the step
     weights: list[Tensor]
 
     def share(self, level: float) -> float:

@@ -127,7 +127,8 @@ def drawn(panels: Sequence[Panel]) -> Figure:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with null for infinity (an open end of a range), which JSON lacks."""
+    """Return the values with infinity, an open end of a range, replaced by null, as JSON has no
+    infinity."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -150,15 +151,15 @@ def expectation(check: Check) -> str:
 
 
 def room(check: Check) -> float:
-    """Return how far inside its range a number is, as a share of a range with two ends."""
+    """Return the distance of a number from the nearer end of its range, as a share of the range."""
     size = check.high - check.low
     least = min(check.measured - check.low, check.high - check.measured)
     return least / size if 0 < size < math.inf else least
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """Return the rows of one experiment under `HEADINGS`; a series that passes gets one row, its
-    worst check."""
+    """Return the rows of one experiment under `HEADINGS`; a series of checks that pass gets one
+    row, for its worst check."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:
@@ -189,8 +190,10 @@ def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Ch
 
 
 def bounds(text: str) -> tuple[float, float]:
-    """Return the range that a text stands for: `LOW to HIGH`, `NUMBER ± PERCENT%`, or a number to
-    one unit of its last printed digit."""
+    """Return the range that a text describes: `LOW to HIGH`, `NUMBER ± PERCENT%` or `NUMBER`.
+
+    The range of `NUMBER` is one unit of its last printed digit to either side.
+    """
     if " to " in text:
         low, high = text.split(" to ")
         return float(low), float(high)
@@ -198,6 +201,6 @@ def bounds(text: str) -> tuple[float, float]:
     if percent:
         slack = abs(float(number)) * float(percent.removesuffix("%")) / 100
     else:
-        # Half a unit more than rounding needs, and a little for the binary form of the bounds.
+        # Rounding needs half a unit; the factor allows for the binary form of the bounds.
         slack = 1.001 * float(Decimal(10) ** int(Decimal(number).as_tuple().exponent))
     return float(number) - slack, float(number) + slack

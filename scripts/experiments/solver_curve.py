@@ -13,14 +13,16 @@ from spectral.measures import singular_values
 from spectral.singular_triplets import cold_start
 
 SMALL = {"shapes": ((48, 144), (128, 64)), "repeats": 3}
-TOLERANCE = 2e-4  # of the paper's configurations
+TOLERANCE = 2e-4  # shapes of the paper's configurations
 MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
 """Shapes whose multipliers recorded.yaml contains to nine digits."""
 BISECTED = (24, 16)
-EXACT_STEPS = 26  # steps of msign in float64: exact to the last printed digit, also after squaring
+EXACT_STEPS = (
+    26  # steps of msign in float64, after which even squares are exact to the last printed digit
+)
 
 
 def experiment(
@@ -88,9 +90,9 @@ def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
 def expected_root(rows: int, cols: int) -> float:
     """Return the deviation of lambda* for independent Gaussian matrices, to first order.
 
-    With m <= n, f(0) = u^T Q v for a random Q with orthonormal rows has variance 1 / n. The
-    singular values of M are near s = 1 / sqrt(m), so the slope at 0 is at least (1 - m / (2 n)) /
-    s.
+    Let m <= n. Then f(0) = u^T Q v, where Q is random with orthonormal rows, has variance 1 / n.
+    The singular values of M are near s = 1 / sqrt(m), so the slope of f at 0 is at least (1 - m /
+    (2 n)) / s.
     """
     short, long = sorted((rows, cols))
     return 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))

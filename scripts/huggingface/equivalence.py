@@ -1,4 +1,4 @@
-"""Comparison of an exported folder, loaded by transformers, with the trained model."""
+"""Comparison of the trained model with its exported folder, loaded by transformers."""
 
 import contextlib
 import os
@@ -31,8 +31,8 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Largest allowed difference of float32 logits, relative to the largest logit if that is above 1.
-Two programs round differently."""
+"""Largest allowed difference of float32 logits, as the two programs round differently. It is
+relative to the largest logit if this is above 1."""
 
 
 class DifferentError(InputError):
@@ -46,9 +46,9 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
     missing or extra tensors, or if the difference is above TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
-    with progress(lambda: "transformers loads the export in float32 and computes logits"):
+    with progress(lambda: "loading the export with transformers in float32, computing logits"):
         exported, dtype = their_logits(folder, tokens)
-    with progress(lambda: "the trained model is loaded in float32, its logits are compared"):
+    with progress(lambda: "loading the trained model in float32, comparing logits"):
         ours = our_logits(weights, tokens, dtype)
     difference = (ours - exported).abs().max().item()
     largest = ours.abs().max().item()
@@ -58,8 +58,8 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
     )
     if not difference <= TOLERANCE * max(1.0, largest):
         raise DifferentError(
-            f"the exported model's logits must be within {TOLERANCE:g} of the largest, "
-            f"{largest:.3g}; they differ by {difference:.3g}"
+            f"the exported model's logits must equal the trained model's within {TOLERANCE:g} of "
+            f"the largest logit, {largest:.3g}; they differ by {difference:.3g}"
         )
     return difference
 
@@ -79,8 +79,8 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     """Return the tokenizer of a folder as transformers loads it.
 
-    Raises DifferentError if it encodes a text differently from the folder's tokenizer.json; see
-    `check_tokens`.
+    Raises DifferentError if the loaded tokenizer encodes a text differently from the folder's
+    tokenizer.json; see `check_tokens`.
     """
     from transformers import AutoTokenizer
 
@@ -101,10 +101,10 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
     """Check that transformers and tokenizer.json encode and decode a text equally.
 
-    Data is prepared without the tokens that a template adds to a text; an imported model keeps
-    these tokens. Raises DifferentError.
+    `with_template` states whether the tokens that a template adds to a text count. Data is prepared
+    without these tokens, but an imported model keeps them. Raises DifferentError.
     """
-    # No model reads this text, so transformers need not warn about its length.
+    # transformers' warning about the length is not needed, as no model reads this text.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
     expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
@@ -183,7 +183,8 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
 
 def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Copy the checkpoint's weights, as they are multiplied, to the model."""
+    """Copy the checkpoint's weights to the model, in the form in which the model multiplies by
+    them."""
     config = weights.config
     stored = StoredTensors(weights.info.state)
     units = all_units(config.model, **unit_options(config))

@@ -1,5 +1,6 @@
-"""Export of a checkpoint as a Hugging Face model folder or as safetensors with our own names; one
-parameter is in memory at a time.
+"""Export of a checkpoint as a Hugging Face model folder or as safetensors with our own names.
+
+One parameter is in memory at a time.
 """
 
 import json
@@ -42,7 +43,7 @@ class Options:
 
     dtype              type of the weights; None for the precision of training
     shard_bytes        largest size of a file of weights
-    tokenizer          file or folder of the tokenizer; None for the run's
+    tokenizer          file or folder of the tokenizer; None for the tokenizer of the run
     without_tokenizer  whether to write no tokenizer
     """
 
@@ -110,18 +111,18 @@ def check_room(target: Path, needed: int) -> None:
 def raise_problems(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError if a file is damaged or a tensor is not finite."""
     number, files = 0, len(info.files)
-    with progress(lambda: f"{info.path.name}: {number} of {files} files are checked"):
+    with progress(lambda: f"{info.path.name}: {number} of {files} files checked"):
         for number in range(files):
             for problem in problems(info, slice(number, number + 1)):
                 raise BrokenCheckpointError(problem)
-    with progress(lambda: f"{info.path.name}: values are checked to be finite"):
+    with progress(lambda: f"{info.path.name}: checking that all values are finite"):
         for problem in not_finite(info):
             raise BrokenCheckpointError(problem)
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the type in which the weights were trained, or imported if they were not trained
-    since."""
+    """Return the type in which the weights were trained; if they were only imported, their type
+    then."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
@@ -131,7 +132,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
     """Yield (name, float32 value) of every tensor, in order; one parameter in memory at a time."""
     tensors = their_tensors(model)
     done, total = 0, short(sum(tensor.numel for tensor in tensors))
-    with progress(lambda: f"{short(done)} of {total} parameters are written"):
+    with progress(lambda: f"{short(done)} of {total} parameters written"):
         for name, group in groupby(tensors, key=lambda tensor: tensor.parameter):
             parts = list(group)
             if parts[0].buffer:
@@ -167,8 +168,8 @@ def write_settings(
 def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:
     """Write whole parameters and buffers to the new folder `target`; return their checkpoint.
 
-    Shapes are megatron-core's on one rank; PC layers are merged. Raises InputError for a source or
-    target that cannot be used.
+    The shapes are those of megatron-core on one rank; PC layers are merged into weights. Raises
+    InputError for a source or target that cannot be used.
     """
     check_free(target)
     info = read_checkpoint(source)
@@ -190,7 +191,7 @@ def export_consolidated(source: Path, target: Path, options: Options) -> Checkpo
 def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
     layouts = weights.layouts()
     done = 0
-    with progress(lambda: f"{done} of {len(layouts)} parameters are written"):
+    with progress(lambda: f"{done} of {len(layouts)} parameters written"):
         for name, layout in layouts.items():
             yield name, weights.parameter(name, layout).view(flat_shape(layout))
             done += 1

@@ -52,9 +52,9 @@ def import_model(
 ) -> str:
     """Write the weights of `source` as a checkpoint, the new folder `target`; return their type.
 
-    A run can begin with it (`checkpoint.initialize_from`) but not continue from it. Only one
-    parameter is in memory at a time. Raises InputError if the config's model is not that of
-    `source`, or files are missing or unreadable.
+    A run can begin with this checkpoint (`checkpoint.initialize_from`) but not continue from it.
+    Only one parameter is in memory at a time. Raises InputError if the config's model is not that
+    of `source`, or files are missing or unreadable.
     """
     check_free(target)
     config = load_config(config_file, overrides)
@@ -94,7 +94,7 @@ def import_model(
 
 
 def their_settings(source: Path) -> dict[str, Any]:
-    """Return config.json of `source` with the defaults of transformers filled in."""
+    """Return the content of `source`'s config.json, completed by the defaults of transformers."""
     path = source / "config.json"
     if not path.is_file():
         raise InputError(
@@ -108,12 +108,12 @@ def their_settings(source: Path) -> dict[str, Any]:
     except Exception as error:  # transformers raises many errors for models that it does not know
         raise InputError(f"{path}: {first_line(error)}") from error
     settings: dict[str, Any] = config.to_dict()
-    # Some settings have two names, of which only one is written.
+    # Some settings have two names, but the file contains only one of them.
     return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
 
 
 def write_config(source: Path, base: Path, target: Path) -> None:
-    """Write a config on top of the file `base` with the model of `source`, as the new `target`.
+    """Write the new config `target`, which extends the file `base` with the model of `source`.
 
     Raises InputError if `target` exists, or if models of this kind cannot be imported.
     """
@@ -131,7 +131,8 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
     """Raise InputError unless the config's model computes what `settings` describe."""
     if config.pc is not None:
         raise InputError(
-            "pc must be null for an import: the files contain PC(W), which does not give W"
+            "pc must be null for an import: the files contain PC(W), from which W cannot be "
+            "computed"
         )
     try:
         expected = model_settings(config.model)
@@ -150,7 +151,7 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
 class TheirFiles:
     """The tensors in the safetensors files of a folder, each read on request.
 
-    dtype   the type of the weights, torch's name
+    dtype   the type of the weights, by its name in torch
     """
 
     def __init__(self, source: Path, stack: ExitStack) -> None:
@@ -165,7 +166,7 @@ class TheirFiles:
                 raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
-                raise InputError(f"{path}: {named(twice)} must be in one file only, got several")
+                raise InputError(f"{path}: {named(twice)} must be in only one file, got several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
@@ -187,8 +188,7 @@ class TheirFiles:
         return [self.source / Path(name).name for name in sorted(names)]
 
     def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
-        """Return `tensors` if the files contain exactly these tensors, of these shapes and of one
-        type.
+        """Return `tensors` if the files contain exactly these, in these shapes and in one type.
 
         With `tied`, the files may also contain the head, if it equals the embedding. Raises
         InputError for missing and extra tensors, for other shapes or types, and for a tied head
@@ -212,7 +212,7 @@ class TheirFiles:
         more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
-                f"{self.source} has a tensor {named(more)}, which the config's model lacks"
+                f"{self.source} contains {named(more)}, which the config's model does not have"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():
             raise InputError(
@@ -237,7 +237,7 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """Return a hint about weights of the folder in other formats."""
+    """Return a hint if the folder has weights in other formats."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:

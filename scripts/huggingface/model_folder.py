@@ -1,4 +1,4 @@
-"""Settings and weights of transformers' model folders, which may come from others."""
+"""Settings and weights in model folders of transformers, which other people may have made."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,7 +7,8 @@ from training.errors import InputError
 from training.json_file import check_shape, read_json
 
 ATTENTION: Final = (None, "eager", "sdpa")
-"""Attention implementations that are part of transformers; it would download and run any other."""
+"""Attention implementations that are part of transformers, which would download and run any
+other."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -28,11 +29,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_whole(folder: Path, **options: Any) -> Any:
-    """Return the model in `folder`, with the `options` of transformers. All weights must be stored.
+    """Return the model in `folder`, loaded by transformers with `options`. All weights must be
+    stored.
 
-    transformers sets missing weights to random values, and ignores stored weights that do not fit
-    config.json. Raises InputError with the names of such weights, and for a folder that cannot be
-    loaded. No code of the folder is run.
+    By itself transformers sets missing weights to random values and ignores stored weights that do
+    not fit config.json. Raises InputError with the names of such weights, and for a folder that
+    cannot be loaded. No code of the folder is run.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -48,7 +50,9 @@ def load_whole(folder: Path, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # of any type: every part of these files has its own reader
+    except (
+        Exception
+    ) as error:  # errors of any type, as every part of these files has its own reader
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
         logging.set_verbosity(before)

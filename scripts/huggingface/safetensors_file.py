@@ -16,8 +16,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors by name in groups of at most `limit` bytes; a larger tensor is a group
-    alone."""
+    """Return the tensors by name in groups of at most `limit` bytes; a larger tensor is a group of
+    its own."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:
@@ -35,8 +35,9 @@ def write_shards(
     """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors. Above `limit`
     bytes, write several files and an index.
 
-    `entries` have shapes and types on the meta device. One file is in memory at a time. Raises
-    InputError for a value that is not finite in the type of its entry, and for a full disk.
+    `entries` contains tensors on the meta device with the shapes and types. One file is in memory
+    at a time. Raises InputError for a value that is not finite in the type of its entry, and for a
+    full disk.
     """
     runs = shards(entries.items(), limit)
     names = ["model.safetensors"]

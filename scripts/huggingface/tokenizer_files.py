@@ -22,20 +22,21 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    It is the first available of: the `given` file or folder; the tokenizer in an imported
-    checkpoint; the tokenizer that the config or the data's manifest names. Raises InputError if
-    there is no tokenizer, if it is not the run's, or if it is too large for the model.
+    The first of these that exists is returned: the `given` file or folder; the tokenizer in an
+    imported checkpoint; the tokenizer that the config or the data's manifest names. Raises
+    InputError if there is no tokenizer, if it is not the run's tokenizer, or if it is too large for
+    the model.
     """
     config = info.config
     manifest = _manifest(config)
     source = _found_source(info) if given is None else given
     end = None if manifest is None or source == info.path else manifest.tokenizer.eod_token
     if not source.exists():
-        raise InputError(f"no tokenizer at {source}: name it with --tokenizer PATH")
+        raise InputError(f"no tokenizer at {source}: give its path with --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
-            f"no manifest of the data: {tokenizer.eod_token} of {source} is taken as EOD",
+            f"there is no manifest of the data: {tokenizer.eod_token} of {source} is used as EOD",
             file=sys.stderr,
         )
     content = tokenizer.files[TOKENIZER_FILE]
@@ -56,14 +57,15 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
 
 
 def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
-    """Raise InputError if the tokenizer.json of `source` is not that of the checkpoint's run.
+    """Raise InputError if `content`, the tokenizer.json of `source`, is not the run's tokenizer.
 
     Print a line on stderr if the checkpoint does not identify its tokenizer.
     """
     recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
     if recorded is None:
         print(
-            f"tokenizer {source} is not compared: the checkpoint does not state its sha256",
+            f"tokenizer {source} is not compared, as the checkpoint does not state the sha256 of "
+            "its tokenizer",
             file=sys.stderr,
         )
     elif digest.hexdigest() != recorded:
@@ -84,7 +86,8 @@ def as_trained(content: bytes) -> bytes:
         return content
     names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
     print(
-        f"the exported tokenizer omits its template, which adds {names} that training never saw",
+        f"the exported tokenizer omits its template, which would add {names}; training never saw "
+        "these tokens",
         file=sys.stderr,
     )
     return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()
@@ -116,14 +119,14 @@ def _found_source(info: CheckpointInfo) -> Path:
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(
-            f"{info.path} has no tokenizer, because the imported model had none; "
-            "give --tokenizer PATH, or --no-tokenizer to go without"
+            f"{info.path} has no tokenizer, because the imported model had none; give "
+            "--tokenizer PATH, or --no-tokenizer to export without one"
         )
     if source is None:
         folder = Path(next(iter(info.config.data.train.values())).path).parent
         raise InputError(
             f"the tokenizer is unknown: data.tokenizer is null and {folder} has no manifest; "
-            "give --tokenizer PATH, or --no-tokenizer to go without"
+            "give --tokenizer PATH, or --no-tokenizer to export without one"
         )
     return source
 
@@ -133,8 +136,8 @@ def settings_of(
 ) -> bytes:
     """Return a tokenizer_config.json that transformers 4 and 5 both read.
 
-    With `trained`, the model was trained on the tokens of tokenizer.json itself. Other tokenizer
-    classes would apply their own rules to its vocabulary.
+    `trained` states that the model was trained on the tokens of tokenizer.json itself; other
+    tokenizer classes would apply rules of their own to the vocabulary.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

@@ -1,4 +1,4 @@
-"""The papers' tables and figures as data, from papers.yaml, with their commands, and the
+"""The entries of papers.yaml, which are the papers' tables and figures, with their commands and the
 GPU-hours of their full runs.
 
 The planner computes the hours, and gpu_hours.json stores them for the page.
@@ -33,7 +33,7 @@ HOURS_FILE: Final = Path(__file__).with_name("gpu_hours.json")
 
 
 class Hours(TypedDict):
-    """The number of GPUs of a run, and its GPU-hours by the planner."""
+    """The number of GPUs of a run, and its GPU-hours as the planner computes them."""
 
     gpus: int
     gpu_hours: float
@@ -82,13 +82,13 @@ Status = Literal[
 class Item(Section):
     """A table or figure, or a proposition of a paper that has neither.
 
-    shows     its subject, in a few words
+    shows     the subject of the item, in a few words
     status    status of our result; `cannot tell` at this size, `no claim` if the paper states
               nothing about the runs
-    tiny      commands for a laptop, one after the other; training runs once with each of the seeds
+    tiny      commands for a laptop, in order; a training command runs once with each of the seeds
               of `measure`
-    full      recipes in configs/ with overrides, each a run of the paper's size
-    plot      arguments of scripts/plot.py that draw it from the runs of `tiny`
+    full      runs of the paper's size, each a recipe in configs/ with overrides
+    plot      arguments with which scripts/plot.py draws the item from the runs of `tiny`
     full_plot the same for `full`
     expected  the paper's numbers
     result    our result, with its model

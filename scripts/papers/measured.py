@@ -1,5 +1,8 @@
-"""The measurements of a row, committed as JSON. Each run has its command, commit, config, and
-series of figures over the monitored steps; each variant of a study has its losses."""
+"""The measurements of a row of docs/papers.md, committed as JSON.
+
+A run is stored with its command, commit, config, and series of figures over the monitored steps; a
+variant of a study is stored with its losses.
+"""
 
 import hashlib
 import json
@@ -43,7 +46,7 @@ class Measure:
     study.
 
     runs    folder of each run, or variant of the study, by a short name
-    series  the figure to read at every step that logged it, by name: `metric NAME` of
+    series  by name, the figure to read at every step that logged the figure: `metric NAME` of
             metrics.jsonl; `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER
             FIGURE blocks`. OVER is least, median, mean or largest. FIGURE is one of
             docs/monitors.md, or `quantile_P`: the singular value at P percent divided by the
@@ -70,7 +73,7 @@ class Measure:
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     """Return the content of a results file; `commands` are the tiny commands of the row.
 
-    Raises InputError if a run is not the finished run of one of them, or has no such figures.
+    Raises InputError if a run is not the finished run of one of the commands, or lacks a figure.
     """
     if what.study is not None:
         return measure_study(what, commands)
@@ -116,7 +119,7 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     keys = results.keys() & Study.__dataclass_fields__.keys()
-    # Keys that earlier versions did not write count as their defaults.
+    # A key that an earlier version did not write counts as having its default.
     if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
         study_file(command)
     ):
@@ -203,12 +206,14 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config of a file and overrides; raise InputError if `folder` has another."""
+    """Return the config of `file` and `overrides`; raise InputError if `folder` has another
+    config."""
     config, saved = load_config(file, overrides), folder / "config.yaml"
     if not saved.is_file():
         raise InputError(f"{folder} must be a finished run: run {command}")
     expected, actual = asdict(config), asdict(load_saved_config(saved))
-    # The run has taken the size of the vocabulary from its data; its folder may have been moved.
+    # The vocabulary size in the run's config comes from its data, and the run's folder may have
+    # been moved.
     expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
     expected["run"]["dir"] = actual["run"]["dir"]
     if expected != actual:
@@ -248,14 +253,14 @@ def values(
 
 
 def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the results of a run by seed; "" is the seed of a run without seeds."""
+    """Return the results of a run by seed; a run without seeds has the key ""."""
     return dict(run["seeds"]) if "seeds" in run else {"": run}
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
     """Return a row for each variant of a study, and for each series of each run and seed.
 
-    `early` is the mean of the first fifth of the steps, `settled` of the second half.
+    `early` is the mean over the first fifth of the steps, `settled` the mean over the second half.
     """
     lines = []
     for name, run in content.items():

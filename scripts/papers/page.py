@@ -1,5 +1,5 @@
-"""docs/papers.md, written from introduction.md, papers.yaml and gpu_hours.json, and its figures,
-drawn from committed results.
+"""Write docs/papers.md from introduction.md, papers.yaml and gpu_hours.json, and draw its figures
+from committed results.
 """
 
 from collections import Counter
@@ -24,7 +24,8 @@ def figure_file(paper: str, key: str) -> Path:
 
 
 def draw(item: Item) -> Figure:
-    """Draw the results in the file of a measured item: its series, else the losses of its study."""
+    """Draw the results in the file of a measured item: its series or, if it has none, the losses of
+    its study."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
     if item.measure.series:

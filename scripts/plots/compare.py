@@ -22,15 +22,16 @@ COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "tim
 """Figures of a run in the table, in addition to the metric that orders the runs."""
 
 MOST = 12
-"""Number of runs in a figure: those with the lowest validation loss (or training loss if no run
-validates)."""
+"""Number of runs in a figure: the runs with the lowest validation loss, or with the lowest training
+loss if no run validates."""
 
 SHOWN_KEYS = 8
 """Number of differing config keys that the table names."""
 
 ABOUT = (
-    "Ordered by {}. Below each run: its model, and its values of the keys in which configs differ. "
-    "A small difference of two runs may be chance: scripts/study.py compares over several seeds."
+    "Ordered by {}. Below each run: its model, and its values of the keys in which configs "
+    "differ. A small difference between two runs may be chance: scripts/study.py compares with "
+    "several seeds."
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
@@ -54,8 +55,8 @@ BITS = ("val/bpb", "bits per byte")
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return the metric that orders the runs: nats per token only if all runs have one
-    vocabulary."""
+    """Return the metric that orders the runs: nats per token, or bits per byte if tokenizers differ
+    and all validated runs state it."""
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
@@ -112,7 +113,7 @@ class Compared:
 
     @property
     def about(self) -> str:
-        """Its model."""
+        """The model of the run."""
         return subtitle(self.run)
 
     @property

@@ -12,7 +12,7 @@ from scripts.plots.run_data import RunData, Series
 from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
-"""Line styles of runs where colours stand for something else."""
+"""Line styles of runs in figures whose colours do not denote runs."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
 """Monitored figures of signal and noise, and their names in titles."""
@@ -24,8 +24,8 @@ TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Nats per token on the training batches. Dots are the mean over the validation sets, weighted
-    like the training mixture if all names agree."""
+    """Nats per token on the training batches. Dots are the mean over the validation sets; if these
+    have the names of the training sets, they are weighted as in the training mixture."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -55,7 +55,7 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
     groups = list(dict.fromkeys(name for run in runs for name in run.names("lr/")))
     for j, run in enumerate(runs):
         for i, group in enumerate(groups):
-            # With one run, so that coinciding lines can be told apart.
+            # If there is only one run, styles distinguish lines that coincide.
             style = STYLES[(j if len(runs) > 1 else i) % len(STYLES)]
             short = group.removeprefix("lr/")
             label = f"{literal(run.name)}, {short}" if len(runs) > 1 else short
@@ -72,8 +72,9 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Largest singular value over the mean of the smallest tenth of them: lower is better
-    conditioned. The lines are the mean of each role and the geometric mean of all matrices."""
+    """Largest singular value divided by the mean of the smallest tenth of the singular values;
+    lower is better conditioned. The lines are the mean of each role and the geometric mean of all
+    matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
         for i, role in enumerate(run.roles()):
@@ -89,8 +90,8 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the tracked spectral norm: the median over a role's matrices; the dashed
-    line is the largest error."""
+    """Relative error of the tracked spectral norm. The solid line is the median over a role's
+    matrices; the dashed line is the largest error."""
     name = "pc_norm_error"
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -110,9 +111,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 def signal(run: RunData) -> Figure | None:
     """Gradients are compared between the micro-batches of a step, applied updates between the last
-    steps. SNR is the common part divided by the difference. TopShare is the share of the
-    difference in one direction; its minimum is dotted. Alignment is the cosine with the previous
-    step."""
+    steps. SNR is the part that the samples share divided by the part in which they differ. TopShare
+    is the share of the differing part in its top direction; the dotted line is its minimum.
+    Alignment is the cosine with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -140,8 +141,8 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """Figures that the rules report, as means over the matrices of a role. Figures that are always
-    0 are omitted."""
+    """Means, over the matrices of a role, of the figures that the update rules report. Figures that
+    are always 0 are omitted."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}
     titles = list(dict.fromkeys(name.split("/")[1] for name in reports))
@@ -160,13 +161,14 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """Excess of the fullest expert's load over the mean, in the worst layer; 0 is balanced."""
+    """Relative excess of the fullest expert's load over the mean load, in the worst layer; 0 is
+    balanced."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on each multiple-choice task; the dashed line is the accuracy by log-likelihood per
-    character."""
+    """Accuracy on each multiple-choice task. Solid lines choose by log-likelihood, dashed lines by
+    log-likelihood per character."""
 
     def draw(axis: Axes, run: RunData) -> None:
         names = [
@@ -186,12 +188,12 @@ def z_loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def penalty(runs: Sequence[RunData]) -> Figure | None:
-    """Return the off-diagonal Gram penalty over the loss."""
+    """Off-diagonal Gram penalty divided by the loss."""
     return _one(runs, "penalty/loss_ratio", "Gram penalty / loss", log=True)
 
 
 def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False) -> Figure | None:
-    """One metric against tokens, a colour per run; None if no run has it."""
+    """Draw one metric by tokens, with a colour per run; return None if no run has the metric."""
     runs = [run for run in runs if run.series(metric)]
     if not runs:
         return None
@@ -208,7 +210,8 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
 def _per_run(
     runs: Sequence[RunData], prefix: str, label: str, draw: Callable[[Axes, RunData], None]
 ) -> Figure | None:
-    """Return a panel for each run that has metrics with a prefix, into which `draw` draws it."""
+    """Return a figure with a panel for each run that has metrics with `prefix`; `draw` draws a
+    panel."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
@@ -223,7 +226,7 @@ def _per_run(
 
 
 def look(i: int) -> dict[str, Any]:
-    """Return the colour of the i-th line, and another style where colours begin again."""
+    """Return colour and style of the i-th line; when colours repeat, the style changes."""
     round_, place = divmod(i, len(COLORS))
     return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
 

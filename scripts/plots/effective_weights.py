@@ -1,4 +1,5 @@
-"""Singular values of a checkpoint's weights, raw and effective, and the maps between them."""
+"""Singular values of a checkpoint's raw and effective weights, and the maps from the former to the
+latter."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """Draw a histogram per role of its units' singular values, each divided by the largest of its
-    unit. With PC layers it also shows the values of PC(W).
+    """Draw, for each role, a histogram of the singular values of its units.
+
+    Each value is divided by the largest of its unit. With PC layers the histogram also shows the
+    values of PC(W).
 
     `path` is a run folder or a checkpoint. Without `roles`, all matrix roles except embedding and
     head are shown. Raises InputError for a role that is not in the model.
@@ -61,8 +64,11 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Draw each level on its interval and a little beyond, with the function that it approximates,
-    and the factor by which it raises small singular values."""
+    """Draw the polynomial of each level, and the factor by which it raises small singular values.
+
+    Each polynomial is drawn on its interval and a little beyond, with the function that it
+    approximates.
+    """
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)
     for level in PRESETS:

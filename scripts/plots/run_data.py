@@ -87,7 +87,7 @@ class RunData:
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """Return logged values of a metric by tokens, or by `x` of the line."""
+        """Return points (x, logged value) of a metric; x is the number of tokens, or `x(line)`."""
         place = x or self.tokens
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
@@ -103,15 +103,18 @@ class RunData:
 
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
-        """Steps of the lines that count tokens, and the tokens, `[2, lines + 1]` with 0 first."""
+        """Steps and token counts of the lines that state both, `[2, lines + 1]`, with (0, 0)
+        first."""
         tokens_at = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
         monitored = {m["step"]: m.get("tokens") for m in self.monitors}
         tokens_at |= {step: tokens for step, tokens in monitored.items() if isinstance(tokens, int)}
         return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
-        """Return a function from a line to the time spent on steps so far, without validation and
-        saving, in units of `unit` seconds."""
+        """Return a function from a line to the time that steps have taken so far.
+
+        The time excludes validation and saving; its unit is `unit` seconds.
+        """
         passed: dict[int, float] = {}
         total, before = 0.0, 0
         for line in self.metrics:
@@ -123,11 +126,12 @@ class RunData:
         return lambda line: passed[line["step"]] / unit
 
     def names(self, prefix: str) -> list[str]:
-        """Metrics with a prefix, in the order in which they were first logged."""
+        """Return the metrics with a prefix, in the order in which they were first logged."""
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """The figures of each matrix in one line of monitors.jsonl, for one role or all."""
+        """Yield the figures of each matrix in one line of monitors.jsonl, for one role or for all
+        roles."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit
@@ -172,7 +176,7 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 
 def _lines(path: Path, shape: Any) -> list[Line]:
     """Return the lines of a file, with a warning about damaged lines. Raises InputError for a line
-    of another shape, or for a step before that of the previous line."""
+    of another shape, or if steps do not ascend."""
     content, before = read_lines(path), 0
     if content.damaged:
         print(f"warning: {path}: {content.damaged} damaged lines are skipped", file=sys.stderr)
@@ -204,8 +208,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""Smallest number of seconds without a heartbeat after which a run on another host counts as
-ended."""
+"""A run on another host counts as ended after at least this many seconds without a heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def run_status(run: RunData) -> RunStatus:
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # without the file DONE, by train.exit_step
+    if last["kind"] in ("stopped", "done"):  # train.exit_step ended it, so there is no file DONE
         return RunStatus("stopped", f"stopped, {place}", last["text"])
     if last["kind"] == "failed":
         return RunStatus("failed", f"failed, {place}", last["text"])

@@ -1,4 +1,4 @@
-"""The figures of runs, in one table for the written files and for the page about a run."""
+"""The table of figures of runs, used for files and for the page about a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RunFigure:
     title    heading on the page
     overlay  draws several runs into one figure, or returns None if there are no data
     single   draws one run, where an overlay of several would be unreadable
-    half     whether it shares a row of a wide page
+    half     whether it shares a row with another figure on wide pages
     """
 
     name: str
@@ -70,8 +70,10 @@ FIGURES = (
 
 
 def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
-    """Write every figure that any of `runs` has data for, and return the files; `suffix` is .svg,
-    .png or .pdf."""
+    """Write every figure for which any of `runs` has data, and return the files.
+
+    `suffix` is .svg, .png or .pdf.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in FIGURES:

@@ -34,10 +34,10 @@ TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: its id, its heading, the sentence below, and the content.
+    """A part of a page: its id, its heading, the sentence below the heading, and the content.
 
     kind  type of content: figure, reason, runs, samples, data, events or config
-    half  whether two such sections share a row where there is room
+    half  whether two such sections share a row on wide pages
     menu  whether the menu at the top names it
     """
 
@@ -85,7 +85,7 @@ def drawn(figure: Figure, key: str) -> str:
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi
-    # savefig would draw the figure twice, the second time for its layout.
+    # savefig would draw the figure twice, once to compute its layout.
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     figure.dpi = dpi  # the property was set for SVG
     text = buffer.getvalue()
@@ -94,12 +94,12 @@ def drawn(figure: Figure, key: str) -> str:
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r"url\(#", f"url(#{key}-", text)
     text = re.sub(r'href="#', f'href="#{key}-', text)
-    # The figure is at most its own size, and narrower on a narrow page.
+    # The figure has at most its own size, and is narrower on a narrow page.
     return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)
 
 
 SAMPLES = 6
-"""Number of steps whose samples of text are on the page."""
+"""Number of steps whose samples of text the page shows."""
 
 ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 """Kinds of events that stand out on the page."""
@@ -116,7 +116,7 @@ def report(run: RunData) -> str:
         sections.insert(0, PageSection("status", title, "", "reason", status))
     texts = samples(run)
     if texts:
-        about = "The most probable continuation of each set's first tokens, which are grey."
+        about = "Each set's first tokens, in grey, and their most probable continuation."
         sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
     if (used := data_use(run)) is not None:
         about = "Share of each set in the samples, and its tokens and epochs over the whole run."
@@ -149,7 +149,7 @@ def no_spectra(run: RunData) -> str:
 
 
 def subtitle(run: RunData) -> str:
-    """One line about the model and the rule of its matrices."""
+    """Return a line about the model and the rule of its matrices."""
     model, matrix = run.config["model"], run.config["optimizer"]["matrix"]
     pc = run.config.get("pc")
     layers = f"{model['family']}, {model['layers']} layers of width {model['hidden']}"
@@ -181,7 +181,7 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
 
 
 def samples(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Return step, set, prompt and text of samples, a few of each set."""
+    """Return step, set, prompt and text of a few samples of each set."""
     rows = []
     for name in (name for name in run.names("sample/") if name.endswith("/text")):
         lines = [line for line in run.metrics if isinstance(line.get(name), str)]
@@ -198,7 +198,10 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
-            text = f"{now - skipped} steps skipped: loss or gradient not finite, or loss a spike"
+            text = (
+                f"{now - skipped} steps skipped, as the loss or gradient was not finite or the "
+                "loss was a spike"
+            )
             rows.append((line["step"], "", "skipped", text))
         skipped = now
     for step, time, kind, text in sorted(rows, key=lambda each: each[0]):
@@ -223,8 +226,11 @@ SHAPE: Final = {
 
 
 def data_use(run: RunData) -> dict[str, Any] | None:
-    """Return the header and rows of the table of sets, or None for an older run without the
-    figures, or without a readable data.json."""
+    """Return the header and rows of the table of sets.
+
+    Returns None if there is no readable data.json, or if an older run wrote it without these
+    figures.
+    """
     path = run.folder / "data.json"
     try:
         content = read_json(path)

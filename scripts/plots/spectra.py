@@ -17,11 +17,11 @@ from scripts.plots.run_data import Line, RunData, Series, spread
 from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 Draw = Callable[[Axes, RunData, str, str], None]
-"""Draws one run into the panel of a role, in a colour."""
+"""Function that draws one run into the panel of a role, in a colour."""
 
 DECILES = np.linspace(0, 1, 11)
 WEIGHT = ("effective_quantiles", "quantiles")
-"""Figures of the spectrum of a weight; with PC layers the effective weight comes first."""
+"""Names of a weight's spectrum in order of preference: with PC layers, the effective weight's."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
@@ -35,25 +35,25 @@ def histograms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values by rank at the last monitored step, mean over the role's units; the dotted
-    line shows the first monitored step."""
+    """Singular values by rank at the last monitored step, as means over the role's units. The
+    dotted line shows the first monitored step."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
 def evolution(run: RunData) -> Figure | None:
-    """Singular values of each role's matrices, mean over its units: the median, the middle 80% and
-    the full range. A run with one monitored step has bars and a point."""
+    """Median, middle 80% and full range of the singular values of each role's matrices, as means
+    over the matrices. A run with one monitored step has bars and a point."""
     return _evolution(run, WEIGHT)
 
 
 def momentum(run: RunData) -> Figure | None:
-    """Singular values of the momentum after the step, drawn like those of the weights."""
+    """Singular values of the momentum after the step, drawn in the same way as for the weights."""
     return _evolution(run, ("momentum_quantiles",))
 
 
 def update(run: RunData) -> Figure | None:
-    """Singular values of the step's change of the weights, without weight decay, drawn like those
-    of the weights."""
+    """Singular values of the change of the weights in a step, without weight decay, drawn in the
+    same way as for the weights."""
     return _evolution(run, ("update_quantiles",))
 
 
@@ -95,8 +95,8 @@ def nuclear_rank(run: RunData) -> Figure | None:
 
 
 def criterion_map(run: RunData) -> Figure | None:
-    """Nuclear rank of the gradient over stable rank of the incoming activations: above 1 (red), the
-    spectral update gains more."""
+    """Nuclear rank of the gradient divided by stable rank of the incoming activations. Above 1
+    (red), the criterion favours a spectral update over a Euclidean update."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
 
 
@@ -158,15 +158,17 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: flo
 def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
-    """Return the deciles of singular values `[11]`, mean over a role's units, of the first of
-    `names` with data, or None if none has data."""
+    """Return the deciles of singular values, `[11]`, as means over a role's units.
+
+    They are the deciles of the first of `names` that has data; None if none has.
+    """
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
     return np.mean(present, axis=0) if present else None
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
-    """Return a figure with a panel per role, into which `draw` draws each run."""
+    """Return a figure with a panel per role; `draw` draws each run into a panel."""
     runs = [run for run in runs if run.monitors]
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:
@@ -202,9 +204,9 @@ def _quantile_curve(axis: Axes, run: RunData, role: str, color: str) -> None:
 
 
 STEPS = 8
-"""Monitored steps drawn as lines over the layers."""
+"""Number of monitored steps that are drawn as lines over the layers."""
 DEPTHS = 6
-"""Layers drawn as lines over training."""
+"""Number of layers that are drawn as lines over training."""
 EMBEDDING = "embedding"
 
 
@@ -243,8 +245,8 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest scaled and unmasked score: a thick line for all layers, a thin line for each
-    layer."""
+    """The largest unmasked attention score, after scaling: a thick line for all layers, a thin line
+    for each layer."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None
@@ -275,7 +277,8 @@ def block_series(run: RunData, place: str, figure: str) -> Series:
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Return the blocks that have a figure: the embedding, then the layers by depth."""
+    """Return the blocks for which a figure is monitored: the embedding, then the layers by
+    depth."""
     names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }

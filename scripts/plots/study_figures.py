@@ -33,8 +33,8 @@ def plot_study(path: Path) -> Figure:
     axes.set_yticks(range(len(compared)), labels)
     axes.set_ylim(-0.6, len(compared) - 0.4)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
-    # The title is centred on the whole figure, because the names of variants take half of its
-    # width.
+    # The title is centred on the whole figure, not on the axes, because the names of variants take
+    # half of the width.
     figure.suptitle(
         f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
     )
@@ -42,7 +42,7 @@ def plot_study(path: Path) -> Figure:
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Draw the losses that the search found for all variants, by the values of `key`."""
+    """Draw the losses of all variants in the search, by the values of `key`."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
@@ -71,7 +71,8 @@ def plot_losses(path: Path, key: str) -> Figure:
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     """Draw the validation loss of variants over training: mean and standard error of their seeds.
 
-    The curves of the runs are read from the records next to the results."""
+    The curves of the runs are read from the records next to the results.
+    """
     content, records = read_results(path), RecordBook(path.parent)
     runs = {row["variant"]: row["runs"] for row in rows_of(content)}
     unknown = [name for name in variants if name not in runs]

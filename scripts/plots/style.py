@@ -39,7 +39,7 @@ SETTINGS = {
     "lines.linewidth": 1.6,
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "spectrain",  # the same figure is the same file
+    "svg.hashsalt": "spectrain",  # equal figures give equal files
 }
 
 
@@ -85,7 +85,7 @@ def draw_lines(
     style: str = "-",
     **settings: Any,
 ) -> None:
-    """Draw a line per label, with values over their index or over given x values, and a legend.
+    """Draw a line per label, by the keys of a mapping or the indices of a sequence, and a legend.
 
     `settings` are properties of the axes, such as `xscale` and `title`.
     """
@@ -109,7 +109,7 @@ def enlarge_text(figure: Figure) -> None:
     """Give all text of a figure at least `LEAST_POINTS`."""
     for axis in figure.axes:
         for scale in (axis.xaxis, axis.yaxis):
-            # Exponents that are set as superscripts are smaller than the text.
+            # Exponents, set as superscripts, are smaller than the rest of the text.
             if isinstance(scale.get_major_formatter(), LogFormatterSciNotation):
                 scale.set_major_formatter(LogFormatter())
                 scale.set_minor_formatter(LogFormatter())

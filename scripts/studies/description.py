@@ -23,7 +23,7 @@ VARIABLES: Final = (
 
 
 def first_key(keys: str) -> str:
-    """Return the first key of `KEY+KEY`, the keys to which a grid gives the same value."""
+    """Return the first key of `KEY+KEY`, in which a grid gives all keys the same value."""
     return keys.split("+")[0]
 
 
@@ -48,7 +48,8 @@ class Stage(Section):
 
     grid     keys with their values; every combination is a candidate. `KEY+KEY` gives several keys
              the same value
-    factors  the same, with factors on the value that the variant was tuned to elsewhere
+    factors  as `grid`, but the numbers are factors of the value to which `tuned_in` tuned the
+             variant
     choices  candidates as lists of overrides
     """
 
@@ -61,7 +62,8 @@ class Stage(Section):
             raise ValueError("exactly one of grid, factors and choices must be given")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """Return the overrides of each candidate; `factors` multiply the values in `tuned`."""
+        """Return the overrides of each candidate; `factors` are multiplied by the values in
+        `tuned`."""
         if self.choices:
             return self.choices
         values = self.grid or {
@@ -93,7 +95,7 @@ class Rung(Section):
 class Search(Section):
     """Successive halving, with one seed and the same rungs for every tuned variant.
 
-    Each of the `stages` begins with the choice of the previous stage.
+    Each of the `stages` starts from the settings that the previous stage chose.
     """
 
     seed: int
@@ -115,8 +117,8 @@ class TunedIn(Section):
     """The results of another study. Each variant begins with the settings chosen there for the
     variant of the same name, or for `tuned_as`.
 
-    With `best`, only the `best` variants with the smallest mean loss there are trained, and those
-    in `always`.
+    With `best`, only some variants are trained: the `best` variants with the smallest mean loss in
+    the other study, and the variants in `always`.
     """
 
     results: str
@@ -125,11 +127,13 @@ class TunedIn(Section):
 
 
 class Variant(Section):
-    """One way to train. `against` names the variant to compare with. `tuned_as` names the variant
-    in the study of `tuned_in` whose settings are the start; null = the variant of the same name.
+    """One way to train.
 
-    `differs` names the keys in which its config file intentionally differs from that of `against`.
-    The study reports all other differing keys on the screen and in its tables.
+    `against` names the variant to compare with. `tuned_as` names the variant of the study in
+    `tuned_in` from whose settings this variant starts; null = the variant of the same name.
+    `differs` names the keys in which the variant's config file intentionally differs from the
+    config file of `against`. The study reports all other differing keys on the screen and in its
+    tables.
     """
 
     config: str
@@ -144,10 +148,11 @@ class Study(Section):
     """Variants to compare, with the same seeds and the same `overrides`, which a variant may
     replace.
 
-    full          integer settings of a run of full length; shorter runs have them times their share
+    full          settings of a run of full length, integers; a shorter run multiplies them by its
+                  share
     environment   variables of every run's process, some of `VARIABLES`
-    level_within  nats per token: largest difference that counts as none. A verdict is `level` if
-                  the whole 95% interval is at most this far from 0
+    level_within  largest difference, in nats per token, that counts as no difference. A verdict is
+                  `level` if the whole 95% interval is within this distance of 0
     """
 
     title: str
@@ -166,7 +171,8 @@ class Study(Section):
         return [f"{key}={max(1, round(value * share))}" for key, value in self.full.items()]
 
     def budget(self, name: str) -> float:
-        """Return the cost of tuning a variant in runs of full length; reused runs count as well."""
+        """Return the cost of tuning a variant, as a number of runs of full length; reused runs
+        count too."""
         if self.search is None:
             return 0.0
         total = 0.0
@@ -217,7 +223,7 @@ def _problems(study: Study) -> list[str]:
     if not 0 <= study.level_within < math.inf:
         problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
-        problems.append("full must state a run's length if other runs train for a share of it")
+        problems.append("full must state the length of a run if some runs train for a share of it")
     return problems
 
 
@@ -233,7 +239,8 @@ def _search_problems(study: Study, name: str) -> list[str]:
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
             problems.append(
-                f"{name}: {stage} must keep fewer at each rung and 1 at the last, got {sizes}"
+                f"{name}: {stage} must keep fewer candidates at each rung and 1 at the last, got "
+                f"{sizes}"
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")

@@ -13,7 +13,8 @@ Differences = dict[str, tuple[Any, Any]]
 """The values of a variant and of its reference, by key."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Prefixes of keys that do not affect results, and the key whose values are compared."""
+"""Prefixes of keys that are never reported: they do not affect results, or are the rule that the
+study compares."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
@@ -34,8 +35,8 @@ def differences(
     """Return the further keys in which each variant differs from its reference.
 
     `start` contains the settings that another study tuned, `configs` the config of each variant.
-    It omits keys that the study tunes, keys in the `overrides` of either variant or in
-    `differs`, and hyper-parameters that only one of the two rules has.
+    Three kinds of keys are omitted: keys that the study tunes, keys in either variant's `overrides`
+    or in `differs`, and hyper-parameters that only one of the two rules has.
 
     Raises InputError for a key in `differs` whose two values are equal.
     """
@@ -57,7 +58,8 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Return whether a key is known, is in a known section, or is a section with a known key."""
+    """Return whether a key is in `keys`, is in a section in `keys`, or is a section of a key in
+    `keys`."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 

@@ -21,12 +21,12 @@ CLAIM = "claim"
 class Record:
     """A finished run.
 
-    key       hash of everything that its config says, by which it is found again
+    key       hash of the run's merged config, by which the record is found again
     settings  config file and all overrides
-    failed    whether its loss or gradient was no longer finite; it then has no loss
-    seconds   processor time of its process, starting and validating included
+    failed    whether the loss or gradient became nonfinite; the run then has no loss
+    seconds   processor time of its process, including start and validation
     figures   result of trainer.py's `summary`
-    facts     `environment` and `data` that it was trained with, {} in earlier versions
+    facts     `environment` and `data` with which the run was trained, {} in earlier versions
     """
 
     key: str
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class RecordBook:
     """The records in `folder`/runs.jsonl, by key.
 
-    Several threads, and several processes, may add to it.
+    Several threads and several processes may add records.
     """
 
     def __init__(self, folder: Path) -> None:

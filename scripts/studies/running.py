@@ -29,10 +29,11 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune, train all seeds, then the curve; results.json is updated after each part.
+    """Tune the variants, train all seeds, then train the curve; results.json is updated after each
+    part.
 
-    `begin_runs` receives all coming runs, so that no place is idle at the end of a part. Returns
-    the content of results.json.
+    `begin_runs` receives all runs of the coming parts, so that no place is idle at the end of a
+    part. Returns the content of results.json.
     """
     study, start = begin(study, ROOT)
     given = list(extra)
@@ -80,7 +81,8 @@ def run_study(
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
     """Return the study at the full length in `extra`, and the rest of `extra`.
 
-    Each run trains for its share of that length. Raises InputError unless it is a number.
+    `extra` may set the study's keys of length; each run trains for its share of this length. Raises
+    InputError unless the value is a whole number.
     """
     rest, full = [], dict(study.full)
     for text in extra:
@@ -134,7 +136,8 @@ def check_candidates(
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return the config of a variant; raises InputError naming the variant if it cannot be read."""
+    """Return the config of a variant. Raises InputError, with the variant's name, if it is
+    invalid."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
         return load_config(ROOT / run.config, run.overrides)

@@ -1,4 +1,5 @@
-"""Tuning of a study's variants, together by successive halving or from another study's results."""
+"""Tuning of a study's variants: by successive halving, or by starting from another study's
+results."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ Train = Callable[[Iterable[Run]], Results]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate of a variant, trained in one rung of a stage; without a loss if it failed."""
+    """A candidate of a variant, trained in one rung of a stage; a trial that failed has no loss."""
 
     variant: str
     stage: str
@@ -44,8 +45,7 @@ def search(
     train: Train,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Tune every variant, starting from its overrides in `start`; `extra` are overrides of every
-    run.
+    """Tune every variant, starting from its overrides in `start`; `extra` overrides every run.
 
     `report` receives the results so far after every rung.
     """
@@ -123,7 +123,8 @@ def run_of(
     extra: Sequence[str] = (),
     label: str | None = None,
 ) -> Run:
-    """Return the run of a variant for `share` of the length; `tuned` follow its own overrides."""
+    """Return the run of a variant for `share` of the length; the overrides in `tuned` follow its
+    own."""
     variant = study.variants[name]
     overrides = (
         *study.overrides,
@@ -137,10 +138,10 @@ def run_of(
 
 
 def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
-    """Return the study with its final variants, and the overrides with which each begins.
+    """Return the study with its final variants, and the overrides with which each variant begins.
 
     `root` is the folder that `tuned_in.results` is relative to. Raises DataError unless the other
-    study is complete, has these variants, and chose none of their settings at the end of a grid.
+    study is complete, has these variants, and chose no setting at an end of a grid.
     """
     if study.tuned_in is None:
         return study, {}

@@ -1,4 +1,4 @@
-"""The tables of a study, made only from its results.json."""
+"""The tables of a study, computed only from its results.json."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -202,7 +202,7 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
 
 
 def searched_keys(results: Results, name: str | None = None) -> list[str]:
-    """Return the keys of the grids of a variant, or of all."""
+    """Return the keys in the grids of a variant, or of all variants."""
     variants = results["variants"]
     stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
     return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
@@ -229,13 +229,14 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def short(overrides: Sequence[str]) -> str:
-    """Return settings with only the last part of each key."""
+    """Return the settings as text, with only the last part of each key."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
     return ", ".join(dict.fromkeys(pairs))
 
 
 def loss_by(results: Results, key: str) -> pd.DataFrame:
-    """Return the losses of all variants by the values of `key`, the best over other settings."""
+    """Return the losses of all variants by the values of `key`; each is the best over other
+    settings."""
     points = [
         (name, value, loss)
         for name in results["variants"]
@@ -249,12 +250,12 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
 
 
 def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
-    """Return the tokens that the curve's variant needs for each loss, relative to the tokens of
-    that loss's variant.
+    """Return the tokens that the curve's variant needs to reach the loss of each variant, relative
+    to the tokens of this variant.
 
-    Between the lengths of the curve the loss is linear in the logarithm of the tokens. Values
-    beyond its ends are NaN. The interval is the interval of the variant's loss, converted by the
-    mean curve.
+    Between the lengths of the curve, the loss is interpolated linearly in the logarithm of the
+    tokens. Beyond the ends of the curve, values are NaN. The interval is that of the variant's
+    loss, converted to tokens by the mean curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()

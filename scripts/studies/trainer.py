@@ -1,4 +1,4 @@
-"""Train the runs of a study by pretrain.py with one thread per rank, unless a record exists.
+"""Train the runs of a study that have no record, by pretrain.py with one thread per rank.
 
 Several runs use processor cores, or GPUs of this node, at the same time.
 """
@@ -35,7 +35,7 @@ PAUSE: Final = 1.0
 """Seconds between checks for runs that other processes have trained."""
 
 UNKNOWN: Final = "unknown"
-"""Replaces the sha256 of a tokenizer that no manifest names."""
+"""Used instead of the sha256 of a tokenizer that no manifest names."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def settings(self) -> list[str]:
-        """Its config file and overrides."""
+        """The config file and the overrides of the run."""
         return [self.config, *self.overrides]
 
     @cached_property
@@ -58,7 +58,7 @@ class Run:
 
     @cached_property
     def key(self) -> str:
-        """sha256 of `merged`, in hex."""
+        """The sha256 of `merged`, in hex."""
         return hashlib.sha256(json.dumps(self.merged, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -101,10 +101,10 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks and GPUs of one run at a time.
+    """Ranks and GPUs that serve one run at a time.
 
     ranks   processes of a run
-    gpus    names of its GPUs for CUDA_VISIBLE_DEVICES, None for all
+    gpus    names of the GPUs for CUDA_VISIBLE_DEVICES, None for all GPUs
     """
 
     ranks: int = 1
@@ -112,14 +112,14 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of its runs."""
+        """Environment variables of runs in this place."""
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def places(options: argparse.Namespace) -> list[Place]:
     """Return the places that the command line requests.
 
-    Raises InputError if it requests more GPUs than there are.
+    Raises InputError if it requests more GPUs than this node has.
     """
     each: int | None = options.gpus_per_run
     if each is None:
@@ -127,7 +127,9 @@ def places(options: argparse.Namespace) -> list[Place]:
     gpus = visible_gpus()
     most = len(gpus) // each
     if most == 0:
-        raise InputError(f"--gpus-per-run must be at most {len(gpus)}, the GPUs here, got {each}")
+        raise InputError(
+            f"--gpus-per-run must be at most {len(gpus)}, the number of GPUs here, got {each}"
+        )
     jobs: int = options.jobs or most
     if jobs > most:
         raise InputError(
@@ -164,7 +166,8 @@ class Trainer:
         places: Sequence[Place] = (Place(),),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Use `places`, each for one run at a time with the variables in `environment`."""
+        """Train in `places`, each one run at a time, with the environment variables in
+        `environment`."""
         self.output = output
         self.book = book
         self.given = dict(environment or {})
@@ -225,8 +228,8 @@ class Trainer:
             was = record.facts.get(kind, now)
             if was != now:
                 raise InputError(
-                    f"{run.label}: the {kind} of its record in {self.book.path} must be {now}, got "
-                    f"{was}: give another --results, or remove its line"
+                    f"{run.label}: the {kind} of its record in {self.book.path} must be {now}, "
+                    f"got {was}: give another --results, or remove the run's line"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
@@ -244,7 +247,7 @@ class Trainer:
         with claimed(folder) as mine:
             if not mine:
                 return False
-            self.book.refresh()  # the previous holder of the claim may have trained it
+            self.book.refresh()  # the previous holder of the claim may have trained the run
             if key in self.book:
                 return True
             record = self._train(key, run, folder)

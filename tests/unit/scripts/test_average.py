@@ -171,7 +171,7 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
     if back:
         assert norms == pytest.approx([1.0] * len(norms), abs=1e-5)
     else:
-        assert f"were {min(norms):.4f} to {max(norms):.4f} of their radii" in printed
+        assert f"were {min(norms):.4f} to {max(norms):.4f} of the radii after averaging" in printed
         assert max(abs(norm - 1) for norm in norms) > 0.01
 
 
@@ -194,8 +194,8 @@ def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
 
 
 WRONG = [
-    (["--steps", "1", "7"], "has no checkpoint of step 7, only of 1, 2, 3"),
-    (["--last", "4"], "--last must be at most 3, the checkpoints of"),
+    (["--steps", "1", "7"], "has no checkpoint of step 7, only of steps 1, 2, 3"),
+    (["--last", "4"], "--last must be at most 3, the number of checkpoints of"),
 ]
 
 

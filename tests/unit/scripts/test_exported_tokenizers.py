@@ -114,7 +114,11 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
     if kind == "prefix space":
         assert "the tokenizer changes text: 'In the beginning God' becomes ' In the begin" in said
     else:
-        left_out = "adds <s>, </s> that" if kind == "both sides" else "adds <s> that training never"
+        left_out = (
+            "would add <s>, </s>; training"
+            if kind == "both sides"
+            else "would add <s>; training never"
+        )
         assert left_out in said
 
 
@@ -154,12 +158,12 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     assert main(["export", str(weights), str(again)]) == 2
     assert "had none; give --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
     trained("template", "new", checkpoint__initialize_from=weights)
-    said = "the tokenizer of the weights is not known: the same ids may mean other tokens"
+    said = "the tokenizer of the weights is unknown, so the same ids may mean other tokens"
     assert f"warning: checkpoint.initialize_from: {said}" in capsys.readouterr().out
     assert said in (tmp_path / "new" / "events.jsonl").read_text()
     given = ["--tokenizer", str(tmp_path / "source")]
     assert main(["export", str(weights), str(again), *given]) == 0
-    assert "is not compared: the checkpoint does not state its" in capsys.readouterr().err
+    assert "is not compared, as the checkpoint does not state the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", None])

@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
-    assert "has a tensor model.extra, which" in refused(refusal, source, run, config)
+    assert "contains model.extra, which" in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
     assert refused(refusal, source, run, config).endswith("has no tensor model.norm.weight")
@@ -241,7 +241,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
         files = {path: load_file(path) for path in source.glob("*.safetensors")}
         path = next(path for path, held in files.items() if "lm_head.weight" not in held)
         save_file({**files[path], "lm_head.weight": tensors["lm_head.weight"] + 1}, path)
-        wanted = "must be in one file only, got several"
+        wanted = "must be in only one file, got several"
     elif case == "two sets of files":
         save_file(tensors, source / "model.safetensors")
         wanted = "got both"

@@ -310,7 +310,7 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
     for portion, part in zip(plan.portions, corpus.parts, strict=True):
         assert list(read_documents(portion.inputs, ReadOptions())) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
-    looked = f"move its files to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
+    looked = f"move the files of this part to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
     with pytest.raises(DataError, match=f"no folder for wiki, a part of olmo_mix: {looked}"):
         corpus.set_plan(100_000, tmp_path)
 

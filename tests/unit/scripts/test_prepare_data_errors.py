@@ -55,7 +55,7 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
-    assert "contains thesis.tex, which no preparation made" in refusal(
+    assert "contains thesis.tex, which no preparation wrote" in refusal(
         main([*command, "--overwrite"])
     )
     assert (out / "thesis.tex").read_text() == "precious"
