@@ -72,12 +72,13 @@ def import_engine() -> None:
     """Import megatron-core, silently and in half the time; call this before other imports of
     megatron-core.
 
-    It silences warnings about missing optional packages, the message of PyTorch's CUDA builds about
-    a missing CUDA toolkit on machines without a GPU (such as a login node), and newer torch's
-    warning about collectives that the engine calls by older names. Functions that the engine
-    compiles are compiled at their first call: compiling at import would load the compiler for
-    functions that most models never call. The engine's inference code imports wandb, which no
-    program of this project needs there. Raises EngineError if the engine is not installed.
+    It silences three messages: warnings about missing optional packages; the message of PyTorch's
+    CUDA builds about a missing CUDA toolkit on machines without a GPU, such as a login node; and
+    the warning of newer torch about collectives that the engine calls by older names. Functions
+    that the engine compiles are compiled at their first call, because compiling at import would
+    load the compiler for functions that most models never call. The import of wandb by the engine's
+    inference code is avoided, as no program of this project needs it. Raises EngineError if the
+    engine is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
@@ -112,8 +113,8 @@ def no_collection() -> Iterator[None]:
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Return a variant of `compiler` (torch.compile) that compiles functions at their first call.
 
-    If a compiled function calls them first, they become a part of it. Other objects are compiled
-    immediately.
+    A function that another compiled function calls before that becomes a part of the other
+    function. Other objects are compiled immediately.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:

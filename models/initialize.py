@@ -96,8 +96,10 @@ def spectral_norms(
 
 
 def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) -> Iterator[Tensor]:
-    """Draw units as `draw` does, in several threads if this rank may use several processors of its
-    host: one thread would take a minute for 8B parameters."""
+    """Draw units as `draw` does, in several threads if this rank may use several processors.
+
+    One thread would take a minute for 8B parameters.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(THREADS, (os.cpu_count() or 1) // ranks))
     with ThreadPoolExecutor(count) as threads:

@@ -1,8 +1,8 @@
 """Layouts of a model over ranks: sizes of the axes, layers of a chunk, positions of a sequence.
 
 Context parallelism cuts a sequence into `2 * size` chunks, and rank r holds chunks r and `2 * size
-- 1 - r`: as a late chunk costs more than an early one under the causal mask, every rank has the
-same work. Megatron cuts batches and rotary embeddings in this way too.
+- 1 - r`. Under the causal mask a late chunk costs more than an early chunk, so with these pairs
+every rank has the same work. Megatron cuts batches and rotary embeddings in this way too.
 """
 
 from dataclasses import dataclass

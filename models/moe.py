@@ -1,5 +1,7 @@
-"""The builder of mixtures of experts: after the first dense layers, feed-forward blocks are a
-router, experts of which every token uses `top_k`, and shared experts that every token uses.
+"""The builder of mixtures of experts.
+
+After the first dense layers, a feed-forward block consists of a router, routed experts, of which
+every token uses `top_k`, and shared experts, which every token uses.
 
 Experts are separate matrices on every device, for products one by one and for grouped products. No
 token is dropped. Attention, embeddings and head are the same as in the dense families.

@@ -10,13 +10,17 @@ def described(error: OSError, place: object = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, plus the next line if it ends in a colon; if
-    there is no message, the error's type."""
+    """Return the first line of an error's message, or the error's type if there is no message.
+
+    If the line ends in a colon, the next line is added.
+    """
     line, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return f"{line} {rest[0].strip()}" if rest and line.endswith(":") else line
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, which in a worker's error is the actual error; if
-    there is no message, the error's type."""
+    """Return the last line of an error's message, or the error's type if there is no message.
+
+    In an error of a worker process, the last line is the actual error.
+    """
     return (str(error).strip() or repr(error)).splitlines()[-1]

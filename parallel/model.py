@@ -36,12 +36,12 @@ from parallel.storage.stage_units import declare_stage_units, named_parameters, 
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Turns token losses `[b, s]`, with a z-loss `[2, b, s]` (`DecoderModel`), into the micro-batch's
-scalar loss and the figures to collect."""
+"""Function from token losses to the micro-batch's scalar loss and the figures to collect. Token
+losses are `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
 
 Batch = dict[str, Any]
-"""A micro-batch: `tokens` and, to train or validate, `labels` `[b, s]`, `documents` (`Documents`)
-if they share its sequences, and further inputs of its loss function."""
+"""A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]`, to train or validate; `documents`
+(`Documents`), if documents share sequences; and further inputs of the loss function."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank, which holds at least a part of a unit, reports it."""
+        """Return whether this rank reports a unit, of which it holds at least a part."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
@@ -136,8 +136,10 @@ class ParallelModel:
         return self.parameters[effective.units[0].parameter]
 
     def sum_in_products(self, active: bool) -> None:
-        """Enable or disable accumulation of gradients by the products of linears; the reducers'
-        observers do not see gradients that products accumulate."""
+        """Enable or disable accumulation of gradients within the products of linears.
+
+        Observers of the reducers do not see gradients that products accumulate.
+        """
         sum_in_products_(self.chunks, active)
 
     def zero_gradients(self) -> None:
@@ -225,7 +227,7 @@ class ParallelModel:
         """Divide a mean over this rank's part of each sequence by the context-parallel size.
 
         The sum over context-parallel ranks is then the mean over the whole sequence. Megatron's
-        schedules multiply all losses, balancing losses included, by that size.
+        schedules multiply all losses, including balancing losses, by the context-parallel size.
         """
         size = self.config.context_parallel_size
 
@@ -394,8 +396,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`; the ranks of the axis divide the common units, and each
-    computes every `axis.size`-th unit."""
+    """Return `compute(units)` `[units]`, computed in shares: each rank of the axis, on which all
+    have the same units, computes every `axis.size`-th unit."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share

@@ -1,7 +1,7 @@
 """Activations of feed-forward blocks, by their names in `model.activation`.
 
-An activation is one entry of `ACTIVATIONS`: the engine, compilation, grouped experts and export use
-this table. models/blocks/compiled.py fuses them.
+An activation is one entry of `ACTIVATIONS`, the table that the engine, compilation, grouped experts
+and export use. models/blocks/compiled.py fuses them.
 """
 
 from collections.abc import Callable

@@ -125,8 +125,11 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled, unmasked score `[]` of this rank's queries, for the `query`
-        and `key` of `forward`; used in monitored steps."""
+        """Return the largest scaled, unmasked score `[]` of this rank's queries; for monitored
+        steps.
+
+        `query` and `key` are as for `forward`.
+        """
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -278,7 +281,8 @@ def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context that allows only fused kernels for attention on a GPU.
 
     Without a suitable kernel, attention raises RuntimeError: PyTorch would otherwise silently store
-    scores `[s, s]`. CPUs, and float64, which no fused kernel supports, are not restricted.
+    scores `[s, s]`. There is no restriction on CPUs, nor for float64, which no fused kernel
+    supports.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()

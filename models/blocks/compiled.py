@@ -29,8 +29,9 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Largest number of graphs of one function: shapes of a model times gradient modes. One more is an
-error instead of a silent fallback to eager operations."""
+"""Largest number of graphs of one function, which has a graph for each shape and gradient mode. A
+further graph is an error, as torch would otherwise silently run the function's operations one by
+one."""
 
 Compile = Callable[..., Callable[..., Any]]
 

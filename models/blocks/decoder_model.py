@@ -200,8 +200,8 @@ class Head(ColumnParallelLinear):
 class _ChosenLogits(torch.autograd.Function):
     """Logits `[sequence, batch, rows]` unchanged, and the logit of each label, `[sequence, batch]`.
 
-    Backward adds the labels' gradient in place to the gradient of the logits, which only the loss
-    has used: autograd would take three more passes over the logits.
+    Backward adds the gradient of the labels' logits in place to the gradient of all logits, which
+    is allowed as only the loss has used it. Autograd would make three more passes over the logits.
     """
 
     @staticmethod
@@ -216,7 +216,8 @@ class _ChosenLogits(torch.autograd.Function):
         chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
         if group.size() > 1:
             all_reduce(chosen, group=group)
-        # Not `logits`, of which autograd would create a view: the loss may overwrite them.
+        # Returning `logits` itself would make autograd create a view, but the loss may overwrite
+        # them.
         return logits.detach(), chosen
 
     @staticmethod

@@ -1,11 +1,11 @@
 """Dispatch of tokens to experts, the experts' products, and the combination of results.
 
-Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows
-whatever the routing: the number of (token, expert) pairs is known. Sorted by expert, they need no
-mask, no index list of unknown length and no read by the host. With expert parallelism, one
-all-to-all sends the rows to the experts and one sends the results back; the host reads the numbers
-of rows per rank once per layer and pass. Forward and backward use gathers instead of scattered
-sums, whose order differs from run to run on a GPU.
+Every token goes to `top_k` experts and none is dropped. Hence a rank sends `tokens * top_k` rows,
+one per (token, expert) pair, whatever the routing. As this number is known, the pairs can be sorted
+by expert without a mask, an index list of unknown length or a read by the host. With expert
+parallelism, one all-to-all sends the rows to the experts and one sends the results back; the host
+reads the numbers of rows per rank once per layer and pass. Forward and backward use gathers instead
+of scattered sums, whose order differs from run to run on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class SortedDispatcher(MoETokenDispatcher):
     1, else the `r % tensor`-th part of each expert. Rows go to all parts of an expert, whose
     results are summed.
 
-    on_host   whether the experts need the number of rows of each in host memory
+    on_host   whether the experts need the number of rows of each expert in host memory
     """
 
     def __init__(

@@ -2,9 +2,10 @@
 
 The counts measure the balance of the experts, and update the expert bias that balances them.
 
-The global balancing loss uses the load of the previous whole step: backward of a step's first
-micro-batch runs before the others are routed, so the step's own load is unknown. Megatron uses the
-micro-batches so far, so its loss depends on their size and on the ranks.
+The global balancing loss uses the load of the previous whole step, because the present step's load
+is unknown: the backward pass of the first micro-batch runs before the other micro-batches are
+routed. Megatron uses the load of the micro-batches so far, so its loss depends on the size of
+micro-batches and on the number of ranks.
 """
 
 from collections.abc import Iterable
@@ -96,8 +97,8 @@ class Router(TopKRouter):
 def forget_earlier_models() -> None:
     """Clear the engine's per-process state of an earlier model.
 
-    The engine's log of balancing losses has one entry per layer of that model, and the shape of the
-    losses' scale depends on whether it is first used inside or outside a schedule.
+    The engine's log of balancing losses has one entry per layer of the earlier model. The scale of
+    these losses has a shape that depends on whether it was first used inside or outside a schedule.
     """
     take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -1,8 +1,8 @@
 """Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
 
 Scores are computed for a block of queries at a time and not kept: backward recomputes them from the
-saved queries, keys and log-sums. Products read matrices in the model's dtype and sum in float32;
-everything between products is float32 or wider. The same code runs on CPUs and GPUs.
+saved queries, keys and log-sums. Matrix products read operands in the model's dtype and sum in
+float32; all values between products are float32 or wider. The same code runs on CPUs and GPUs.
 """
 
 from typing import Any

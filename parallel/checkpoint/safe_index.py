@@ -24,7 +24,7 @@ from parallel.error_text import first_line
 
 INDEX_FILE: Final = ".metadata"
 PLAIN_FILE: Final = "common.pt"
-"""Entries of a state that are not tensors: `schema` and `extra`."""
+"""File with the entries of a state that are not tensors: `schema` and `extra`."""
 
 ALLOWED: Final = {
     "torch": {"Size"},
@@ -46,7 +46,7 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names that an index may refer to; all only contain values."""
+"""Modules and names that an index may refer to; objects of these classes only contain values."""
 
 
 class UnsafeIndexError(ValueError):
@@ -77,7 +77,7 @@ def _is_dtype(name: str) -> bool:
 def read_index(folder: str | Path) -> Metadata:
     """Read the index of the state in `folder`.
 
-    Raises UnsafeIndexError before anything is executed.
+    Raises UnsafeIndexError for unsafe or invalid content, before any code in it is executed.
     """
     path = Path(folder) / INDEX_FILE
     try:
@@ -104,7 +104,7 @@ def index_files(index: Metadata) -> list[str]:
 def read_plain(folder: str | Path) -> dict[str, Any]:
     """Read the plain values of the state in `folder`.
 
-    Raises UnsafeIndexError before anything is executed.
+    Raises UnsafeIndexError for unsafe or invalid content, before any code in it is executed.
     """
     path = Path(folder) / PLAIN_FILE
     try:

@@ -10,8 +10,8 @@ Every tensor of a checkpoint belongs to one unit and has the same shape on any l
 
 A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
 the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
-view of its memory, at its offset in the unit. So nothing is gathered, and no rank holds more than
-its part.
+view of its memory, at its offset in the unit. Therefore nothing is gathered, and no rank holds more
+than its part of the state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,9 +105,9 @@ def load_state(
     All ranks call it together. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank, naming the tensors that are missing, superfluous, or of another
-            shape or dtype, before anything changes; or after loading: tensors that cannot be read,
-            or counters that should be equal and are not.
+        StateError: on every rank. Before anything changes, it names tensors that are missing,
+            superfluous, or of another shape or dtype; after loading, tensors that cannot be read,
+            or counters that should be equal but differ.
     """
     model.wait_for_weights()
     index, plain = _read_together(folder)
@@ -170,7 +170,7 @@ class _PartPlanner(DefaultLoadPlanner):
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """Return this rank's parts of the state by name, as views.
 
-    Only counters are copies, because many units share one counter in memory.
+    Counters are copies instead, because many units share one counter in memory.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),
@@ -186,8 +186,8 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
 def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
     """Raise StateError on every rank unless the checkpoint has exactly the expected tensors.
 
-    The expected tensors are those in the `state` of all ranks together; `prefix` begins the
-    message.
+    The expected tensors are the tensors in the `state` of all ranks together. The message begins
+    with `prefix`.
     """
     stored = {
         key: tensor
@@ -208,7 +208,7 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence about different PC layers of checkpoint and model, if they differ."""
+    """Return a sentence if checkpoint and model have different PC layers, else nothing."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -381,7 +381,8 @@ def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
 
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
-    """Raise StateError on every rank if any rank has problems; its text begins with `prefix`."""
+    """Raise StateError on every rank if any rank has problems; the error's text begins with
+    `prefix`."""
     all_problems = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
     if all_problems:
         more = "; and more" if len(all_problems) > SHOWN_PROBLEMS else ""

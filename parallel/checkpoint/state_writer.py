@@ -2,13 +2,14 @@
 
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
 then change the state. When all writers are done, all ranks call `PendingSave.gather` together, and
-rank 0 alone calls `finish`. With one save at a time, the memory is one copy of the part, which the
-next save reuses.
+rank 0 alone calls `finish`. Only one save runs at a time, so host memory holds one copy of the
+part, and the next save reuses this memory.
 
-With torch's `async_save` in one process per rank (torch 2.13), a killed process is never restarted
-and breaks the processes' group, so no later save of the run succeeds. With two gloo ranks of 50 MB
-each, torch began a save in 0.04 s and completed it in 4 s, with 150 MB more per process (a separate
-interpreter); this file takes 0.07 s and 0.4 s.
+torch's `async_save` with one process per rank (torch 2.13) is not used: a killed process is never
+restarted and breaks the group of these processes, so no later save of the run succeeds. For two
+gloo ranks of 50 MB each, torch began a save in 0.04 s and completed it in 4 s; its processes are
+separate interpreters of 150 MB more each. This file begins such a save in 0.07 s and completes it
+in 0.4 s.
 """
 
 import contextlib
@@ -64,7 +65,8 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors that this rank writes to host memory, and return the plan to write them.
+        """Copy to host memory the tensors that this rank must save, and return the plan to write
+        them.
 
         All ranks call it together, with the same tensors in `state` every time.
         """
@@ -108,7 +110,8 @@ def host_buffer(tensor: Tensor) -> Tensor:
 
 
 class StateWriter(FileSystemWriter):
-    """torch's writer with an index of only plain values, without the path that torch stores."""
+    """torch's writer, but its index contains only plain values, and not the path that torch
+    stores."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
@@ -185,7 +188,8 @@ class Writer:
     def poll(self, timeout: float = 0.0) -> bool:
         """Wait up to `timeout` seconds, and return whether everything is written.
 
-        Raises WriterError if the process failed or was killed, NotFiniteStateError if it refused.
+        Raises WriterError if the process failed or was killed, NotFiniteStateError if it refused a
+        nonfinite state.
         """
         if self._problem is not None:
             raise self._problem
@@ -252,7 +256,7 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the operating system's message if it was the cause, else the error's last line.
+    """Return the operating system's message if it caused the error, else the error's last line.
 
     torch itself only reports a file shorter than its content.
     """

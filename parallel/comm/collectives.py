@@ -59,14 +59,15 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds within which all ranks that wait in the same collective fail as well."""
+"""Seconds in which all ranks that wait in the same collective fail after the first of them."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
-    """Return the host of each rank that does not call this within `PATIENCE` seconds.
+    """Return the host of each rank that does not call this function within `PATIENCE` seconds.
 
-    These ranks died, or hang outside collectives. If the store does not answer for twice as long,
-    rank 0, whose node runs the store, counts as absent. Returns {} if the store is gone.
+    These ranks died, or hang outside collectives. If the store does not answer for twice
+    `PATIENCE`, rank 0 counts as absent, because its node runs the store. Returns {} if the store is
+    gone.
     """
     absent: dict[int, str] = {}
 
@@ -111,7 +112,7 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to fill `flat` in place from all ranks' shards, like `reduce_scatter_`."""
+    """Start to fill `flat` in place from all ranks' shards; returns as `reduce_scatter_` does."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -137,7 +138,8 @@ def all_to_all(
     send: Tensor, receive_counts: list[int], send_counts: list[int], axis: Axis,
     comm_volume: CommVolume, kind: str,
 ) -> Tensor:  # fmt: skip
-    """Exchange elements between all pairs of ranks and return those received, by ascending rank.
+    """Exchange elements between all pairs of ranks and return the received elements, by ascending
+    rank.
 
     `send` contains `send_counts[r]` elements for each rank r, and `receive_counts[r]` elements are
     received from it.

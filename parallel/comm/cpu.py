@@ -3,8 +3,8 @@
 Megatron-core asks `torch.cuda` for the current device, streams and events unconditionally, its
 schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
 CUDA generator. PyTorch's CPU backend has no-op counterparts of all of these. On a host with CUDA
-only the code that fails without Transformer Engine is changed, so training calls both functions on
-any host.
+only the code that fails without Transformer Engine is changed, so training calls `prepare_megatron`
+and `schedule_devices` on any host.
 """
 
 import contextlib
@@ -57,8 +57,12 @@ def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function; products in dtypes without instructions on this CPU run in float32, in which
-    a GPU accumulates them: bfloat16 would take 20 to 40 times as long (AMD EPYC, AVX2)."""
+    """Call a function; run matrix products in float32 if this CPU has no instructions for their
+    dtype.
+
+    A GPU accumulates such products in float32 too. Products in bfloat16 would take 20 to 40 times
+    as long (AMD EPYC, AVX2).
+    """
     if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
         return function(*(x.float() for x in args)).to(args[0].dtype)
     return function(*args, **kwargs)

@@ -162,8 +162,8 @@ def initialize(
     process. A collective that waits longer than `timeout_seconds` for a rank fails. Call `shutdown`
     at the end.
 
-    `agree` is called when all ranks can be reached, before the groups of the layout exist; if it
-    raises, no groups remain.
+    `agree` is called when all ranks can be reached, before the groups of the layout exist. If
+    `agree` raises an error, no groups remain.
     """
     rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")
@@ -249,7 +249,8 @@ def _groups(
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # A micro-batch's loss is a mean over its rank's tokens, whichever rank's experts process them.
+    # The loss of a micro-batch is a mean over the tokens of its rank, no matter which rank's
+    # experts process the tokens.
     divisor = replicas.size
     return Groups(
         layout=layout,
@@ -289,8 +290,10 @@ def _ends(layout: Layout) -> Axis | None:
 
 
 def abort() -> None:
-    """Leave the process groups after an error without waiting: NCCL would wait for peers in a
-    collective until they time out."""
+    """Leave the process groups after an error, without waiting.
+
+    NCCL would wait for peers in a collective until the collective times out.
+    """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
     else:

@@ -103,7 +103,7 @@ class ActivationWatch:
         """Return the inputs of each watched parameter over the global batch.
 
         All ranks of a stage call it together. Inputs that every tensor-parallel rank sees are
-        counted once per rank, in `gram` and in `tokens`.
+        counted once per rank, in both `gram` and `tokens`.
         """
         units = {unit.parameter: unit for unit in self.model.units}
         for name, seen in self.seen.items():

@@ -1,5 +1,5 @@
-"""Gradients of single micro-batches and their inner products, from which a step's gradient noise
-follows.
+"""Gradients of single micro-batches and their inner products, from which the gradient noise of a
+step is computed.
 
 The samples are the first micro-batches of the global batch, on every layout. Each rank keeps the
 gradients of its own samples until the end of the backward pass. Then, one parameter at a time, all
@@ -18,7 +18,8 @@ from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
 
 OBSERVER: Final = "gradient samples"
-"""Name of the observer; the next step's samples replace samples that were never read."""
+"""Name of the observer; as it is always the same, the next step's samples replace samples that were
+never read."""
 
 
 class GradientSamples:

@@ -1,11 +1,11 @@
 """The unit gather: weights, gradients and updates as whole matrices, each on one rank, for
 inspection.
 
-The singular values of a matrix do not follow from those of its pieces, so every matrix of the model
-has one rank that inspects it, its inspection rank. Anything in the ranks' shards can be gathered.
-The matrices are sent as in a step, but in their own dtype, and in rounds that fit the memory of
-each rank. Matrices of one parameter share an inspection rank, which therefore also has their common
-activations.
+The singular values of a matrix do not follow from the singular values of its pieces. Therefore one
+rank, the inspection rank, inspects each whole matrix. Any tensor in the ranks' shards can be
+gathered. The matrices are sent as in a step, but in their own dtype, and in rounds that fit the
+memory of each rank. Matrices of one parameter share an inspection rank, which therefore also has
+their common activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +55,9 @@ def inspection_rounds(
     chunks: list[dict[str, int]] = []
     for members in buckets.values():
         rounds: list[dict[str, int]] = []
-        last: dict[int, tuple[int, int]] = {}  # by rank: the last round and its elements
+        last: dict[
+            int, tuple[int, int]
+        ] = {}  # by rank: number of the last round, and the elements in this round
         # Matrices of one shape are inspected together, in one round if they fit.
         for unit in sorted(members, key=lambda u: (u.shape, u.name)):
             rank = places[unit.parameter]
@@ -113,8 +115,10 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Return the present gradient shards; before the optimizer's step, the gradient of a PC layer
-    is that of PC(W)."""
+    """Return the present gradient shards.
+
+    Before the optimizer's step, the gradient of a PC layer is the gradient of PC(W).
+    """
     return [
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
         for domain in optimizer.domains
@@ -122,7 +126,8 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta, 0 if a rule has none; for a PC layer that of W."""
+    """Return a snapshot of the momenta, 0 for rules without momentum; for a PC layer, W's
+    momentum."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

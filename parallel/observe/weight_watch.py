@@ -1,5 +1,5 @@
-"""Detects weights that change between steps, as by bits flipped in memory or in a copy, and copies
-that differ between ranks."""
+"""Detects weights that change between steps, for instance by bits flipped in memory or in a
+transfer, and copies of a weight that differ between ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
     if axis is None or axis.size == 1 or not tensors:
         return []
     hashes = torch.stack([bit_hash(value) for value in tensors.values()])
-    # The complement reverses the order, even of the smallest integer, which has no negative.
+    # The complement reverses the order of all integers; the smallest integer has no negative.
     bounds = torch.stack([hashes, ~hashes])
     largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
     same = (largest == ~turned).tolist()
@@ -139,7 +139,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Record the sums, which must hold until the next update."""
+        """Record the sums of the weights, which must not change until the next update."""
         self.optimizer.model.wait_for_weights()
         self.sums = [chunk_sums(watched.flat) for watched in self._watched()]
         if not self.changed:

@@ -4,9 +4,9 @@ Each rank keeps an even share of the state of every parameter; `parallel.optimiz
 describes a step. Dense parameters and experts are two domains, replicated over different ranks.
 
 `Update` clips and steps as one call, which on a GPU may be one CUDA graph. NCCL's collectives can
-be recorded if all ranks record the same ones, so every rank makes the same number of calls before
-it records. The recorded work waits for everything that it starts, including the gathers of new
-weights.
+be recorded only if all ranks record the same collectives, so every rank makes the same number of
+calls before it records. The recorded work waits for everything that it starts, including the
+gathers of new weights.
 """
 
 import hashlib
@@ -123,7 +123,7 @@ class DistributedOptimizer:
         sums = torch.stack([square, refusals])
         all_reduce_(sums, None, self.model.comm_volume, "gradient norm")
         total = sums[0].sqrt()
-        active = (sums[1] == 0) & (total < math.inf)  # also not NaN
+        active = (sums[1] == 0) & (total < math.inf)  # False for NaN too
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total), active)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -187,8 +187,8 @@ class DistributedOptimizer:
     def refused(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each part on this rank and its refusals in the last step, a 0-d number.
 
-        A matrix, and a range of a shard under an elementwise rule, counts as one, so the number is
-        0 or 1. Parts whose gradient and state are known to be sound are left out.
+        A part is a matrix, or a range of a shard under an elementwise rule, so the number is 0 or
+        1. Parts whose gradient and state are known to be sound are left out.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before the first step of a stack

@@ -1,10 +1,10 @@
 """One domain's part of the distributed optimizer: equal shards of state, and owned units.
 
-A step processes the step groups in forward order. In each group, on this rank's shards, elementwise
-rules run and gradients of matrices become momentum (`step_regions`); cut matrices are sent to their
-owners, each owner steps its units in stacks of equal shape, and updates are sent back
-(`step_matrices`); and the all-gather of the buckets' new weights starts while the next step group
-runs. The rules are those of `spectral.rules`, as in one process.
+A step processes the step groups in forward order. In each group, `step_regions` first runs
+elementwise rules on this rank's shards and turns gradients of matrices into momentum. Then
+`step_matrices` sends cut matrices to their owners; each owner steps its units in stacks of equal
+shape and sends the updates back. The all-gather of the group's new weights then runs during the
+next step group. The rules are those of `spectral.rules`, as in one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,8 +289,9 @@ class DomainOptimizer:
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
     """Turn new weights into updates to send, and add these to the weights that owners keep.
 
-    `pairs` are the new and the kept weight of each unit. Rules step weights in place, so an update
-    is their difference. It is rounded to `wire` (None: unrounded) before it is added and sent.
+    `pairs` contains the new and the kept weight of each unit. Rules step weights in place, so an
+    update is the new weight minus the kept weight. The update is rounded to `wire`, unless this is
+    None, before it is added and sent.
     """
     if not pairs:
         return

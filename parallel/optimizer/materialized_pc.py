@@ -1,11 +1,12 @@
-"""PC layers without a cost per micro-batch: the model's parameter is PC(W), and the owner keeps W.
+"""PC layers that cost nothing per micro-batch: the model's parameter is PC(W), and the owner keeps
+W.
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
-gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, is sent to
-the owner, which multiplies it once by the transposed Jacobian of the map and steps W and gamma. The
-new PC(W) is sent back to the shards and reaches all ranks by the ordinary all-gather. The model
-code does not change. Source of the map: "PC Layer: Polynomial Weight Preconditioning for Improving
-LLM Pre-Training", algorithms 1 and 3.
+gradient of PC(W) is accumulated over micro-batches and reduced over ranks as other gradients are,
+and sent to the owner. The owner multiplies it once by the transposed Jacobian of the map, and steps
+W and gamma. The new PC(W) is sent back to the shards and reaches all ranks by the ordinary
+all-gather. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
+Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,7 +118,8 @@ class MaterializedStack(OwnedStack):
     def guard_(self) -> Tensor:
         """Return the largest normalised singular value of each unit, `[batch]`.
 
-        A tracked pair that misses it is replaced (`Preconditioner.guard_`).
+        A tracked pair that does not belong to the largest value is replaced
+        (`Preconditioner.guard_`).
         """
         guard = self.pc.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
@@ -243,8 +245,8 @@ class MaterializedUnits:
             for transfer, effective in stack.effective():
                 finite.append(effective.isfinite().all())
                 if transfer.is_local:
-                    # Rounded to the parameters' dtype, like sent values, so that the result does
-                    # not depend on the owners.
+                    # Values are rounded to the parameters' dtype, as sent values are, so that the
+                    # result does not depend on the choice of owners.
                     piece = effective.to(some.dtype).reshape(-1)
                     for part in transfer.targets:
                         target, new = part.of(masters), narrowed(piece, part.whole)

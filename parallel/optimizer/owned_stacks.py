@@ -39,7 +39,8 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""Number of elements of matrices that fill a GPU alone: a product of 128 x 128 has 128 tiles."""
+"""A stack with at least this number of elements fills a GPU alone: in tiles of 128 x 128 its
+product has 128 tiles."""
 
 
 class Streams:
@@ -47,8 +48,8 @@ class Streams:
 
     Small stacks of small matrices leave most of a GPU idle, so they are spread over streams, which
     start after the current stream's work and are joined at the end, so that the whole can be
-    recorded as a CUDA graph. Large stacks stay on the current stream: they gain nothing on another,
-    and PyTorch's allocator would keep a scratch pool per stream.
+    recorded as a CUDA graph. Large stacks stay on the current stream: on another stream they would
+    not be faster, and PyTorch's allocator would keep a scratch pool per stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +111,8 @@ class StackMemory:
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Write some matrices of a stack, unless they are the view that `assembled` returned."""
+        """Write some matrices of a stack; do nothing if `stack` is the view that `assembled`
+        returned."""
         if not all(transfer.in_order for transfer in transfers):
             cut_all_(transfers[part], stack, self.pieces)
 

@@ -1,9 +1,9 @@
 """The Gram penalty's gradient, added once per step to the loss's gradient.
 
-It depends only on the weight, so the unit's owner computes it from the parameter that every
-data-parallel rank holds; for a PC layer that is the effective weight. Like an owner's update, it is
-sent to the ranks whose shards hold the unit's gradient. All later steps, from the gradient norm on,
-treat it as part of the loss's gradient.
+The penalty's gradient depends only on the weight, so the unit's owner computes it from the
+parameter that every data-parallel rank holds; for a PC layer this is the effective weight. As an
+owner's update is, it is sent to the ranks whose shards hold the unit's gradient. From the gradient
+norm on, it is treated as part of the loss's gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class PenalisedUnits:
         weights: Mapping[str, Tensor],
     ) -> None:
         domain, comm_volume = model.domain, model.comm_volume
-        self.exists = bool(transfers)  # on every rank of the stage or on none
+        self.exists = bool(transfers)  # needed on every rank of the stage or on none
         self.buffers = model.buffers
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")

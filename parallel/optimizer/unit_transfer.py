@@ -1,4 +1,4 @@
-"""Transfer of units: pieces of cut matrices are sent to their owners, and updates back.
+"""Transfer of units: pieces of cut matrices are sent to their owners, and updates are sent back.
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
@@ -21,8 +21,8 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""Step of a matrix that tensor parallelism cuts: by its owner, or by each rank, which treats its
-piece as a separate matrix and so changes the mathematics."""
+"""Who steps a matrix that tensor parallelism cuts: its owner, or each rank, which treats its piece
+as a separate matrix. The latter changes the mathematics."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class UnitTransfer(Transfer):
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in the matrix's order, with the cut axis as two."""
+        """View flattened pieces `[elements]` in the matrix's order; two axes stand for the cut
+        axis."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 

@@ -48,12 +48,13 @@ class Memory:
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:
     """Return the bytes that a rank with these chunks keeps for the backward pass.
 
-    They are the activations of `in_flight` micro-batches, plus temporary memory of one: the head's
-    until the loss is computed, or later a layer's gradients and recomputed activations in its
-    backward pass. The head saves its norm, float32 logits, and logits of the model's dtype; with
-    `loss_chunk` it holds float32 logits and their softmax for one chunk at a time. With `recompute`
-    selective the feed-forward blocks save only their routed experts' tensors; with full, a layer
-    saves only its input.
+    They are the activations of `in_flight` micro-batches, plus the temporary memory of one
+    micro-batch. Until the loss is computed this is the head's memory; later it is a layer's
+    gradients and recomputed activations in the layer's backward pass. The larger of the two counts.
+    The head saves its norm, float32 logits, and logits of the model's dtype; with `loss_chunk` it
+    holds float32 logits and their softmax for one chunk at a time. With `recompute` selective the
+    feed-forward blocks save only their routed experts' tensors; with full, a layer saves only its
+    input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -135,8 +136,8 @@ def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
     """Return the temporary bytes of attention scores without a fused kernel.
 
-    They are four float32 copies of one block's scores, in backward; `tokens` is the number of one
-    micro-batch.
+    They are four float32 copies of one block's scores, in the backward pass; `tokens` is the number
+    of tokens of a micro-batch.
     """
     if not model.explicit_scores:
         return 0

@@ -2,8 +2,8 @@
 
 The time is a roofline with stated constants, not a measurement. Plans, which count a step's work
 from its config, and rehearsals, which count the program's launches, share this model of time. A
-launch takes the longest of its bytes at the device's copy rate, its FLOPs at their kind's share of
-the peak, and the least time of a launch.
+launch takes the longest of three times: its bytes at the device's copy rate, its FLOPs at the share
+of the peak that their kind reaches, and the least time of a launch.
 """
 
 import re
@@ -139,7 +139,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 HALF_SIZE: Final = 64
-"""Length of a side at which a tensor-core product reaches half of its share of the peak."""
+"""Length of a side at which a product on tensor cores reaches half of the share of the peak that a
+large product reaches."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
 """Operands of products on tensor cores."""
 ATTENTION: Final = 0.45
@@ -159,8 +160,8 @@ measured in float64 in SSO's step on an H200. Columns are processed in sequence,
 proportional to the rows of smaller matrices."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Seconds per row of an eigenvalue problem, whose columns take many small kernels in sequence: an
-estimate, 0.25 s for 2,048 rows."""
+"""Seconds per row of an eigenvalue problem, whose columns need many small kernels in sequence. An
+estimate: 2,048 rows take 0.25 s."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Links:
 
     @property
     def ring_across(self) -> float:
-        """Share of a ring's bytes that leave a node: one rank per node sends to the next."""
+        """Share of a ring's bytes that leave a node: one rank per node sends to the next node."""
         return 0.0 if self.per_node >= self.size else 1 / self.per_node
 
     @property

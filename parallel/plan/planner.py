@@ -1,7 +1,7 @@
 """The plan of a run on N ranks, computed without running it.
 
-Bucket layout and placement come from the run's own functions; bytes, loads and padding follow
-exactly. Activations and transient buffers are estimates, and times come from a model
+Bucket layout and placement are computed by the functions that a run uses, so bytes, loads and
+padding are exact. Activations and transient buffers are estimates, and times come from a model
 (step_time.py).
 """
 

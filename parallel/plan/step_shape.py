@@ -54,8 +54,10 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, with a single routed expert, and the elements of vectors: gains,
-    whole on each rank, and biases, cut by tensor parallelism."""
+    """The weights of one layer, with a single routed expert, and the elements of its vectors.
+
+    Gains are whole on each rank; tensor parallelism cuts biases.
+    """
 
     weights: tuple[LayerWeight, ...]
     gains: int

@@ -1,10 +1,10 @@
 """The modelled time of a step: a roofline with stated constants, not a measurement.
 
-A product's time is its FLOPs over its shape's share of the peak; any other operation's time is its
-bytes over the copy rate, and at least the time of a launch. Communication's time is its bytes over
-the rate of its slowest link. Communication of activations is not hidden behind computation;
-gradients are hidden behind the backward pass of the last micro-batch, and weights behind the
-forward pass of the first.
+The time of a product is its FLOPs divided by the FLOP/s that its shape reaches; the time of any
+other operation is its bytes divided by the copy rate, and at least the time of a launch.
+Communication's time is its bytes over the rate of its slowest link. Communication of activations is
+not hidden behind computation; gradients are hidden behind the backward pass of the last
+micro-batch, and weights behind the forward pass of the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ MIXTURE_LAUNCHES: Final = 100
 """Number of small launches, forward and backward, that sort tokens by experts in a layer with
 experts."""
 STEP_BYTES: Final = 34
-"""Bytes that the optimizer moves per element of a shard: masters, gradients and momentum read and
-written in float32, a second moment or a copy, and the new weight."""
+"""Bytes that the optimizer moves per element of a shard: it reads and writes masters, gradients,
+momentum, and a second moment or a copy in float32, and writes the new weight."""
 MATRIX_BYTES: Final = 105
 """Additional bytes per element for matrix rules: momentum, its exchange, the update."""
 
@@ -62,8 +62,8 @@ gradients of queries, keys and values written as one tensor."""
 DISPATCHED: Final = 11
 """Passes over the residual stream per expert of a token."""
 ARRIVED: Final = 8
-"""Passes per expert of a token if a rank sorts received tokens by its several experts, and sorts
-them back."""
+"""Passes per expert of a token if a rank has several experts, sorts received tokens by expert, and
+sorts the results back."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18

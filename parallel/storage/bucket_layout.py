@@ -26,7 +26,7 @@ DEFAULT_BUCKET = 40_000_000
 """Default size of a bucket in elements."""
 LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
-"""Share of a bucket's size by which small parameters, such as gains, may exceed it."""
+"""Small parameters, such as gains, may exceed the size of a bucket by this share."""
 
 STEP_ELEMENTS = 1 << 27
 """Default limit of a rank's elements in a step group, if four groups allow it. A step takes about
@@ -38,7 +38,7 @@ WORD = 8
 """Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
 ALIGNMENT_PADDING = 0.005
-"""Share of a bucket that may be padded for alignment before the alignment is halved."""
+"""If padding for alignment would exceed this share of a bucket, the alignment is halved."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,8 @@ class BucketPlanner:
         # parameters with much state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
-        # Gammas (a number per unit) are last, as they would shift their followers off 16 bytes.
+        # Gammas, one number per unit, are last: parameters after them would not be aligned to 16
+        # bytes.
         for name in sorted(ordered, key=lambda name: _numel(members[name]) % self.word > 0):
             numel = _numel(members[name])
             slots.append(Slot(name, offset, numel))
@@ -343,8 +344,9 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    It is the smallest number up to four with at most `STEP_ELEMENTS` per group: every further group
-    makes a rank step more and smaller stacks of matrices, each with all launches of its rule.
+    It is the smallest number with at most `STEP_ELEMENTS` per group, but at most four: with every
+    further group a rank steps more and smaller stacks of matrices, and each stack needs all
+    launches of its rule.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 

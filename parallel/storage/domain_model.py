@@ -4,9 +4,9 @@ Parameters and gradients are views of the buckets, shards are slices. Gradients 
 their buckets, and each bucket is reduced when it is complete; new weights are all-gathered.
 
 Linears accumulate the gradients of their weights in the buckets within the products that compute
-them. Otherwise every micro-batch writes a 16-bit gradient, and another pass adds it to the float32
-sum: 10 bytes per parameter, and an additional rounding. Megatron has this hook for an extension of
-Apex.
+them. Otherwise every micro-batch would write a 16-bit gradient, and another pass would add it to
+the float32 sum, which moves 10 bytes per parameter and rounds once more. Megatron provides the hook
+that is used here for an extension of Apex.
 """
 
 import contextlib
