@@ -32,11 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from models.engine import (
-        EngineError,
-        check_engine,
-        import_engine,
-    )  # imported here, as it takes seconds
+    # Imported here, as it takes seconds.
+    from models.engine import EngineError, check_engine, import_engine
 
     try:
         import_engine()

@@ -72,9 +72,8 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
         return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
-        tiles = tuple(
-            tile for tile in tiles if tile != dispatch.QUACK
-        )  # quack takes only one stack
+        # quack takes only one stack.
+        tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)
 
         def grams() -> Tensor:
             return torch.cat([library.symmetric(stack) for stack in stacks])

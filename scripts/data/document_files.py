@@ -168,9 +168,8 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
                 f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; to remove all "
                 f"such bytes: {_as_text(path, NO_ZEROS)}"
             )
-        yield (
-            text if offset else text.removeprefix("\ufeff")
-        )  # a byte order mark is not part of the text
+        # A byte order mark is not part of the text.
+        yield text if offset else text.removeprefix("\ufeff")
         offset += len(block)
 
 

@@ -67,9 +67,8 @@ class EncodedChunk:
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
     lengths: list[int]  # tokens of each document, EOD included
     bytes: list[int]  # size of each document in UTF-8
-    decoded: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # decoded texts: the original and the result
+    # Decoded texts: the original and the result.
+    decoded: list[tuple[str, str]] = field(default_factory=list)
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield (tokens, bytes of text) of each document."""

@@ -69,9 +69,8 @@ class LayerSampling:
         self.interval = interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
-        self.rounds = -(
-            -self.count // together
-        )  # number of monitored steps that together measure all layers
+        # Number of monitored steps that together measure all layers.
+        self.rounds = -(-self.count // together)
 
     def layers(self, step: int) -> list[int]:
         """Return the layers to measure in the monitored step `step`."""
@@ -311,9 +310,8 @@ class Monitors:
         """Add the condition number of a whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            prefix = (
-                "effective_" if effective.intersection(names) else ""
-            )  # all units of a matrix are effective or none
+            # The units of a matrix are all effective or none.
+            prefix = "effective_" if effective.intersection(names) else ""
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 

@@ -55,9 +55,8 @@ def executed(rule, shape):
     """Return the FLOPs of the matrix products of one step."""
     weight = torch.randn(1, *shape)
     state = rule.init_state(weight)
-    take_step(
-        rule, weight, torch.randn(1, *shape), state, lr=0.1
-    )  # fills the caches of later steps
+    # Fills the caches of later steps.
+    take_step(rule, weight, torch.randn(1, *shape), state, lr=0.1)
     with FlopCounterMode(display=False, custom_mapping=FACTORIZATIONS) as counter:
         take_step(rule, weight, torch.randn(1, *shape), state, lr=0.1)
     return counter.get_total_flops()
