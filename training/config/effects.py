@@ -46,7 +46,7 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting whose first step comes after the last step of the run."""
+    """Yield a sentence for each setting whose first step is above `train.steps`."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
     validated = config.data.validation or config.data.mock
@@ -56,10 +56,10 @@ def _never(config: Config) -> Iterator[str]:
         "checkpoint.keep_every": None if every is None else lcm(every, checkpoint.interval),
     }
     for key, first in firsts.items():
-        if first is not None and first > train.last:
+        if first is not None and first > train.steps:
             value = attrgetter(key)(config)
-            multiple = "" if value == first else f", with checkpoint.interval first at {first}"
-            yield f"{key} = {value}{multiple} has no effect in a run that ends at step {train.last}"
+            multiple = "" if value == first else f" (first at {first}, with checkpoint.interval)"
+            yield f"{key} = {value}{multiple} has no effect in a run of {train.steps} steps"
     if schedule.kind == "wsd" and not schedule.cooldown_steps(schedule.length(train)):
         yield (
             f"schedule.cooldown_fraction = {schedule.cooldown_fraction} has no effect with "
