@@ -1,6 +1,7 @@
 """Figures of runs from their lines: time by steps, and the order of runs."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.plots.compare import BITS, LOSS, Compared, measure
-from scripts.plots.run_data import RunData
+from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import data_use, key_figures
 
 
@@ -30,6 +31,14 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
     assert [passed(line) for line in lines] == [2, 6.5, 6.5, 16.5, 36.5]
     hours = run_of(*lines).seconds(3600)
     assert hours(lines[-1]) == pytest.approx(36.5 / 3600)
+
+
+def test_a_run_on_another_host_is_late_after_three_of_its_longest_steps(tmp_path: Path) -> None:
+    steps = ({"step": step, "perf/step_time_s": 400.0 / step} for step in (1, 2))
+    run = replace(run_of(*steps), folder=tmp_path)
+    for age, expected in ((1100, True), (1300, False)):
+        (tmp_path / "heartbeat.json").write_text(json.dumps({"time": time.time() - age}))
+        assert alive(run) is expected
 
 
 def test_monitored_steps_have_their_own_tokens() -> None:
