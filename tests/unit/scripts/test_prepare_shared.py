@@ -22,8 +22,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer
 
-from scripts.data import encoding, folder, hub, plan, resume_point, set_writer, shards
-from scripts.data.preparation import prepare
+from scripts.data import encoding, folder, hub, plan, preparation, resume_point, set_writer, shards
 from scripts.data.sources import find_inputs
 from scripts.prepare_data import chosen, main, parse
 from tests.run_results import hashes
@@ -212,8 +211,11 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("shards", [4, 9])
-def test_shards_are_joined(inputs, whole, tmp_path, command, shards) -> None:
+@pytest.mark.parametrize(("shards", "margin"), [(4, 1.1), (10, 0.5)])
+def test_shards_are_joined(inputs, whole, tmp_path, command, shards, margin, monkeypatch) -> None:
+    """With a limit, ten shards contain a part of each of nine inputs, and the join encodes the
+    rest."""
+    monkeypatch.setattr(preparation, "MARGIN", margin)
     options = arguments(command, inputs, tmp_path / "out")
     order = list(range(1, shards + 1))
     random.Random(shards).shuffle(order)
@@ -225,16 +227,20 @@ def test_shards_are_joined(inputs, whole, tmp_path, command, shards) -> None:
 
 
 @pytest.mark.parametrize("command", ["limited", "held out"])
-def test_killed_shards_and_a_killed_join_go_on(inputs, whole, tmp_path, command) -> None:
+def test_killed_shards_and_a_killed_join_go_on(
+    inputs, whole, tmp_path, command, monkeypatch
+) -> None:
+    """With a limit, the shards encode a part of their shares, and the join encodes the rest."""
+    monkeypatch.setattr(preparation, "MARGIN", 0.1)
     options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
     assert killed("add", 45, options)  # before there are shards, and within a block
-    for number in (1, 2, 3, 4):
-        shard = [*options, "--shard", f"{number}/4"]
+    for number in (1, 2):
+        shard = [*options, "--shard", f"{number}/2"]
         for _ in range(2):
             killed("add", chance.randrange(0, 40), shard)
         assert main(shard) == 0
     for _ in range(3):
-        assert killed("add", chance.randrange(0, 70), options)
+        assert killed("add", chance.randrange(50, 70), options)
     killed("delete", 0, options)
     assert main(options) == 0
     assert hashes(tmp_path / "out") == whole(command)
@@ -405,9 +411,10 @@ def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_toge
                 read.append(text)
                 tokens += len(tokenizer.encode(text).ids) + 1
     sets = [plan.SetPlan(name, portions, Fraction(1, 7)) for name in "ab"]
-    preparation = plan.Preparation(sets=sets, tokenizer=inputs / "tokenizer.json")
+    planned = plan.Preparation(sets=sets, tokenizer=inputs / "tokenizer.json")
     out = tmp_path / "out"
-    prepare(preparation, out, identities=preparation.identities(), workers=1, overwrite=False)
+    identities = planned.identities()
+    preparation.prepare(planned, out, identities=identities, workers=1, overwrite=False)
     for name in "ab":
         assert texts(out, f"{name}.validation") == read[3::7]
         rest = [text for i, text in enumerate(read) if i % 7 != 3]
