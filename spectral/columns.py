@@ -19,8 +19,8 @@ class Sums(NamedTuple):
     beneath: frozenset[Use]  # the weights of these columns
 
     def added(self, numbers: Tensor) -> Tensor:
-        """Return the columns that sums add, except a column in all sums, which only scales or
-        shifts."""
+        """Return the columns that sums add, except a column that all sums contain, as it only
+        scales or shifts."""
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
         return torch.cat(moving or [*pairs])
@@ -73,7 +73,7 @@ class Columns:
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
-        """Yield each run of consecutive numbers that share a record, after the record."""
+        """Yield (record, numbers) for each run of consecutive numbers with the same record."""
         while len(numbers):
             record = self.record(numbers[0])
             other = (numbers < record.start) | (numbers >= record.end)

@@ -105,7 +105,8 @@ class CapturedStep:
         self._first: dict[str, object] | None = None  # at the first step: later steps must agree
 
     def __call__(self) -> None:
-        """Take one step; raises RuntimeError if anything that the graph relies on has changed."""
+        """Take one step; raises RuntimeError if an address or a value that the graph uses has
+        changed."""
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()
@@ -138,7 +139,7 @@ class CapturedStep:
         return fixed
 
     def release(self) -> None:
-        """Free the graph; everything may have changed at the next call."""
+        """Free the graph; before the next call, parameters, state and settings may change."""
         self._captured.release()
         self._first = None
 
@@ -151,7 +152,7 @@ def _place(value: object) -> object:
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError naming what prevents a step from being recorded."""
+    """Raise ValueError, with the reason, if a step cannot be recorded."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
             "nonfinite must be 'skip' in a captured step: 'raise' waits for the device"

@@ -63,7 +63,7 @@ def is_known(*tensors: Tensor) -> bool:
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if the host can see without a wait that it is all True.
+    """Return `predicate`, or None if it is known, without waiting for the device, to be all True.
 
     None skips passes over memory that would only restore old values.
     """
@@ -73,11 +73,11 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return whether the host can see without a wait that all elements are finite.
+    """Return whether all elements are known, without waiting for the device, to be finite.
 
     It checks norms, which NaN and infinity make nonfinite; huge finite numbers may overflow a norm.
-    A norm takes half the time of the largest and the smallest element, and a twentieth of the time
-    of `isfinite`.
+    Computing a norm takes half the time of finding the largest and the smallest element, and a
+    twentieth of the time of `isfinite`.
     """
     if not is_known(*tensors):
         return False

@@ -81,7 +81,7 @@ class Division:
     def boxes(self, shape: Iterable[int]) -> list[Box]:
         """Return the part of a parameter of `shape` that each matrix occupies.
 
-        Raises ValueError for a shape that cannot be divided like this.
+        Raises ValueError if the division does not fit `shape`.
         """
         shape = tuple(shape)
         if self == Division():
@@ -107,7 +107,7 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix of a parameter of `shape`; raises like `boxes`."""
+        """Return the shape of each matrix of a parameter of `shape`; raises as `boxes` does."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 

@@ -132,7 +132,7 @@ class Preconditioner:
 
         `grad` is dL/dPC(W), of the shape of `w`. It may be a sum over any number of micro-batches,
         as PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises
-        ValueError like `effective`.
+        ValueError as `effective` does.
         """
         wide = _checked(w, u, v)
         if grad.shape != w.shape:

@@ -1,7 +1,7 @@
 """IEEE float32 products, whatever the settings of the process or its environment.
 
 Float32 has 24 bits of precision, TF32 has 11, and bfloat16, to which `torch.autocast` rounds the
-factors of products, has 8. With fewer bits msign's singular values and the solver of the Spectral
+operands of products, has 8. With fewer bits msign's singular values and the solver of the Spectral
 Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
 TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both are meant for the forward pass; the mathematics
 of an optimizer runs inside `ieee_products()`.

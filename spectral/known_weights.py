@@ -1,8 +1,8 @@
 """Facts about a weight from names, classes and attributes of the model.
 
-Nothing here sees what the model computes. A weight counts as one matrix only if nothing suggests
-several, and a nearby layer has as many inputs as the weight has outputs. For a weight that is
-neither known nor plainly one matrix, an error names a remedy.
+The model is never run here. A weight counts as one matrix only if nothing suggests several
+matrices, and a nearby layer has as many inputs as the weight has outputs. If a weight's division
+remains unclear, an error names a remedy.
 """
 
 import dis
@@ -204,7 +204,8 @@ class KnownWeights:
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that no name shows as divided ends the model, and the evidence.
+        """Return whether a layer, undivided by its names, is an output layer of the model, and the
+        evidence.
 
         The evidence is its name or the inputs of other layers. Raises ValueError if no nearby layer
         takes all of its outputs.
@@ -230,7 +231,8 @@ class KnownWeights:
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
-        """Return whether a layer outside repeated blocks ends the model, and the evidence.
+        """Return whether a layer outside repeated blocks is an output layer of the model, and the
+        evidence.
 
         None: other layers of its modules decide. Raises ValueError if it may be either.
         """
@@ -399,7 +401,7 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
     for outer in lists:
-        modules = [m for m in outer if m is not None]  # as x_transformers' lists have it
+        modules = [m for m in outer if m is not None]  # as in the lists of x_transformers
         kinds = Counter(map(type, modules))
         single = isinstance(outer, nn.ModuleList) and len(outer) == 1
         blocks |= {m for m in modules if single or kinds[type(m)] > 1}

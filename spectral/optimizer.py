@@ -2,10 +2,10 @@
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-Every hyper-parameter of a group's rule is a plain value in the group, where schedulers and
-state_dict see it. Matrices of equal shape and rates are stepped together. A group's `units` divides
-its parameters into matrices (`spectral.division`); without it each parameter is one matrix, and
-whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
+Every hyper-parameter of a group's rule is a plain value in the group, which schedulers may change
+and state_dict contains. Matrices of equal shape and rates are stepped together. A group's `units`
+divides its parameters into matrices (`spectral.division`); without it each parameter is one matrix,
+and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
 `spectral.sharded.shared_matrices`.
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key of a saved state for the entries that other programs keep under this name, or under numbers
-or tensors, which torch would treat as parameters."""
+"""Key of a saved state for entries of other programs under this name, or under numbers or tensors,
+which torch would treat as parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -127,7 +127,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 f"{params!r:.60}"
             )
         if isinstance(params, set | frozenset):
-            raise TypeError("params must be an ordered collection, got a set: ranks would differ")
+            raise TypeError(
+                "params must be an ordered collection, as the order of a set differs between "
+                "ranks, got a set"
+            )
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
         check_value("master_weights", bool, master_weights)
         check_value("exchange_dtype", torch.dtype | None, exchange_dtype)
@@ -222,7 +225,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _warn_unfrozen(self) -> None:
-        """Warn once about each parameter that was frozen at the split and has a gradient now."""
+        """Warn once about each parameter that was frozen when the model was split and now has a
+        gradient."""
         names = []
         for name, frozen in self._frozen:
             parameter = frozen()
@@ -234,7 +238,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             warnings.warn(
                 f"no step uses the gradients of {named}, frozen when split_parameters made the "
-                "groups; add_param_group adds parameters",
+                "groups; add these parameters by add_param_group",
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
@@ -449,7 +453,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the saved state, and create entries that an earlier version did not save."""
+        """Load the saved state, and create entries that an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
             same_rule = group["rule"] == before["rule"]
             for name, default in fields_of(group["rule"], exact=True).items():

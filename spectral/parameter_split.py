@@ -105,11 +105,11 @@ def split_parameters(
 ) -> ParameterSplit:
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
-    Embeddings, tables and tokens, output heads, routers of experts, gains and biases go to AdamW,
-    the last two without weight decay. So do vectors: parameters with only one side longer than 1,
-    and matrices with a side of 1. Shared parameters appear once; one shared with an embedding
-    counts as an embedding. All others use the optimizer's rule, as one matrix or, divided by heads,
-    gates, groups and experts, as several.
+    AdamW updates embeddings, tables and tokens, output heads, routers of experts, gains and biases;
+    it does not decay gains and biases. It also updates vectors: parameters with only one side
+    longer than 1, and matrices with a side of 1. Shared parameters appear once; one shared with an
+    embedding counts as an embedding. The optimizer's rule updates all other parameters, each as one
+    matrix or, divided by heads, gates, groups and experts, as several matrices.
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
@@ -118,7 +118,7 @@ def split_parameters(
         elementwise: one or several modules or parameters that go to AdamW.
         units: divisions of parameters, by patterns of their names such as `*.attention.qkv`:
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
-            `Division`, or `{}` for one matrix. They override the function's own findings.
+            `Division`, or `{}` for one matrix. These divisions override the detected ones.
         lr: learning rate of AdamW.
 
     Raises:
@@ -169,7 +169,7 @@ def split_parameters(
         )
     if not groups:
         raise ValueError(
-            f"no parameter of {type(module).__name__} takes the optimizer's rule, as all are "
+            f"no parameter of {type(module).__name__} uses the optimizer's rule, as all are "
             "frozen, elementwise, heads, tables, gains or biases; use AdamW(model.parameters())"
         )
     chosen: list[dict[str, Any]] = [
@@ -226,7 +226,9 @@ def _apart(
             raise TypeError(f"elementwise must be modules or parameters, got {each!r}")
         ids = {id(p) for p in ([each] if isinstance(each, nn.Parameter) else each.parameters())}
         if ids and own.isdisjoint(ids):
-            raise ValueError(f"elementwise must be parts of the model, got {each!r} of another")
+            raise ValueError(
+                f"elementwise must be parts of the model, got {each!r} of another model"
+            )
         apart |= ids
     return apart
 

@@ -130,7 +130,7 @@ class DividedWeight(EffectiveWeight):
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
-                f"a PC layer of level {self.preconditioners[0].level} cannot take the state of "
+                f"a PC layer of level {self.preconditioners[0].level} cannot load the state of "
                 f"another level, with coefficients {saved.tolist()}"
             )
 

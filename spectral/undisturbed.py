@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass change copies of attributes and buffers, and restore the rest.
+    """Make a forward pass change copies of attributes and buffers, and restore the originals.
 
     It restores storage, gradient and flag of parameters; `Watch` copies the parameters that the
     pass writes to.

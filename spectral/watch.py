@@ -128,8 +128,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     if problems:
         raise ValueError(
             "\n".join(problems)
-            + "\nsay how they are divided by units={name: {'rows': [n]}}, or {} "
-            "for one matrix, give their modules as elementwise, or give an example that uses them"
+            + "\ngive their divisions as units={name: {'rows': [n]}}, or {} for one matrix, "
+            "give their modules as elementwise, or give an example that uses them"
         )
     return seen
 

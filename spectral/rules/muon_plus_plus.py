@@ -1,11 +1,11 @@
-"""Muon++: Muon whose direction leaves the top singular pair of the weight alone.
+"""Muon++: Muon whose step does not change the weight's top singular pair.
 
 Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight should keep the
-spectral norm S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
-u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
-(proposition A.1). With a longer step another singular value becomes the largest. As (u, v) is
-exactly invariant under such steps, the norm then grows without bound: only the rescaled algorithm
-keeps it constant over a long run.
+spectral norm S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with u^T D
+= 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
+(proposition A.1). With a longer step another singular value becomes the largest. As such steps
+never change (u, v), the norm then grows without bound; only the rescaled algorithm keeps it
+constant over a long run.
 """
 
 from collections.abc import Sequence

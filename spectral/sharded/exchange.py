@@ -1,8 +1,8 @@
-"""The exchange: parts of matrices go to their owners, and results come back.
+"""The exchange: parts of matrices are sent to their owners, and results are sent back.
 
 Each matrix has one owner among the ranks of a group. A packed all-to-all sends all parts of many
-matrices to their owners, and another brings the results back. A matrix that is whole on its owner
-is not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
+matrices to their owners, and another sends the results back. A matrix that is whole on its owner is
+not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
 
 In both, a step sends momenta to owners and updates back. In the trainer, an owner keeps the weights
 that its rules read, and adds the updates that it sends. In the library, other code may write

@@ -711,7 +711,7 @@ def test_a_shard_of_a_flat_weight_is_refused() -> None:
 
 def test_a_split_without_a_matrix_is_an_error() -> None:
     for model in (nn.LayerNorm(4), nn.Embedding(4, 3), linear(4, 4)):
-        with pytest.raises(ValueError, match="no parameter .* takes the optimizer's rule"):
+        with pytest.raises(ValueError, match="no parameter .* uses the optimizer's rule"):
             split_parameters(model, elementwise=model if isinstance(model, nn.Linear) else ())
 
 

@@ -1140,7 +1140,7 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
     ]
     Muon(split, lr=0.1)
     two = Module(lambda m, x: (m.a(x) + m.b(x)) / 2, "a 12 3, b 12 3")
-    with pytest.raises(ValueError, match="no parameter of Module takes the optimizer's rule"):
+    with pytest.raises(ValueError, match="no parameter of Module uses the optimizer's rule"):
         split_parameters(two, example=x)
 
 
