@@ -123,7 +123,7 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 test: $(SETUP)  ## run the tests of every change: five to fifteen minutes of two cores
 	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$(or $($(part)),$(error PARTS has no $(part)))))
 
-test-all: $(if $(PART),$(PART:%=slow-%),test .engines/$(ENGINE) slow-whole slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
+test-all: $(if $(PART),$(PART:%=slow-%),test .engines/$(ENGINE) slow-whole slow-engine)  ## also run the slow tests, or only some: PART="recipes fuzz"
 
 $(SLOW_PARTS): slow-%: $(SETUP)
 	$(call timed,$(PYTEST) -m slow $(FILES) || [ $$? = 5 ])
@@ -139,7 +139,7 @@ slow-engine: .engines/$(ENGINE)
 
 # Not part of `make test`: it needs root and takes many minutes. It names what is missing if it cannot
 # run.
-test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespaces, with and without SLURM: as root, 20 minutes
+test-cluster: $(SETUP)  ## test lost ranks, nodes and links on two nodes in namespaces, with and without SLURM: as root, 20 minutes
 	$(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers

@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
-        help="checkpoint in run.dir to continue from: latest (default), none, or that of step STEP",
+        help="checkpoint in run.dir to continue from: latest (default), none, or a step",
     )
     parser.add_argument(
         "--rank",
@@ -186,7 +186,9 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
     """
     options = parse(arguments)
     if find_spec("torch") is None:
-        text = f"{sys.executable} has no torch: source .venv/bin/activate, which `make setup` makes"
+        text = (
+            f"{sys.executable} has no torch: source .venv/bin/activate, which `make setup` creates"
+        )
         return fail(text, code=2)
     if options.ranks is not None:
         from training.launcher import launch
@@ -194,7 +196,7 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
         given = list(sys.argv[1:] if arguments is None else arguments)
         return launch(options.ranks, [__file__, *without_ranks(given)])
     if options.dry_run or options.fit or options.rehearse:
-        with progress(lambda: "PyTorch and megatron-core are imported, then the run is planned"):
+        with progress(lambda: "importing PyTorch and megatron-core, planning the run"):
             return run(options, interrupts)
     return run(options, interrupts)
 
@@ -339,7 +341,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         return fail(error, code=1)
     except CollectiveError as error:
         if interrupts is not None and interrupts.requested:
-            return fail(f"Ctrl-C ended a rank before all could save: {error}", code=CODE)
+            return fail(f"Ctrl-C ended a rank before all ranks could save: {error}", code=CODE)
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"

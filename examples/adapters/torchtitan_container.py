@@ -5,7 +5,7 @@
     )
 
 For torchtitan 0.3. The container creates the optimizers after `fully_shard`, so they get DTensors,
-and its checkpoints contain their state. Experts are on a separate mesh, which needs another
+and its checkpoints contain their state. Experts are on a separate mesh and would need another
 optimizer: leave them to AdamW.
 """
 
