@@ -6,6 +6,7 @@ is the best of all, not of a sample.
 """
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -279,7 +280,8 @@ def overlay(
     config = layouts.config
     changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}
     changes |= {"plan.gpus": layouts.gpus, "plan.device": device, "run.name": name}
-    changes["run.dir"] = config.run.dir.replace(config.run.name, name)
+    named = rf"(?<![^/]){re.escape(config.run.name)}(?![^/])"
+    changes["run.dir"] = re.sub(named, lambda _: name, config.run.dir)
     content = over(merged_overrides(overrides), escaped(by_section(changes)))
     head = (
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "

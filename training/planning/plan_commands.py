@@ -13,6 +13,7 @@ from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
 from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
+from training.config.yaml_files import flat, merged_overrides
 from training.data.build_data import check_rows, shared_sets, with_vocabulary
 from training.dry_run import device_named, plan_run, step_shape
 from training.errors import ConfigError, VocabularyError
@@ -82,6 +83,13 @@ def fit(
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
         )
+    for key, value in flat(merged_overrides(overrides)):
+        if best[0].changes.get(key, value) != value:
+            chosen = assignment({key: best[0].changes[key]})
+            print(
+                f"warning: the search replaces the override {key}={value} by {chosen}",
+                file=sys.stderr,
+            )
     print(search_table(best))
     if write is None:
         print(f"best: {assignment(best[0].changes)}")

@@ -157,15 +157,19 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     assert (mine.plan.gpus, mine.plan.device) == (4, "a100")
 
 
-def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch):
+def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
     """An override's references are resolved again when the file is read."""
     monkeypatch.setenv("TOKENS", "here")
     written = tmp_path / "mine.yaml"
     arguments = ["--config", str(ROOT / "configs" / "tiny_muon.yaml"), "--fit", "--gpus", "2"]
     arguments += ["model.vocab_size=512", "optimizer.head.lr=${optimizer.matrix.lr}"]
     arguments += ["data.train.kjv.path=${oc.env:TOKENS}/kjv", "--write", str(written)]
+    arguments += ["run.name=r", "run.dir=runs/r/x", "parallel.tensor=2"]
     assert pretrain.main(arguments) == 0
+    said = "the search replaces the override parallel.tensor=2 by parallel.tensor=1"
+    assert said in capsys.readouterr().err
     monkeypatch.setenv("TOKENS", "there")
     mine = load_config(written, ["optimizer.matrix.lr=0.5"])
     assert mine.optimizer.head.lr == 0.5
     assert mine.data.train["kjv"].path == "there/kjv"
+    assert (mine.run.dir, mine.parallel.tensor) == ("runs/mine/x", 1)
