@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file")
+
+
+def warn_replaced(overrides: Sequence[str]) -> None:
+    """Print a warning for each override that a later override replaces, as pretrain.py does."""
+    from training.config.yaml_files import replaced  # this import takes seconds
+
+    for text in replaced(overrides):
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import check_free, command, new_parser
+from scripts.command import check_free, command, new_parser, warn_replaced
 from training.errors import fail
 from training.report.progress import progress
 
@@ -79,6 +79,7 @@ def _import(options: argparse.Namespace) -> None:
     from scripts.huggingface.importing import import_model, write_config
 
     config = options.config
+    warn_replaced(options.overrides)
     with ExitStack() as stack:
         if options.write_config is not None:
             write_config(options.source, config, options.write_config)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     output = options.output.absolute()
     results = (options.results or output).absolute()
-    study = read_study(options.study)
+    study = read_study(options.study, options.override)
     book = RecordBook(results)
     trainer = Trainer(output, book, places(options), study.environment)
     with closing(trainer), progress(trainer.state):

@@ -49,7 +49,7 @@ from models.engine import import_engine
 import_engine()
 
 from scripts.bench.measure import in_turn, print_table, record, timed, write_json
-from scripts.command import add_json, command, new_parser, whole_number
+from scripts.command import add_json, command, new_parser, warn_replaced, whole_number
 from spectral import CapturedStep, SpectralOptimizer
 from spectral.sharded.placement import Work, place
 from spectral.singular_triplets import cold_start
@@ -308,6 +308,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     # With a vocabulary the config needs no data; the vocabulary's weights seldom have a matrix
     # rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
+    warn_replaced(options.overrides)
     return {
         f"{config.run.name}, fullest of {ranks}": (fullest_share(config, ranks), config)
         for ranks in options.shares

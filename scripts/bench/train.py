@@ -51,7 +51,14 @@ from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size
 from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
-from scripts.command import add_config, add_json, command, new_parser, whole_number
+from scripts.command import (
+    add_config,
+    add_json,
+    command,
+    new_parser,
+    warn_replaced,
+    whole_number,
+)
 from spectral.kernels.dispatch import device_name
 from training.build import build_trainer
 from training.config import Config, check, load_config
@@ -211,6 +218,7 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
     Raises InputError for a variant on another layout of ranks.
     """
+    warn_replaced(options.overrides)
     overrides = {CONFIG: "", **{text: text for text in options.variant}}
     configs = {
         name: with_vocabulary(load_config(options.config, [*options.overrides, *text.split()]))

@@ -10,7 +10,7 @@ from typing import Final
 from models.section import Section
 from training.config import InvalidConfigError
 from training.config.binding import bind
-from training.config.yaml_files import read_merged
+from training.config.yaml_files import flat, merged_overrides, read_merged, replaced
 
 VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -184,11 +184,14 @@ class Study(Section):
         return total
 
 
-def read_study(path: Path) -> Study:
-    """Return the study in a file. Raises ConfigError with all problems of the file."""
+def read_study(path: Path, given: Sequence[str] = ()) -> Study:
+    """Return the study in a file, which the command line gives further overrides.
+
+    Raises ConfigError with all problems of the file and these overrides.
+    """
     try:
         study = bind(Study, read_merged(path))
-        problems = _problems(study)
+        problems = _problems(study, given)
     except InvalidConfigError as error:
         problems = error.problems
     if problems:
@@ -196,7 +199,7 @@ def read_study(path: Path) -> Study:
     return study
 
 
-def _problems(study: Study) -> list[str]:
+def _problems(study: Study, given: Sequence[str]) -> list[str]:
     """Return the contradictions between the parts of a study."""
     problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
@@ -210,7 +213,10 @@ def _problems(study: Study) -> list[str]:
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
         problems.append(f"seeds must be one or more different numbers, got {study.seeds}")
+    problems += _override_problems("overrides", study.overrides)
+    problems += _override_problems("the command line", given)
     for name, variant in study.variants.items():
+        problems += _override_problems(f"{name}.overrides", variant.overrides)
         if variant.against is not None and variant.against not in study.variants:
             problems.append(f"{name}.against must be a variant of the study, got {variant.against}")
         if variant.differs and variant.against is None:
@@ -225,6 +231,18 @@ def _problems(study: Study) -> list[str]:
     if (study.search or study.curve) and not study.full:
         problems.append("full must state the length of a run if some runs train for a share of it")
     return problems
+
+
+def _override_problems(place: str, overrides: Sequence[str]) -> list[str]:
+    """Return the problems of a list of overrides: two values of a key, and keys that each run of a
+    study gets."""
+    problems = [f"{place} must set a key once: {text}" for text in replaced(overrides)]
+    given = {key for key, _ in flat(merged_overrides(overrides))}
+    return problems + [
+        f"{place} must not set {key}, which each run gets from {origin}"
+        for key, origin in (("seed", "seeds"), ("run.dir", "the study's folder"))
+        if key in given
+    ]
 
 
 def _search_problems(study: Study, name: str) -> list[str]:

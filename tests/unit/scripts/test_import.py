@@ -131,9 +131,9 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
         assert torch.equal(ours[key].view(kind), value.view(kind)), key
     if any(key.endswith("e_score_correction_bias") for key in ours):  # which stay float32
         again = ["import", str(out), str(tmp_path / "again"), "--config", str(config)]
-        assert main([*again, "train.sequence_length=64"]) == 0
-        said = capsys.readouterr().out
-        assert f"{dtype} weights" in said
+        assert main([*again, "train.sequence_length=32", "train.sequence_length=64"]) == 0
+        said, replaced = capsys.readouterr()
+        assert f"{dtype} weights" in said and "=64 replaces train.sequence_length=32" in replaced
         assert "max_position_embeddings = 32, but train.sequence_length is 64, so" in said
         stored = [read_checkpoint(place).tensors() for place in (run, tmp_path / "again")]
         assert stored[0].keys() == stored[1].keys()

@@ -225,10 +225,20 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({}, "the command line must not set seed, which each run gets from seeds"),
         ({"seeds": [1, 1]}, "seeds must be one or more different numbers, got [1, 1]"),
         (
             {"variants": {"a": {"config": "x", "against": "b"}}},
             "a.against must be a variant of the study, got b",
+        ),
+        (
+            {"overrides": ["train.steps=4", "train={steps: 5}"]},
+            "overrides must set a key once: the override train={steps: 5} replaces train.steps=4",
+        ),
+        ({"overrides": ["seed=3"]}, "overrides must not set seed, which each run gets from seeds"),
+        (
+            {"variants": {"a": {"config": "x", "overrides": ["run.dir=y"]}}},
+            "a.overrides must not set run.dir, which each run gets from the study's folder",
         ),
         ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
@@ -237,7 +247,8 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 )
 def test_what_is_no_study_is_refused(study_file, change, message, refusal):
     study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | change))
-    assert message in refusal(main([str(study_file), str(study_file.parent / "out")]))
+    arguments = [str(study_file), str(study_file.parent / "out"), *([] if change else ["seed=4"])]
+    assert message in refusal(main(arguments))
 
 
 @pytest.mark.slow
