@@ -5,21 +5,18 @@ matrices, and a nearby layer has as many inputs as the weight has outputs. If a 
 remains unclear, an error names a remedy.
 """
 
-import dis
-import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from math import prod
-from types import CodeType
 
 from torch import nn
 
 from .division import Division
+from .forward_words import ForwardWords, is_bare
 from .model_weights import CONVOLUTIONS, Layer, Layers, Weight, is_transposed, kind_of
 from .weight_use import Seen
 
@@ -78,8 +75,8 @@ ATTENTION = re.compile(
 low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
-AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis"}
-"""Functions, and an index, that may divide a layer's outputs."""
+AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
+"""Functions and indices that may divide a layer's outputs."""
 SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
@@ -95,10 +92,26 @@ class KnownWeights:
     """Answers about the weights of a model, from its names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers, self.blocks, self.cutter = Layers(model), _blocks(model), _cutter(model)
+        self.layers, self.blocks = Layers(model), _blocks(model)
+        self.words = ForwardWords()
+        self.cutter = self._cutter(model)
         self.repeated = {x.module for block in self.blocks for x in self.layers.within(block)}
         self.single = sum(p.numel() > max(p.shape, default=0) for p in model.parameters()) == 1
+        self.headed = [module for module in model.modules() if self._divides_inputs(module)]
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
+
+    def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
+        """Return the kinds of parameters; raises ValueError if the division of one is unknown."""
+        answers = {weight.name: self.answer(weight) for weight in weights}
+        for module, weight in product(self.headed, weights):
+            division, reason, _ = answers[weight.name]
+            sizes = {x.inputs for x in self.layers.within(module)} or {0}
+            outputs = weight.parameter.shape[int(division.transposed)] if division else None
+            inside = any(inner is module for _, inner in weight.path)
+            if reason.startswith("one matrix") and not inside and sizes & {0, outputs}:
+                why = f"{kind_of(module)} may take heads of its inputs"
+                raise _unclear(weight, f" looks like several matrices in one: {why}")
+        return answers
 
     def answer(self, weight: Weight) -> Seen:
         """Return the kind of a parameter; raises ValueError if its division is unknown."""
@@ -164,7 +177,7 @@ class KnownWeights:
                 return rows, KNOWN[name].replace(" ", ", ")
             part = projection_of(name)
             size = _head_size(part, around, outputs) if part else None
-            if size and not _joins(part or "", name, around):
+            if size and not self._joins(part or "", name, around):
                 return (size,), f"heads of {size}"
             if size is not None:
                 kind = kind_of(around)
@@ -239,7 +252,7 @@ class KnownWeights:
         later, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
         if takers:
-            if any("pool" in name for name, _ in weight.path) and takers <= self.repeated:
+            if takers & self.repeated and self._may_end(weight, later, mixer):
                 why = "other blocks run after it"
                 raise _unclear(weight, f" looks like a head or one matrix: {why}")
             return None
@@ -250,6 +263,23 @@ class KnownWeights:
         if reason:
             return True, reason
         return None if later else (False, "one matrix, unless it is a head")
+
+    def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
+        """Return whether later blocks with as many inputs as a layer has outputs may not take them.
+
+        The layer is square and follows blocks, or ends their tower and pools or is multiplied.
+        """
+        (_, inner), *scopes = weight.path
+        layer, after = Layer.of(weight.module), {x.module for x in later}
+        before = [x.module for x in self.layers.before(inner, scopes[-1][1]) if x.multiplies]
+        if layer and layer.inputs == layer.outputs and {*before[-1:]} & self.repeated - after:
+            return True
+        takers = {x.module for x in later if layer and x.inputs == layer.outputs}
+        return (mixer != "" or any("pool" in name for name, _ in weight.path)) and any(
+            any(x.module in self.repeated for x in self.layers.before(inner, scope))
+            and takers.isdisjoint(x.module for x in self.layers.after(inner, scope))
+            for _, scope in scopes
+        )
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
         """Return the evidence that a layer, whose outputs no later layer takes, is a head, or
@@ -271,25 +301,26 @@ class KnownWeights:
         steps, mixer = weight.path[_base(weight) :], ""
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
         for (name, inner), (_, scope) in pairwise(steps):
-            words = _functions(scope, name)
+            words = self.words.after(scope, name)
             for child in (m for n, m in scope.named_children() if f".{n}" in words):
                 later += self.layers.within(child) if child is not inner else []
-            if words & PRODUCTS or ("+" in words and self.blocks.isdisjoint(scope.modules())):
+            if PRODUCTS.intersection(words) or (
+                "+" in words and self.blocks.isdisjoint(scope.modules())
+            ):
                 mixer = mixer or kind_of(scope)
         return [x for x in later if x.multiplies], mixer
 
     def _cuts(self, weight: Weight) -> str:
         """Return the class whose forward pass takes the outputs of a layer and may divide them."""
         for (name, _), (_, module) in pairwise(weight.path):
-            last = self._last(module) is weight.module
+            ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
-            if not sequential and type(module).forward is not nn.Module.forward:
-                used = _functions(module, name if last else "")
-                apart, parts = (PRODUCTS, PARTS) if last else (HEADWISE, PARTS | AXES)
-                cut = used & parts or (used & SHAPES and used & apart)
-                return kind_of(module) if cut and not ATTENTION.search(name) else ""
-            if sequential and not last:
-                break
+            if type(module).forward is nn.Module.forward or (sequential and ends):
+                continue  # a container, whose parent takes the outputs
+            used = {*(words.after(module, name) if ends or sequential else words.of(module))}
+            apart, parts = (PRODUCTS, PARTS) if ends else (HEADWISE, PARTS | AXES)
+            cut = used & parts or (used & SHAPES and used & apart)
+            return kind_of(module) if cut and not ATTENTION.search(name) else ""
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
@@ -304,6 +335,47 @@ class KnownWeights:
             axes = [size for size in other.shape if size > 1]
             if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
                 return f"{name} arranges its {outputs} outputs in {len(axes)} axes, as heads are"
+        return ""
+
+    def _divides_inputs(self, module: nn.Module) -> bool:
+        """Return whether a module may multiply heads of its inputs that it does not project."""
+        words, size = self.words.of(module), _first(module, HEAD_SIZES)
+        widest = max((x.inputs for x in self.layers.within(module)), default=0)
+        members = chain(module.named_modules(), module.named_parameters(recurse=False))
+        parts = set[str]()
+        for name, member in members:
+            layer = Layer.of(member) if isinstance(member, nn.Module) else None
+            own = name.rpartition(".")[2]
+            one = layer is not None and layer.inputs == layer.outputs == size < widest
+            if not one:  # a layer of one head's inputs and outputs
+                parts |= {*("qkv" if is_fused(own) else projection_of(own) or "")}
+        products = sum(word in PRODUCTS for word in words)
+        return (
+            not parts >= {*"qkv"}
+            # One product of queries and keys takes no values.
+            and (products > bool(parts) or "scaled_dot_product_attention" in words)
+            and not (SHAPES | AXES).isdisjoint(words)
+            and self.blocks.isdisjoint({*module.modules()} - {module})
+            and not is_bare(module)
+        )
+
+    def _joins(self, part: str, name: str, around: nn.Module) -> bool:
+        """Return whether a projection, or attention after it, may join its heads with others."""
+        inner = getattr(around, name, None)
+        words = [word for word in self.words.of(around) if word != "torch"]
+        passes = isinstance(inner, nn.Module) and "cat" in self.words.of(inner)
+        pairs = any(cut in PARTS and then == "cat" for cut, then in pairwise(words))
+        return passes or (part == "v" and pairs)
+
+    def _cutter(self, model: nn.Module) -> str:
+        """Return the class of a module with convolutions that splits a tensor, or ""."""
+        for module in model.modules():
+            if any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
+                own = (c if isinstance(c, nn.Sequential) else [c] for c in module.children())
+                convolves = any(isinstance(m, CONVOLUTIONS) for layers in own for m in layers)
+                words = self.words.of(module)
+                if PARTS.intersection(words) or (convolves and ":" in words):
+                    return kind_of(module)
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
@@ -356,14 +428,6 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     return 0 if not count or outputs % count else outputs // count
 
 
-def _joins(part: str, name: str, around: nn.Module) -> bool:
-    """Return whether a projection, or attention after it, may join its heads with others."""
-    inner, words = getattr(around, name, None), [w for w in _words(_code(around)) if w != "torch"]
-    passes = isinstance(inner, nn.Module) and "cat" in _functions(inner)
-    pairs = any(cut in PARTS and then == "cat" for cut, then in pairwise(words))
-    return passes or (part == "v" and pairs)
-
-
 def _first(module: nn.Module, names: str) -> int:
     """Return the first of some attributes that a module has, or 0 if it has none of them."""
     values = (getattr(module, name, None) for name in names.split())
@@ -413,72 +477,6 @@ def _inputs(weight: Weight, outputs: int) -> int:
     if isinstance(weight.module, CONVOLUTIONS):
         return weight.module.in_channels
     return weight.parameter.numel() // outputs
-
-
-def _cutter(model: nn.Module) -> str:
-    """Return the class of a module with convolutions that splits a tensor, or "" if there is
-    none."""
-    for module in model.modules():
-        if any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
-            own = (c if isinstance(c, nn.Sequential) else [c] for c in module.children())
-            convolves = any(isinstance(m, CONVOLUTIONS) for layers in own for m in layers)
-            if _functions(module) & PARTS or (convolves and ":" in _words(_code(module))):
-                return kind_of(module)
-    return ""
-
-
-def _functions(module: nn.Module, child: str = "") -> set[str]:
-    """Return the words in a module's forward pass and in the functions that it calls, where names
-    of children begin with a dot; with a child, only the words after its name."""
-    known = getattr(inspect.unwrap(module.forward), "__globals__", {})
-    children, words = {name for name, _ in module.named_children()}, list[str]()
-    for word in _words(_code(module)):
-        words.append(f".{word}" if word in children else word)
-        if word not in children:
-            found = (getattr(type(module), word, None), vars(module).get(word), known.get(word))
-            called = next(filter(callable, found), None)
-            called = called.func if isinstance(called, partial) else called
-            inner = _words(getattr(called, "__code__", None), False)
-            words.append(getattr(called, "__name__", ""))
-            words += [f".{word}" if word in children else word for word in inner]
-    if child:
-        words = words[words.index(f".{child}") + 1 :] if f".{child}" in words else []
-    return {*words}
-
-
-def _code(module: nn.Module) -> CodeType | None:
-    return getattr(inspect.unwrap(module.forward), "__code__", None)
-
-
-@cache
-def _words(code: CodeType | None, deep: bool = True) -> list[str]:
-    """Return the names, operators and ellipses of a function, and of functions in it, in the order
-    of their execution, and ":" for a part of the second axis."""
-    words, calls, slices = list[str](), list[list[str]](), list[bool]()
-    steps = [] if code is None else [*dis.get_instructions(code)]
-    for i, step in enumerate(steps):
-        value, name = step.argval, step.opname
-        if name in ("PUSH_NULL", "LOAD_METHOD") or "NULL" in step.argrepr:
-            calls.append([])  # its function runs after the arguments
-        current = calls[-1] if calls else words
-        if isinstance(value, CodeType):
-            current += _words(value) if deep else []
-        elif step.opcode in dis.hasname:
-            current.append(value)
-        elif name in ("BUILD_TUPLE", "BINARY_SUBSCR") or step.argrepr == "[]":
-            current += [":"] if slices[:2] == [False, True] else []
-            slices = []
-        elif name == "BINARY_OP":
-            current.append(step.argrepr.rstrip("="))
-        elif name == "BUILD_SLICE":
-            slices.append([s.argval for s in steps[i - 2 : i]] != [None, None])
-        elif name == "LOAD_CONST":  # constant indices are tuples, since Python 3.14 with slices
-            parts = value if isinstance(value, tuple) else (value,)
-            current += ["Ellipsis" for part in parts if part is Ellipsis]
-            slices += [(p.start, p.stop) != (None, None) for p in parts if isinstance(p, slice)]
-        elif name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") and calls:
-            words += calls.pop()
-    return words + sum(calls, [])
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -146,8 +146,7 @@ def split_parameters(
         unknown = {w.name: w.parameter for w in weights if w.name not in given}
         given |= watch(module, unknown, example)
     else:
-        known = KnownWeights(module)
-        given |= {w.name: known.answer(w) for w in weights if w.name not in given}
+        given |= KnownWeights(module).answers([w for w in weights if w.name not in given])
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
     others: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}  # by weight decay
     rows = []

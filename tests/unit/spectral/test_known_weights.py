@@ -7,6 +7,7 @@ the slices, each of which is a parameter of a separate optimizer.
 import copy
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,11 @@ def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
 def attention(width: int = 8, make: Any = linear, **says: Any) -> nn.Module:
     """Attention whose module has the attributes `says`, with projections named `q_proj` and so
     on."""
-    names = ("q_proj", "k_proj", "v_proj")
-    layers = {name: make(width, width) for name in names}
-    return holder("Attention", **layers, o_proj=make(width, width), **says)
+    return holder("Attention", **projections(width, make), o_proj=make(width, width), **says)
+
+
+def projections(width: int, make: Any = linear) -> dict[str, nn.Module]:
+    return {name: make(width, width) for name in ("q_proj", "k_proj", "v_proj")}
 
 
 def named(names: str, width: int = 8, **says: Any) -> nn.Module:
@@ -403,6 +406,45 @@ def wrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def first_half(x: Tensor) -> Tensor:
+    return x[:, :4]
+
+
+def attend(x: Tensor) -> Tensor:
+    x = heads_of(x)
+    return F.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+
+
+def heads_of(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def scored(m: Any, x: Tensor) -> Tensor:
+    scores = heads_of(m.q(x)) @ heads_of(m.k(x)).mT
+    return (scores.softmax(-1) @ heads_of(x)).transpose(1, 2).flatten(2)
+
+
+def per_head(m: Any, x: Tensor) -> Tensor:
+    heads = heads_of(x)
+    mixed = F.scaled_dot_product_attention(m.q_proj(heads), m.k_proj(heads), m.v_proj(heads))
+    return m.out(mixed.transpose(1, 2).flatten(2))
+
+
+def pooled(m: Any, x: Tensor) -> Tensor:
+    heads = heads_of(m.norm(x))
+    return ((m.query_tokens @ heads.mT) @ heads).transpose(1, 2).flatten(2)
+
+
+def hypermixing(**layers: nn.Module) -> nn.Module:
+    """Return a module in which each head of the inputs mixes tokens by generated weights."""
+
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        tokens = x.mT.reshape(2 * len(x), 4, -1)
+        return (tokens @ m.make(x).reshape(2 * len(x), -1, 4) @ tokens).reshape(x.shape)
+
+    return holder("Mixing", mixed, **layers)
+
+
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gate in a module of its own": (
         lambda: holder(net=nn.Sequential(holder(proj=linear(8, 24)), nn.Dropout(), linear(12, 8))),
@@ -568,6 +610,72 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "0.weight looks like .*Ghost takes channels apart",
     ),
+    "channels that a function takes apart": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 1),
+            holder("Ghost", lambda m, x: m.b(first_half(x)), b=nn.Conv2d(4, 8, 1)),
+            nn.Conv2d(8, 4, 1),
+        ),
+        "0.weight looks like .*Ghost takes channels apart",
+    ),
+    "tokens that generated layers mix by heads": (
+        lambda: holder(enter=MLP(8, 8), mix=hypermixing(make=nn.LayerNorm(8)), out=linear(8, 3)),
+        "enter.layers.0.weight looks like .*Mixing may take heads of its inputs",
+    ),
+    "attention whose values no layer projects": (
+        lambda: holder(
+            enter=MLP(8, 8),
+            mix=holder("Core", lambda m, x: attend(m.norm(x)), norm=nn.LayerNorm(8)),
+            out=linear(8, 3),
+        ),
+        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+    ),
+    "values that are inputs beside projected queries and keys": (
+        lambda: holder(
+            enter=MLP(8, 8), mix=holder("Core", scored, heads=2, q=linear(8, 8), k=linear(8, 8))
+        ),
+        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+    ),
+    "heads of inputs that are projected one by one": (
+        lambda: holder(
+            enter=MLP(8, 8),
+            mix=holder("Core", per_head, head_dim=4, **projections(4), out=linear(8, 8)),
+        ),
+        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+    ),
+    "queries of a parameter and values that are inputs": (
+        lambda: holder(
+            enter=MLP(8, 8),
+            mix=holder("Core", pooled, query_tokens=parameter(3, 4), norm=nn.LayerNorm(8)),
+            out=linear(8, 3),
+        ),
+        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+    ),
+    "a pooler beside a tower and a layer that takes no pooled outputs": (
+        lambda: holder(
+            tower=trunk(("pooler", linear(8, 8))), neck=linear(8, 8), more=nn.ModuleList([Block()])
+        ),
+        "tower.pooler.weight looks like a head or one matrix: other blocks run after",
+    ),
+    "a projection of a tower before another tower": (
+        lambda: holder(
+            "Clip",
+            lambda m, a, b: m.text(a) @ m.image(b).mT,
+            text=trunk(("end", linear(8, 8))),
+            image=trunk(("end", linear(8, 8))),
+        ),
+        "text.end.weight looks like a head or one matrix: other blocks run after",
+    ),
+    "a last layer of an encoder before a decoder": (
+        lambda: holder(encoder=trunk(("end", linear(8, 8))), decoder=nn.ModuleList([Block()])),
+        "encoder.end.weight looks like a head or one matrix: other blocks run after",
+    ),
+    "a layer between blocks that the blocks may not take": (
+        lambda: holder(
+            first=nn.ModuleList([Block()]), auxiliary=linear(8, 8), second=nn.ModuleList([Block()])
+        ),
+        "auxiliary.weight looks like a head or one matrix: other blocks run after",
+    ),
     "a mix of heads": (
         lambda: holder("Attend", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
         "pre.weight looks like .*it mixes the 4 heads",
@@ -622,6 +730,62 @@ def kept(m: Any, x: Tensor) -> Any:
     return m.out(gate * up)
 
 
+def gated(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.cat([gate * up, up], -1)
+
+
+class Gated(nn.Module):
+    """Functions that call `gated`, and a module without layers."""
+
+    twice = staticmethod(lambda y: gated(gated(y)))
+    once = functools.partialmethod(lambda self, times, y: gated(y), 1)
+    forward = staticmethod(gated)
+
+
+GATED = Gated()
+
+
+class Next(nn.Module):
+    """A layer that divides its inputs."""
+
+    cut = staticmethod(gated)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(gated(x))
+
+
+class Function(torch.autograd.Function):
+    """A function with a gradient of its own."""
+
+    @staticmethod
+    def forward(context: Any, y: Tensor) -> Tensor:
+        return gated(y)
+
+
+def called(function: Any) -> Callable[..., Tensor]:
+    """Return a forward pass that calls a function in its closure."""
+    return lambda m, x: m.out(function(m.wide(x)))
+
+
+def imported(m: Any, x: Tensor) -> Tensor:
+    from spectral.batching import split_like as cut
+
+    return m.out(torch.cat(cut(m.wide(x), [x, x]), -1))
+
+
+def inherited() -> nn.Module:
+    """Return a module whose class calls the forward pass of its base."""
+    base = type(branch(called(gated)))
+    layer = branch(lambda m, x: super(type(layer), m).forward(x))
+    layer.__class__ = type("Branch", (type(layer), base), {})
+    return layer
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -633,6 +797,21 @@ def kept(m: Any, x: Tensor) -> Any:
         lambda: branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
         lambda: branch(kept, 4, cut=lambda y: y.split(4, -1)),
         lambda: branch(positions, layer=lambda n, m: nn.Conv2d(n, m, 1)),
+        lambda: branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
+        lambda: branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
+        lambda: branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
+        lambda: branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
+        lambda: branch(called(functools.lru_cache(gated))),
+        lambda: branch(called(lambda y: gated(y))),
+        lambda: branch(called(torch.jit.script(gated))),
+        lambda: branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
+        lambda: branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
+        lambda: branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
+        lambda: branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
+        lambda: branch(imported),
+        inherited,
+        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=Gated(), out=linear(8, 8))),
+        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), next=Next())),
     ],
 )
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:

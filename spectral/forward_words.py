@@ -1,0 +1,218 @@
+"""Names, operators and indices in forward passes, read from bytecode."""
+
+import dis
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property, partial, partialmethod
+from itertools import chain, takewhile
+from types import CellType, CodeType, ModuleType
+from typing import Any
+
+from torch import nn
+
+UNREAD = {"torch", "einops", "apply_chunking_to_forward", *sys.stdlib_module_names}
+"""Packages and functions that are not read: names suffice, or they divide tokens."""
+MOST = 200
+"""Largest number of functions that are read for one module."""
+
+
+class ForwardWords:
+    """Words of the forward passes of modules, in the order of execution.
+
+    A function's name is followed by the words of the function. The name of a child begins with a
+    dot; it is followed by the class and the words of the child if the child has no parameters.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[nn.Module, list[str]] = {}
+
+    def of(self, module: nn.Module) -> list[str]:
+        """Return the words of a module's forward pass."""
+        if module not in self.known:
+            self.known[module] = []  # for a module that contains itself
+            children = dict(module.named_children())
+            self.known[module] = self._read(module, children, module.forward, {})
+        return self.known[module]
+
+    def after(self, module: nn.Module, child: str) -> list[str]:
+        """Return the words after the name of a child in a module's forward pass.
+
+        In a sequence they end where the next layer begins.
+        """
+        if not isinstance(module, nn.Sequential):
+            words = self.of(module)
+            return words[words.index(f".{child}") + 1 :] if f".{child}" in words else []
+        children, words = dict(module.named_children()), list[str]()
+        for name in [*children][[*children].index(child) + 1 :]:
+            words += self._child(children, name)
+            if not is_bare(children[name]):
+                inner = self.of(children[name])
+                return words + [*takewhile(lambda word: word[0] != ".", inner)]
+        return words
+
+    def _child(self, children: Mapping[str, nn.Module], name: str) -> list[str]:
+        child = children[name]
+        if not is_bare(child):
+            return [f".{name}"]
+        return [f".{name}", type(child).__name__.lower(), *self.of(child)]
+
+    def _read(
+        self,
+        module: nn.Module,
+        children: Mapping[str, nn.Module],
+        function: Any,
+        known: dict[CodeType, list[str]],
+    ) -> list[str]:
+        """Return the words of a function; `known` contains those of other functions."""
+        if (graph := getattr(function, "inlined_graph", None)) is not None:  # of torch.jit
+            operations = re.findall(r"aten::(\w+)", str(graph))
+            return ["Ellipsis" if word == "slice" else word for word in operations]
+        function = inspect.unwrap(function)
+        function = function if hasattr(function, "__code__") else type(function).__call__
+        code = getattr(function, "__code__", None)
+        package = (getattr(function, "__module__", None) or "").partition(".")[0]
+        if not isinstance(code, CodeType) or not UNREAD.isdisjoint((package, code.co_name)):
+            return []
+        if code not in known and len(known) < MOST:
+            known[code] = words = list[str]()  # for a function that calls itself
+            local = _local_values(function)
+            for path in _words(code):
+                *outer, word = path.split(".")
+                if word in children and len(outer) == 2 and not outer[0]:
+                    words += self._child(children, word)
+                    continue
+                if outer == [""] and word not in local:
+                    continue
+                words += [word] if outer != [""] else []
+                if "loss" in word:  # it takes what the model returns
+                    continue
+                for owner, called in _called(module, local, function.__globals__, path):
+                    inner = self._read(owner, children if owner is module else {}, called, known)
+                    words += [getattr(called, "__name__", word), *_twice(inner)]
+        return known.get(code, [])
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Return whether a module has no parameters."""
+    return next(module.parameters(), None) is None
+
+
+def _twice(words: Iterable[str]) -> Iterator[str]:
+    """Yield words without their third and later occurrences."""
+    counts = Counter[str]()
+    for word in words:
+        counts[word] += 1
+        if counts[word] <= 2:
+            yield word
+
+
+def _local_values(function: Any) -> dict[str, Any]:
+    """Return the values of a function's free variables, and the defaults of its arguments."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    free = {
+        name: cell.cell_contents
+        for name, cell in cells
+        if name != "__class__" and cell != CellType()
+    }
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
+    return {**dict(defaults), **(function.__kwdefaults__ or {}), **free}
+
+
+def _called(
+    module: nn.Module, local: Mapping[str, Any], known: Mapping[str, Any], path: str
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the functions that a path in a function of a module may name, after their modules."""
+    first, *names = path.split(".")
+    root = first or names.pop(0)
+    spaces: list[Mapping[str, Any]] = [local, known, sys.modules] if first else [local]
+    roots = root, f"{known.get('__package__')}.{root}"
+    reached = [(module, space[key]) for space in spaces for key in roots if key in space][:1]
+    reached += [(module, module)] if names and not first else []  # the local may be the module
+    for name in names:
+        reached = [
+            (value if isinstance(value, nn.Module) else owner, attribute)
+            for owner, value in reached
+            for attribute in _attributes(value, name)
+        ]
+    for owner, value in reached:
+        members = [*value.values()] if isinstance(value, dict) else value
+        for member in members if isinstance(members, (list, tuple)) else [value]:
+            if (called := _function(member)) is not None:
+                yield owner, called
+
+
+def _attributes(value: Any, name: str) -> list[Any]:
+    """Return the attributes of a name, of a value and of its classes, without computing them."""
+    if isinstance(value, (type, ModuleType)):
+        return [getattr(value, name, None)]
+    spaces = [getattr(value, "__dict__", {}), *map(vars, type(value).__mro__)]
+    spaces += [dict(value.named_children())] if isinstance(value, nn.Module) else []
+    return [space[name] for space in spaces if name in space]
+
+
+def _function(value: Any) -> Any:
+    """Return the function that a value stands for, or None."""
+    value = value.fget if isinstance(value, property) else value
+    value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
+    value = value.__func__ if isinstance(value, classmethod) else value
+    if isinstance(value, nn.Module) and not is_bare(value):
+        return None  # its layers are not those of the module that calls it
+    if isinstance(value, (type, nn.Module)):
+        value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
+    return value if callable(value) else None
+
+
+@cache
+def _words(code: CodeType) -> list[str]:
+    """Return the names, operators and ellipses of a function, and of functions in it, in the order
+    of their execution; ":" is a part of the second axis, and "::" a part of the third.
+
+    The path of an attribute is `global.attribute`, `.local.attribute` or, if its object is unknown,
+    `..attribute`. Locals that are copies of paths have these paths.
+    """
+    words, slices, path, origin = list[str](), list[bool](), "", ""
+    copies = dict[str, str]()
+    calls = list[tuple[list[str], list[str]]]()  # the words before a call, and the function's
+    steps = [*dis.get_instructions(code)]
+    for i, step in enumerate(steps):
+        value, name = step.argval, step.opname
+        if name in ("PUSH_NULL", "LOAD_METHOD") or "NULL" in step.argrepr:
+            calls.append(([], []))  # its function runs after the arguments
+        current = calls[-1][0] if calls else words
+        outer, path = path, ""
+        if isinstance(value, CodeType) and re.match("<.*(comp|expr)>", value.co_name):
+            calls.append(([], _words(value)))  # it runs after its iterable
+        elif isinstance(value, CodeType):
+            current += _words(value)
+        elif step.opcode in (*dis.haslocal, *dis.hasfree):
+            names = value if isinstance(value, tuple) else (value,)
+            if "STORE" in name and outer:
+                copies[names[0]] = outer
+            if "LOAD" in name and value != ".0":  # the iterable of a comprehension
+                current += [copies.get(local, f".{local}") for local in names]
+                path = current[-1]
+        elif step.opcode in dis.hasname:
+            outer = origin if name == "IMPORT_FROM" else outer or "."
+            path = f"{outer}.{value}" if outer else value
+            if name in ("LOAD_GLOBAL", "IMPORT_NAME"):
+                path = origin = value
+            current += [] if "IMPORT" in name else [path]
+        elif name in ("BUILD_TUPLE", "BINARY_SUBSCR") or step.argrepr == "[]":
+            current += [":"] if slices[:2] == [False, True] else []
+            current += ["::"] if slices == [False, False, True] else []
+            slices = []
+        elif name == "BINARY_OP":
+            current.append(step.argrepr.rstrip("="))
+        elif name == "BUILD_SLICE":
+            slices.append([s.argval for s in steps[i - 2 : i]] != [None, None])
+        elif name == "LOAD_CONST":  # constant indices are tuples, since Python 3.14 with slices
+            parts = value if isinstance(value, tuple) else (value,)
+            current += ["Ellipsis" for part in parts if part is Ellipsis]
+            slices += [(p.start, p.stop) != (None, None) for p in parts if isinstance(p, slice)]
+        elif name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") and calls:
+            words += sum(calls.pop(), [])
+    return words + sum(chain(*calls), [])
