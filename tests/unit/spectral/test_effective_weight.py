@@ -186,6 +186,8 @@ def test_zero_matrix_gives_zero() -> None:
     assert precondition(w, u, v, 1.0, 4).count_nonzero() == 0
     gradient = vjp(torch.ones_like(w), w, u, v, 1.0, level=4)
     assert gradient.weight.isfinite().all() and gradient.gamma.count_nonzero() == 0
+    layer = Preconditioner(init_compensation=True)
+    assert (layer.initial_gamma(w, u, v) == 1).all() and not layer.guard_(w, u, v).any()
 
 
 def test_nan_stays_nan_and_in_its_matrix() -> None:
