@@ -48,6 +48,7 @@ def test_monitored_steps_have_their_own_tokens() -> None:
     run = replace(run_of({"step": 10, "progress/tokens": 56}), monitors=monitors)
     assert [run.tokens(line) for line in monitors] == [8, 40, 72]
     assert run.tokens({"step": 9}) == 48
+    assert run.tokens({"step": 14}) == 72 + 2 * 8  # nothing counts them: full batches
 
 
 @pytest.mark.parametrize(
