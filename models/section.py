@@ -58,8 +58,8 @@ class Section:
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each wrong key of a section, without VALUE if the rule
-    contains it; `path` is the section's position in the config."""
+    """Yield `KEY RULE, got VALUE` for each wrong key of a section; a rule may already end in `, got
+    VALUE`. `path` is the section's position in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"

@@ -181,8 +181,8 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     A matrix that has converged keeps its result while the others continue. The direction is that of
     the best evaluation, `residual` is measured on it, and `converged` is False where the tolerance
     was missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up
-    to `ROUNDING` they end the search and are subtracted from the direction. Where no direction
-    exists (`M = c Theta`), the direction is zero and `converged` False.
+    to `ROUNDING` they end the search and are subtracted from the direction. If no tangent direction
+    exists (`M = c Theta`), the direction is zero and `converged` is False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are

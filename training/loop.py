@@ -224,7 +224,7 @@ class Loop:
     def score(self) -> dict[str, float] | None:
         """Return the metrics of the tasks, or None if a stop interrupted them."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
-        assert model.vocab_size is not None  # `with_vocabulary` has filled it in
+        assert model.vocab_size is not None  # `with_vocabulary` has replaced a null
         return score(
             self.trainer.model,
             groups,

@@ -87,8 +87,8 @@ def rewind(
 ) -> bool:
     """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
-    Collective; `log` is the reporting rank's log. Does nothing and returns False if no
-    `spikes.rewinds` are left or there is no such checkpoint.
+    All ranks call this function. `log` is the log of the reporting rank, None on other ranks. Does
+    nothing and returns False if no `spikes.rewinds` are left or there is no such checkpoint.
     """
     run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)

@@ -73,7 +73,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError on every rank, with one line per fact that differs. Collective."""
+    """Raise RanksDifferError on every rank, with one line per fact that differs. All ranks call
+    this function."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

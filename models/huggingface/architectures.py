@@ -136,7 +136,7 @@ def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that prevent ranking groups of experts by their two best experts."""
     groups, used = moe.expert_groups, moe.top_groups
     if groups >= 1 and moe.experts // groups < 2:
-        yield f"experts must be at least two for each of expert_groups = {groups}", str(moe.experts)
+        yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
     if groups > 1 and used >= 1 and moe.top_k // used != 2:
         rule = f"top_k must be at least 2 and below 3 times top_groups = {used}"
         yield rule, str(moe.top_k)

@@ -81,7 +81,7 @@ RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
 """Fields that all matrix rules share and that determine most of their cost."""
 WARM_UP = 3
-"""Number of steps of a side that are not measured; the third step records a graph."""
+"""Number of first steps of each side, which are not timed; the third step records a graph."""
 ALIGNMENT = 0.6
 """The gradient's component along the weight's top singular pair Theta, in units of min(shape)^-1/2.
 With this value |f(0)| is 0.5, as in training; with unaligned gradients every solver would be too

@@ -72,7 +72,7 @@ from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
-"""Number of steps of a side that are not measured."""
+"""Number of first steps of each side, which are not timed."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",

@@ -20,7 +20,7 @@ SUFFIXES = (
     ".txt and .md, .jsonl, .ndjson and .json (one row a line), each also .gz, .xz, .zst or .zstd; "
     ".parquet"
 )
-REMEDY: Final = "link other plain text under a name with .txt; hf:FOLDER reads CSV"
+REMEDY: Final = "for other plain text, create a link whose name ends in .txt; hf:FOLDER reads CSV"
 SHARD_FILE: Final = "shard.json"
 """Name of the file that describes a shard of a preparation."""
 LOCK: Final = ".preparing.lock"

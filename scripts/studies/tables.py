@@ -235,7 +235,7 @@ def short(overrides: Sequence[str]) -> str:
 
 
 def loss_by(results: Results, key: str) -> pd.DataFrame:
-    """Return the losses of all variants by the values of `key`; each is the best over other
+    """Return the losses of all variants by the values of `key`; each is the lowest over the other
     settings."""
     points = [
         (name, value, loss)

@@ -200,7 +200,9 @@ def check_rates(lr: Rate, weight_decay: Rate) -> None:
     """Raise ValueError for rates that are tensors with dimensions."""
     for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
         if isinstance(rate, Tensor) and rate.ndim:
-            raise ValueError(f"{name} must be a number or 0-d, got shape {tuple(rate.shape)}")
+            raise ValueError(
+                f"{name} must be a number or a 0-d tensor, got shape {tuple(rate.shape)}"
+            )
 
 
 def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:

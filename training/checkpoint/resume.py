@@ -68,7 +68,7 @@ class Start:
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
     """Return the start of a run: a fully verified checkpoint, or step 0.
 
-    Collective; changes nothing.
+    All ranks call this function; it changes nothing.
 
     resume   `latest`, `none` or a step
     now      identity of the continuing run
@@ -132,7 +132,7 @@ def check_content(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written, or a
     tensor is not finite.
 
-    Collective; each rank reads a share of the files and tensors.
+    All ranks call this function; each rank reads a share of the files and tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoints.problems, checkpoints.not_finite):

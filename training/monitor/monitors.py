@@ -199,7 +199,7 @@ class Monitors:
         """Return the line of `step` for monitors.jsonl and its aggregates for the metrics.
 
         `tokens` is the number of tokens seen so far. Both results are empty on ranks other than 0,
-        and if the step is not monitored. Collective.
+        and if the step is not monitored. All ranks call this method.
         """
         if not self.due(step):
             return {}, {}

@@ -95,7 +95,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:
-    """Return the cost of a planned run's monitors; a null interval is chosen."""
+    """Return the cost of a planned run's monitors, after choosing the interval if it is null."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)

@@ -175,7 +175,11 @@ def test_splitting_parameters() -> None:
         ({"rule": "sgd"}, ValueError, "rule must be one of"),
         ({"lr": -1}, ValueError, "lr must not be negative, got -1"),
         ({"lr": "0.1"}, TypeError, "lr must be a number or a 0-d tensor, got '0.1'"),
-        ({"lr": torch.ones(2)}, ValueError, r"lr must be a number or 0-d, got shape \(2,\)"),
+        (
+            {"lr": torch.ones(2)},
+            ValueError,
+            r"lr must be a number or a 0-d tensor, got shape \(2,\)",
+        ),
         ({"momentum": 1.5}, ValueError, "momentum must be in"),
         ({"nonfinite": "rais"}, ValueError, "nonfinite must be .*; did you mean 'raise'"),
         ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),

@@ -174,7 +174,7 @@ def test_update_has_the_reported_size(name: str) -> None:
 def test_rates_of_single_matrices_are_refused(name: str) -> None:
     weight, grad = start()
     rule, rates = make(name), torch.ones(len(weight))
-    with pytest.raises(ValueError, match=r"lr must be a number or 0-d, got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"lr must be a number or a 0-d tensor, got shape \(3,\)"):
         take_step(rule, weight, grad, rule.init_state(weight), lr=rates)
 
 

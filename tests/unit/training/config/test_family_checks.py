@@ -32,7 +32,7 @@ DEEPSEEK = [
     (["model.moe.score=softmax", "model.moe.expert_bias=false"], "model.moe.score must be sigmoid"),
     (["model.moe.shared_gate=true"], "model.moe.shared_gate must be false"),
     (["model.moe.shared_experts=0"], "model.moe.shared_experts must be at least 1"),
-    (["model.moe.expert_groups=8"], "model.moe.experts must be at least two for each of"),
+    (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
     (["model.moe.expert_groups=2", "model.moe.top_groups=2"], "model.moe.top_k must be at least 2"),
     (["model.moe.expert_groups=3"], "model.moe.expert_groups must divide experts = 8"),
     (["model.moe.expert_groups=2", "model.moe.top_groups=3"], "model.moe.top_groups must be at"),
