@@ -169,6 +169,11 @@ def chosen(options: argparse.Namespace) -> Preparation:
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
         return _demo()
     sets, tokenizer = (_custom if options.corpus is None else _corpus)(options)
+    inputs = [each for plan in sets for each in plan.inputs()]
+    if all(each.text_key is not None or not each.has_keys for each in inputs):
+        _refuse(options, "without files of rows whose input names no key", "text_key")
+    if all(each.has_keys for each in inputs):
+        _refuse(options, "without files of text", "document_bytes")
     return Preparation(
         sets=sets,
         vocabulary=options.train_tokenizer,

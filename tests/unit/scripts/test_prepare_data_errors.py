@@ -199,6 +199,10 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "dataset::train, row 1: no key 'body', found text"),
     ("set={}/table.parquet --text-key body --train-tokenizer 300",
      "table.parquet, row 1: no key 'body', found text"),
+    ("set={}/text.txt k:text={}/rows.jsonl --text-key body --train-tokenizer 300",
+     "--text-key has no effect without files of rows whose input names no key, got body"),
+    ("set={}/rows.jsonl --document-bytes 0 --train-tokenizer 300",
+     "--document-bytes has no effect without files of text, got 0"),
     ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
     ("set={}/none.parquet --train-tokenizer 257", "none.parquet contains no documents"),
     ("set={}/none.parquet --train-tokenizer 600",
@@ -209,6 +213,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("command", "message"), BAD_COMMANDS)
 def test_bad_command_is_one_line(tokenizer, tmp_path, command, message, capsys) -> None:
     write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    (tmp_path / "text.txt").write_text("A text.")
     for folder in ("folder", "dataset"):
         (tmp_path / folder).mkdir()
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
