@@ -93,8 +93,10 @@ def counted(number: int, noun: str) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the whole old or the whole new text.
 
-    Several processes may replace the file at the same time.
+    Several processes may replace the file at the same time. Raises InputError for a folder.
     """
+    if path.is_dir():
+        raise InputError(f"the output must be a file, got the folder {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     replace_file(new, text)

@@ -130,6 +130,8 @@ def check_target(path: Path) -> None:
         raise InputError(f"output must end in one of {', '.join(SUFFIXES)}, got {path}")
     if not path.parent.is_dir():
         raise InputError(f"output must be in a folder that exists, got {path}")
+    if path.is_dir():
+        raise InputError(f"output must be a file, got the folder {path}")
 
 
 def save(figure: Figure, path: Path) -> None:

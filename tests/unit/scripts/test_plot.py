@@ -7,6 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from scripts.command import write_whole
 from scripts.plot import main
 from scripts.plots.effective_weights import plot_spectrum
 from scripts.plots.study_figures import plot_curves
@@ -72,3 +73,11 @@ def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
         for path in (tmp_path / "drawn.svg", root / "docs/images/pc_maps.svg")
     )
     assert drawn == committed and drawn
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path, refusal):
+    said = f"output must be a file, got the folder {tmp_path / 'a.png'}"
+    (tmp_path / "a.png").mkdir()
+    assert said in refusal(main(["maps", "--output", str(tmp_path / "a.png")]))
+    with pytest.raises(InputError, match=said):
+        write_whole(tmp_path / "a.png", "a page, a report or tasks")
