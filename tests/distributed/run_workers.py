@@ -58,12 +58,16 @@ def runs(folder: str, layouts: list[dict[str, int]], keys: dict[str, Any]) -> li
 
 def resumed_twice(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
     """Train "FOLDER/resumed whole" in one start, and "FOLDER/resumed twice" in three, in bfloat16
-    and with PC layers."""
+    and with PC layers; each rank's random numbers go on, too."""
+    torch.manual_seed(groups.rank)
+    random_state = torch.get_rng_state()
     name, more = "resumed", BF16 | {"pc__level": 2, "train__steps": 3}
     more |= {"checkpoint__keep_last": 1, "validation__interval": 1}
     for stop in (1, 2, 3):
         twice = {**keys, **more, "train__exit_step": stop, "run__dir": f"{folder}/{name} twice"}
         assert train(read_config(folder, **twice), groups).step == stop
+        assert torch.equal(torch.get_rng_state(), random_state)
+        torch.manual_seed(len(name))
     whole = {**keys, **more, "train__exit_step": 3, "run__dir": f"{folder}/{name} whole"}
     train(read_config(folder, **whole), groups)
 
