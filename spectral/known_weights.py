@@ -267,12 +267,15 @@ class KnownWeights:
     def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
         """Return whether later blocks with as many inputs as a layer has outputs may not take them.
 
-        The layer is square and follows blocks, or ends their tower and pools or is multiplied.
+        The layer is square, follows blocks and scales no activations, or ends their tower and pools
+        or is multiplied.
         """
-        (_, inner), *scopes = weight.path
+        (name, inner), *scopes = weight.path
         layer, after = Layer.of(weight.module), {x.module for x in later}
         before = [x.module for x in self.layers.before(inner, scopes[-1][1]) if x.multiplies]
-        if layer and layer.inputs == layer.outputs and {*before[-1:]} & self.repeated - after:
+        follows = bool({*before[-1:]} & self.repeated - after)
+        scales = "*" in self.words.after(scopes[0][1], name)
+        if layer and layer.inputs == layer.outputs and follows and not scales:
             return True
         takers = {x.module for x in later if layer and x.inputs == layer.outputs}
         return (mixer != "" or any("pool" in name for name, _ in weight.path)) and any(
@@ -292,7 +295,11 @@ class KnownWeights:
         made = (inputs, *(x.outputs for x in later))
         others = all(x.inputs in made and x.module not in self.repeated for x in later)
         used = any(x.inputs == outputs for x in self.layers.layers)
-        ends = (self.blocks and not cut and others) or not (later or used)
+        parted = self._cuts(weight) or not (PARTS | AXES | SHAPES).isdisjoint(
+            self.words.after(weight.around, weight.own_name)
+        )
+        alike = not (cut or used or parted) and outputs == self.layers.layers[-1].outputs
+        ends = (self.blocks and not cut and others) or not (later or used) or alike
         return f"no later layer takes its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], str]:

@@ -450,6 +450,12 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(net=nn.Sequential(holder(proj=linear(8, 24)), nn.Dropout(), linear(12, 8))),
         "net.0.proj.weight looks like .*no layer takes its 24 outputs",
     ),
+    "a gate as wide as the last layer's outputs": (
+        lambda: nn.Sequential(
+            holder("Gate", lambda m, x: F.glu(m.proj(x)), proj=linear(10, 24)), linear(12, 24)
+        ),
+        "0.proj.weight looks like .*no layer takes its 24 outputs",
+    ),
     "convolutional qkv": (
         lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
         "to_qkv.weight looks like .*its name is to_qkv",
@@ -951,6 +957,10 @@ ENDINGS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
             )
         ),
         ["final.base_layer", "final.lora_B.default"],
+    ),
+    "of an auxiliary loss, before layers": (
+        lambda: holder(stem=linear(8, 8), auxiliary=linear(8, 5), body=MLP(8, 8), end=linear(8, 5)),
+        ["auxiliary", "end"],
     ),
     "without layers in a list": (
         lambda: nn.Sequential(nn.Flatten(), linear(12, 6), nn.ReLU(), linear(6, 10)),
