@@ -244,6 +244,11 @@ class LogConfig(Section):
     """Steps to profile; null = none. Traces for Perfetto are written to `profile/` in the run
     folder. A profile does not change results, and its failure does not end the run."""
 
+    def checks(self) -> Iterator[Check]:
+        """Check the trackers."""
+        names = self.trackers
+        yield "trackers", len(set(names)) < len(names), "must name each tracker once"
+
 
 MonitorGroup = Literal[
     "weights", "gradients", "updates", "noise", "activations", "attention", "spectra"

@@ -53,6 +53,11 @@ def test_many_matrices_in_all_layers_together_are_too_many(minimal: Path) -> Non
     assert line == "model.heads times model.layers must be at most 262144, got 8192 times 10000"
 
 
+def test_a_tracker_is_named_once(minimal: Path) -> None:
+    (line,) = problems(minimal, "log.trackers=[wandb,tensorboard,wandb]")
+    assert line.startswith("log.trackers must name each tracker once, got ") and "wandb" in line
+
+
 # --- keys without effect ------------------------------------------------------------------------
 
 # For each: the cause of a key without effect, the key, its default, and another value.
