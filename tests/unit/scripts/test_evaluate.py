@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from scripts.data.text_tokenizer import train_tokenizer
 from scripts.evaluation import process_results
-from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
+from scripts.evaluation.harness import TASK_SETS, Row, Run, evaluate, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, write_tasks
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
@@ -157,6 +157,14 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     line = f"| mean of pc_paper | accuracy | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |"
     assert line in table(listed, sets)
     assert "mean" not in table(listed[1:], sets)
+
+
+def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
+    names = ("_standard_error", "_stderr")
+    values = {f"bits_per_byte{name},none": x for name, x in zip(names, (0.1, "N/A"), strict=True)}
+    assert rows({"local_a": {"bits_per_byte,none": 1.5, **values}}) == [
+        Row("local_a", "bits_per_byte", 1.5, 0.1)
+    ]
 
 
 def test_a_module_of_the_working_directory_is_not_lm_eval(tmp_path, monkeypatch) -> None:

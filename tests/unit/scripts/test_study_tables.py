@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scripts.studies.description import Study, TunedIn, Variant
+from scripts.studies.search import begin
 from scripts.studies.tables import (
     comparison,
     grid_ends,
@@ -20,6 +22,7 @@ from scripts.studies.tables import (
 )
 from tests.paths import ROOT
 from tests.run_results import json_lines
+from training.errors import DataError
 
 STAGE = {"grid": {"lr": [1, 2, 4], "beta": [0.5, 0.9]}, "factors": {}, "choices": []}
 RESULTS = sorted(ROOT.glob("studies/**/results.json"))
@@ -105,14 +108,24 @@ def searched(chosen):
         (["lr=2", "beta=0.3"], ["lr=2", "beta=0.5"], {"a": ["beta = 0.3"]}),
     ],
 )
-def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended):
-    """The refusal includes variants that are compared with the variant."""
+def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
+    """The refusal includes variants that are compared with the variant, or tuned as it is."""
     results = searched({"a": a, "b": b})
     ended = {name: [f"{key} is at an end of the grid of {name}" for key in keys]
              for name, keys in ended.items()}  # fmt: skip
     assert grid_ends(results) == ended
     verdict = comparison(results)["verdict"][1]
     assert verdict == ("lower" if not ended else f"refused: {next(iter(ended.values()))[0]}")
+    stored = results | {"complete": True}
+    monkeypatch.setattr("scripts.studies.search.read_results", lambda path: stored)
+    for name in "ab":
+        variants = {"c": Variant(config="c.yaml", tuned_as=name)}
+        other = Study(title="t", seeds=[1], variants=variants, tuned_in=TunedIn(results="r"))
+        if name in ended:
+            with pytest.raises(DataError, match=f"{ended[name][0]}: extend the grid first"):
+                begin(other, ROOT)
+        else:
+            assert begin(other, ROOT)[1] == {"c": results["chosen"][name]}
 
 
 def test_losses_by_a_key_are_the_best_over_the_others():

@@ -11,7 +11,12 @@ from models.families import all_units
 from models.layout import ChunkSpec
 from parallel.plan.activation_costs import activation_bytes, stage_activations
 from parallel.plan.devices import DEVICES
-from parallel.plan.domain import element_state_bytes, owned_state_bytes, state_of_matrix
+from parallel.plan.domain import (
+    DomainPlan,
+    element_state_bytes,
+    owned_state_bytes,
+    state_of_matrix,
+)
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import least_permanent, stage_elements
@@ -106,6 +111,16 @@ def test_buffers_are_those_of_the_larger_domain(experts):
     assert stage.memory.buffers == sizes["dense" if experts == 1 else "expert"]
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_an_owner_has_a_buffer_for_the_parts_of_the_other_rank(owner):
+    inputs = PlanInputs(data=2, step_groups=1)
+    plan = DomainPlan([all_units(TINY)], assign_to(RULES["muon"]()), inputs)
+    held = [sum(work.holders.get(rank, 0) for work in plan.stepped) for rank in range(2)]
+    owners = {work.name: owner for work in plan.stepped}
+    expected = 6 * 4 * sum(held) + inputs.exchange_bytes * held[1 - owner]
+    assert plan.transient(owners) == expected and min(held) > 0
+
+
 def ten_tokens(model, **inputs):
     """Return a step of one micro-batch of ten tokens on two tensor-parallel ranks."""
     return StepShape(
@@ -133,6 +148,9 @@ def test_activations_by_hand():
     logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
     assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
     assert logits > 10 * once * 2
+    capped = ten_tokens(replace(TINY, final_softcap=30.0))
+    slopes = activation_bytes(capped, [replace(part, head=True)]) - head
+    assert slopes == 4 * 10 * TINY.padded_vocab // 2
     rows = TINY.padded_vocab // 2  # a larger chunk contains no more of the vocabulary
     chunked = [ten_tokens(TINY, loss_chunk=chunk) for chunk in (rows, 9 * rows)]
     assert len({activation_bytes(step, [replace(part, head=True)]) for step in chunked}) == 1
