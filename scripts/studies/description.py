@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Final
@@ -213,10 +213,10 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
         problems.append(f"seeds must be one or more different numbers, got {study.seeds}")
-    problems += _override_problems("overrides", study.overrides)
+    problems += _override_problems("overrides", study.overrides, study.full)
     problems += _override_problems("the command line", given)
     for name, variant in study.variants.items():
-        problems += _override_problems(f"{name}.overrides", variant.overrides)
+        problems += _override_problems(f"{name}.overrides", variant.overrides, study.full)
         if variant.against is not None and variant.against not in study.variants:
             problems.append(f"{name}.against must be a variant of the study, got {variant.against}")
         if variant.differs and variant.against is None:
@@ -233,14 +233,17 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
     return problems
 
 
-def _override_problems(place: str, overrides: Sequence[str]) -> list[str]:
+def _override_problems(place: str, overrides: Sequence[str], full: Iterable[str] = ()) -> list[str]:
     """Return the problems of a list of overrides: two values of a key, and keys that each run of a
-    study gets."""
+    study gets; `full` contains the settings of a full length, of which a variant may change all but
+    the steps."""
     problems = [f"{place} must set a key once: {text}" for text in replaced(overrides)]
     given = {key for key, _ in flat(merged_overrides(overrides))}
+    origins = {"seed": "seeds", "run.dir": "the study's folder"}
+    origins |= {"train.steps": "full"} if "train.steps" in full else {}
     return problems + [
         f"{place} must not set {key}, which each run gets from {origin}"
-        for key, origin in (("seed", "seeds"), ("run.dir", "the study's folder"))
+        for key, origin in origins.items()
         if key in given
     ]
 

@@ -240,6 +240,17 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
             {"variants": {"a": {"config": "x", "overrides": ["run.dir=y"]}}},
             "a.overrides must not set run.dir, which each run gets from the study's folder",
         ),
+        (
+            {"full": {"train.steps": 4}, "overrides": ["train={steps: 5}"]},
+            "overrides must not set train.steps, which each run gets from full",
+        ),
+        (
+            {
+                "full": {"train.steps": 4},
+                "variants": {"a": {"config": "x", "overrides": ["train.steps=8"]}},
+            },
+            "a.overrides must not set train.steps, which each run gets from full",
+        ),
         ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
         ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
