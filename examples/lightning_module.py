@@ -44,10 +44,7 @@ class Decoder(lightning.LightningModule):
         split = split_parameters(self.model, elementwise=[self.model.head], lr=3e-3)
         optimizer = MuonSphere(split, lr=5e-3)
         factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - 0.9 * s / self.steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": factor, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
 
 def main() -> None:

@@ -46,11 +46,7 @@ def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list
 
 
 def moved(
-    units: Iterable[Unit],
-    prefix: str,
-    place: str,
-    kind: str,
-    domain: Literal["dense", "expert"],
+    units: Iterable[Unit], prefix: str, place: str, kind: str, domain: Literal["dense", "expert"]
 ) -> list[Unit]:
     """Rename the units of a layer's gated block to units of the same layer's block `place`.
 

@@ -30,10 +30,7 @@ from torch import Tensor
 TESTED: Final = ("0.16.1", "0.19.2")
 """Oldest and newest tested release."""
 
-ADVISERS: Final = (
-    "models.gpt.gpt_model",
-    "transformer.transformer_layer",
-)
+ADVISERS: Final = ("models.gpt.gpt_model", "transformer.transformer_layer")
 """Modules of the engine that log advice to users."""
 
 
@@ -214,8 +211,6 @@ def transformer_engine_layer(qk_norm: bool = False) -> Any:
     """
     if not has_transformer_engine():
         raise ModuleNotFoundError("Transformer Engine is not installed")
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

@@ -157,12 +157,7 @@ def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]
 
 
 def matrix_unit(
-    name: str,
-    parameter: str,
-    role: str,
-    shape: tuple[int, int],
-    tensor_size: int,
-    axis: int | None,
+    name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int, axis: int | None
 ) -> Unit:
     """Return the unit `[rows, cols]` that is a whole parameter.
 

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from models.blocks.compiled import fuse_blocks_
 from models.blocks.experts import GroupedExperts
-from models.blocks.in_graph_pc import (
-    UnitWeight,
-    gathered,
-    precondition_,
-    with_gammas,
-)
+from models.blocks.in_graph_pc import UnitWeight, gathered, precondition_, with_gammas
 from models.blocks.self_attention import RotatedSelfAttention
 from models.config import ModelConfig
 from models.engine import without_advice

@@ -152,9 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "equal weights)",
     )
     parser.add_argument(
-        "--on-sphere",
-        action="store_true",
-        help="rescale matrices of sphere rules to their radius",
+        "--on-sphere", action="store_true", help="rescale matrices of sphere rules to their radius"
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):

@@ -308,9 +308,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--overwrite", action="store_true", help="replace a different or damaged preparation"
     )
     parser.add_argument(
-        "--demo",
-        action="store_true",
-        help="prepare only the corpus in examples/data",
+        "--demo", action="store_true", help="prepare only the corpus in examples/data"
     )
     parser.add_argument(
         "--corpus",

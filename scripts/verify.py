@@ -171,10 +171,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
             if latest.is_file()
             else None
         )
-        yield (
-            str(latest),
-            GOOD if named == newest else f"must name {newest}, got {named!r:.60}",
-        )
+        yield (str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}")
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(
             str(run_dir / "config.yaml"),

@@ -22,12 +22,7 @@ def product_flops(rows: int, inner: int, cols: int) -> float:
 
 
 def msign_cost(
-    short: int,
-    long: int,
-    *,
-    steps: int,
-    dtype: torch.dtype,
-    schedule: str = "polar_express",
+    short: int, long: int, *, steps: int, dtype: torch.dtype, schedule: str = "polar_express"
 ) -> float:
     """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
 
@@ -60,12 +55,7 @@ def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> floa
 
 
 def tangent_cost(
-    short: int,
-    long: int,
-    *,
-    evaluations: float,
-    msign: float,
-    dtype: torch.dtype,
+    short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
 ) -> float:
     """Count the FLOPs of a tangent solve: its model, and `evaluations` times `msign` FLOPs.
 

@@ -81,10 +81,7 @@ def _energy(w: Tensor) -> tuple[Tensor, Tensor]:
     energy = total - lengths.square().sum(-1)
     present = energy > 4 * torch.finfo(w.dtype).eps * total
     product = gram @ w - w * lengths[..., None, :]
-    return (
-        torch.where(present, energy, 0),
-        torch.where(present[..., None, None], product, 0),
-    )
+    return (torch.where(present, energy, 0), torch.where(present[..., None, None], product, 0))
 
 
 class _GramPenalty(torch.autograd.Function):

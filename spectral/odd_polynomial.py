@@ -69,10 +69,7 @@ def evaluate(x: Tensor, level: Level) -> Tensor:
 
 
 def fit_polynomial(
-    degree: int,
-    cutoff: float,
-    alpha: float = 4.0,
-    interval: tuple[float, float] = (0.0, 1.1),
+    degree: int, cutoff: float, alpha: float = 4.0, interval: tuple[float, float] = (0.0, 1.1)
 ) -> Stage:
     """Fit an odd polynomial to min(x / cutoff, 1); returns `degree` + 1 coefficients of x, x^3, ...
 

@@ -199,11 +199,7 @@ def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def msign(
-    x: Tensor,
-    *,
-    schedule: str = "polar_express",
-    steps: int = 8,
-    dtype: torch.dtype | None = None,
+    x: Tensor, *, schedule: str = "polar_express", steps: int = 8, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
 

@@ -12,12 +12,7 @@ from .local_part import placed_as
 
 @torch.no_grad()
 def clip_qk_(
-    query: Tensor,
-    key: Tensor,
-    logits: Tensor,
-    *,
-    threshold: float = 100.0,
-    balance: float = 0.5,
+    query: Tensor, key: Tensor, logits: Tensor, *, threshold: float = 100.0, balance: float = 0.5
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
 

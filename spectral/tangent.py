@@ -38,12 +38,7 @@ DEGENERATE_EPS = 32
 
 # Default and smallest tolerance by the dtype of msign's products: below the smallest tolerance are
 # rounding errors of f, which no multiplier reduces (docs/numerics.md).
-TOLERANCES = {
-    torch.float64: 2e-4,
-    torch.float32: 2e-4,
-    torch.float16: 1e-3,
-    torch.bfloat16: 5e-3,
-}
+TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
 # Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). On a GPU where

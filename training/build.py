@@ -37,8 +37,7 @@ def build_parallel_model(
         seed=config.seed,
         sequence_length=train.sequence_length,
         buckets=BucketPlanner(
-            parameter_bytes=dtype.itemsize,
-            preconditioned=lambda unit: assign(unit).pc is not None,
+            parameter_bytes=dtype.itemsize, preconditioned=lambda unit: assign(unit).pc is not None
         ),
         dtype=dtype,
         engine={"recompute": train.recompute, "fp8": train.fp8},

@@ -196,10 +196,7 @@ def train(
 
 
 def agreed_facts(
-    config: Config,
-    data: TrainingData,
-    validation: Sequence[ValidationData],
-    tasks: Sequence[Task],
+    config: Config, data: TrainingData, validation: Sequence[ValidationData], tasks: Sequence[Task]
 ) -> Identity:
     """Return the data's facts for the identity of a run; they must be equal on all ranks."""
     facts = data_facts(config, data, validation, data_manifest(config))

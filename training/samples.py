@@ -16,14 +16,8 @@ from parallel.model import Batch, LossFunction, ParallelModel
 from training.config import Config
 from training.data.batches import on_device
 from training.data.build_data import data_manifest
-from training.data.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-)
-from training.data.token_bytes import (
-    open_tokenizer,
-    tokenizer_file,
-)
+from training.data.manifest import MANIFEST_FILE, Manifest
+from training.data.token_bytes import open_tokenizer, tokenizer_file
 from training.data.validation_data import ValidationData
 from training.errors import ConfigError
 

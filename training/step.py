@@ -108,8 +108,7 @@ class Trainer:
         self.weights = WeightWatch(optimizer) if watched else None
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
-            limit=config.train.max_skipped_steps,
-            spikes=config.spikes.deviations is not None,
+            limit=config.train.max_skipped_steps, spikes=config.spikes.deviations is not None
         )
 
     @property

@@ -155,11 +155,7 @@ def take_balancing_losses() -> dict[str, Tensor]:
 
 
 def balance_(
-    chunks: Iterable[torch.nn.Module],
-    counts: Tensor,
-    *,
-    rate: float,
-    active: Tensor | None = None,
+    chunks: Iterable[torch.nn.Module], counts: Tensor, *, rate: float, active: Tensor | None = None
 ) -> None:
     """End a step: move every expert bias by `rate` against its load and clear the counts.
 

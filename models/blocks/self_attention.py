@@ -61,11 +61,7 @@ class HeadFunctions(NamedTuple):
 
 
 def split_heads(
-    mixed: Tensor,
-    turns: Tensor,
-    gains: Sequence[Tensor],
-    epsilon: float,
-    functions: HeadFunctions,
+    mixed: Tensor, turns: Tensor, gains: Sequence[Tensor], epsilon: float, functions: HeadFunctions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, queries and keys
     normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.

@@ -22,12 +22,7 @@ NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "yarn": ("factor", LENGTH),
 }
 """Supported types of rotary positions, and the required keys of each type."""
-OPTIONAL: Final = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": True,
-    "attention_factor": None,
-}
+OPTIONAL: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
 """Further keys of yarn, and their defaults."""
 
 MSCALES: Final = ("mscale", "mscale_all_dim")
@@ -106,10 +101,7 @@ def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
 LATENT_EPSILON = 1e-6
 """Epsilon of the norms of DeepSeek's latents in transformers, which config.json does not change."""
 EVERYWHERE: Final = {"none": False, "all": True}
-PRE_NORMS: Final = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
+PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -241,11 +233,7 @@ def _llama_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_settings(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_act": _hidden_act(model),
-        "use_sliding_window": False,
-        "sliding_window": None,
-    }
+    return {"hidden_act": _hidden_act(model), "use_sliding_window": False, "sliding_window": None}
 
 
 def _qwen3_settings(model: ModelConfig) -> dict[str, Any]:

@@ -172,9 +172,7 @@ class Writer:
         context = get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_write_all,
-            args=(sender, self._receiver, folder, planner, plan),
-            daemon=True,
+            target=_write_all, args=(sender, self._receiver, folder, planner, plan), daemon=True
         )
         with _no_garbage_collection():
             self._process.start()

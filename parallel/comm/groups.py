@@ -238,11 +238,7 @@ def _store(timeout: datetime.timedelta) -> Store:
 
 
 def _groups(
-    layout: Layout,
-    device: torch.device,
-    host: dist.ProcessGroup,
-    store: Store,
-    expert_stage: Axis,
+    layout: Layout, device: torch.device, host: dist.ProcessGroup, store: Store, expert_stage: Axis
 ) -> Groups:
     """Collect the process groups that megatron-core has created."""
     state = parallel_state

@@ -226,11 +226,7 @@ class DomainOptimizer:
         updates_of_(kept, wire)
         exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
 
-    def _new_group(
-        self,
-        buckets: tuple[int, ...],
-        transfers: Sequence[UnitTransfer],
-    ) -> StepGroup:
+    def _new_group(self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer]) -> StepGroup:
         """Plan a group of buckets and allocate the state of the units that this rank steps."""
         rank = self.domain.stage.rank
         present = [t for t in transfers if t.sources[0].tensor in buckets]

@@ -67,9 +67,7 @@ class UnitTransfer(Transfer):
 
 
 def plan_transfers(
-    stage_units: Sequence[Sequence[Unit]],
-    bucket_layout: BucketLayout,
-    owners: Mapping[str, int],
+    stage_units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, owners: Mapping[str, int]
 ) -> list[UnitTransfer]:
     """Plan the transfer of every unit that has an owner.
 

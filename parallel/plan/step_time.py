@@ -13,12 +13,7 @@ from typing import Final, NamedTuple
 
 from models.families import mean_keys
 from parallel.plan.activation_costs import activation_traffic, stage_activations
-from parallel.plan.devices import (
-    ATTENTION,
-    EXPLICIT_ATTENTION,
-    product_seconds,
-    varying_share,
-)
+from parallel.plan.devices import ATTENTION, EXPLICIT_ATTENTION, product_seconds, varying_share
 from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_weights
 from parallel.storage.bucket_layout import default_step_groups
 

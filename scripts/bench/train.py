@@ -51,14 +51,7 @@ from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size
 from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
-from scripts.command import (
-    add_config,
-    add_json,
-    command,
-    new_parser,
-    warn_replaced,
-    whole_number,
-)
+from scripts.command import add_config, add_json, command, new_parser, warn_replaced, whole_number
 from spectral.kernels.dispatch import device_name
 from training.build import build_trainer
 from training.config import Config, check, load_config

@@ -28,11 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.measure import milliseconds
 from scripts.command import command, new_parser
-from spectral.kernels import (
-    dispatch,
-    library,
-    symmetric,
-)
+from spectral.kernels import dispatch, library, symmetric
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile
 from training.errors import InputError
 
@@ -108,11 +104,7 @@ def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -
 
 
 def measure(
-    problem: str,
-    dtype: str,
-    only: tuple[Tile, ...] | None,
-    device: torch.device,
-    repeats: int,
+    problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Measure one problem: yield a table entry per operation, and whether all results agree.
 

@@ -192,11 +192,7 @@ class Mean:
     """
 
     def __init__(
-        self,
-        checkpoints: Sequence[CheckpointWeights],
-        weights: Sequence[float],
-        *,
-        on_sphere: bool,
+        self, checkpoints: Sequence[CheckpointWeights], weights: Sequence[float], *, on_sphere: bool
     ) -> None:
         for each in checkpoints:
             each.check()

@@ -96,9 +96,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = ProcessPoolExecutor(
-            count,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
+            count, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
         )
 
     def __enter__(self) -> "Workers":

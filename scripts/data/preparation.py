@@ -61,12 +61,7 @@ Shards produce different numbers of tokens; the process that joins them encodes 
 
 
 def prepare(
-    preparation: Preparation,
-    output: Path,
-    *,
-    identities: list[str],
-    workers: int,
-    overwrite: bool,
+    preparation: Preparation, output: Path, *, identities: list[str], workers: int, overwrite: bool
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 

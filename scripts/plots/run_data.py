@@ -244,11 +244,7 @@ def run_status(run: RunData) -> RunStatus:
         return RunStatus("failed", f"failed, {place}", last["text"])
     if alive(run):
         return RunStatus("running", f"running, {place}")
-    return RunStatus(
-        "failed",
-        f"failed, {place}",
-        "The run was killed, or its node failed.",
-    )
+    return RunStatus("failed", f"failed, {place}", "The run was killed, or its node failed.")
 
 
 _EVENTS = ("started", "continued", "stopped", "failed", "done")

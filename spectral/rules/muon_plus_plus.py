@@ -150,10 +150,7 @@ class MuonPlusPlusRule(RadiusRule):
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
         """Compute the top triplet of W - sigma u v^T, from the cached second pair."""
         return top_singular(
-            weight - _outer(*top),
-            state["second_u"],
-            state["second_v"],
-            steps=self.krylov_steps,
+            weight - _outer(*top), state["second_u"], state["second_v"], steps=self.krylov_steps
         )
 
     def dual_solver(self) -> Solver:

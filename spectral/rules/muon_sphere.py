@@ -16,14 +16,7 @@ from ..polar import coefficients, is_tall, newton_schulz, normalized_
 from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs
 from ..sphere import Scale, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
-from .base import (
-    Report,
-    Stack,
-    State,
-    rate_of_stacks,
-    require,
-    store_,
-)
+from .base import Report, Stack, State, rate_of_stacks, require, store_
 from .muon import PolarRule, momentum_of, split_report
 
 

@@ -54,11 +54,7 @@ class Placement:
 
 
 def place(
-    strategy: Strategy,
-    works: Sequence[Work],
-    ranks: int,
-    *,
-    base: Sequence[float] | None = None,
+    strategy: Strategy, works: Sequence[Work], ranks: int, *, base: Sequence[float] | None = None
 ) -> Placement:
     """Choose the owners of `works` among `ranks` ranks; names of units break ties.
 

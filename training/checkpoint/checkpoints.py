@@ -26,12 +26,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
 
-from parallel.checkpoint.safe_index import (
-    PLAIN_FILE,
-    UnsafeIndexError,
-    index_files,
-    read_index,
-)
+from parallel.checkpoint.safe_index import PLAIN_FILE, UnsafeIndexError, index_files, read_index
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.disk import delete, free_name, replace_file, sync, sync_all
 from parallel.error_text import described

@@ -161,10 +161,7 @@ def differences(
 
 
 def announced(
-    info: CheckpointInfo,
-    config: Config,
-    facts: Identity,
-    machine: Mapping[str, Mapping[str, Any]],
+    info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Return a sentence for each change since a checkpoint that is accepted but affects metrics.
 

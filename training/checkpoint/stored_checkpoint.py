@@ -16,12 +16,7 @@ from models.blocks.in_graph_pc import GAMMA
 from models.families import all_units
 from models.section import Whole
 from models.units import Unit
-from parallel.checkpoint.safe_index import (
-    INDEX_FILE,
-    PLAIN_FILE,
-    Reader,
-    read_index,
-)
+from parallel.checkpoint.safe_index import INDEX_FILE, PLAIN_FILE, Reader, read_index
 from parallel.checkpoint.state_writer import FileFacts, file_facts
 from parallel.error_text import last_line
 from spectral.batching import grouped

@@ -31,12 +31,7 @@ Content = Mapping[Any, Any]
 REPLACE: Final = "replace"
 """Key of a section that inherits nothing from the base."""
 
-ENVIRONMENT_KEYS: Final = (
-    "run.dir",
-    "data.tokenizer",
-    "data.*.path",
-    "checkpoint.initialize_from",
-)
+ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoint.initialize_from")
 """Keys whose values may use `${oc.env:NAME}`."""
 
 LARGEST: Final = 1 << 18

@@ -63,10 +63,7 @@ def required_variables(config: Config) -> dict[str, str]:
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(COMPILE_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks))
-    variables = {
-        ALLOCATOR[0]: "expandable_segments:True",
-        WORKERS: str(workers),
-    }
+    variables = {ALLOCATOR[0]: "expandable_segments:True", WORKERS: str(workers)}
     if config.parallel.tensor > 1 or config.parallel.context > 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.distributed.cuda_graph:

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.observe.unit_gather import (
-    Inspection,
-    Snapshot,
-    UnitGather,
-    weights,
-)
+from parallel.observe.unit_gather import Inspection, Snapshot, UnitGather, weights
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 

@@ -14,13 +14,7 @@ from heapq import nsmallest
 from typing import Any, Final
 
 from parallel.plan.devices import GIB, Device
-from parallel.plan.planner import (
-    Plan,
-    StagePlan,
-    assemble,
-    completed,
-    plan_stage,
-)
+from parallel.plan.planner import Plan, StagePlan, assemble, completed, plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import fits_at_best, least_seconds
 from parallel.storage.stage_units import declare_stage_units

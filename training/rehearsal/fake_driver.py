@@ -58,10 +58,7 @@ def cache() -> Path:
     The temporary folder is a new one if other users could write to the existing one.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (
-        home / "spectrain",
-        Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}",
-    ):
+    for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if is_private(folder):

@@ -166,12 +166,7 @@ class RehearsedGroup(ProcessGroup):
         return [count * tensor[:1].numel() for count in rows]
 
     def _run(
-        self,
-        kind: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        opts: Any,
-        **call: Any,
+        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], opts: Any, **call: Any
     ) -> Work:
         """Record a collective; `call` contains further fields of its `Call`."""
         on_device, tensors = self._of_device, [*reads, *writes]
