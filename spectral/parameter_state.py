@@ -92,19 +92,21 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
         if state[name].device != parameter.device:
             state[name] = state[name].to(parameter.device)
     half = parameter.dtype in HALF
-    if half and MASTER in state:
-        follow_weight(parameter, state[MASTER])
-    else:
+    if not half:
         state.pop(MASTER, None)
-        least = torch.float32 if masters else parameter.dtype
-        wide = torch.promote_types(parameter.dtype, least)
-        for name in state.keys() & set(entry_names(rule)):
-            value = state[name]
-            # Counts stay in float32, as in torch's optimizers.
-            if value.is_floating_point() and (name != "step" or value.dtype in HALF):
-                state[name] = value.to(wide)
-        if half and masters:
-            state[MASTER] = parameter.detach().float()
+    least = torch.float32 if masters or MASTER in state else parameter.dtype
+    wide = torch.promote_types(parameter.dtype, least)
+    for name in state.keys() & {*entry_names(rule), MASTER}:
+        value = state[name]
+        # Counts stay in float32, as in torch's optimizers.
+        if name == "step" and value.dtype in HALF:
+            state[name] = value.float()
+        elif name != "step" and value.is_floating_point():
+            state[name] = value.to(wide)
+    if MASTER in state:
+        follow_weight(parameter, state[MASTER])
+    elif half and masters:
+        state[MASTER] = parameter.detach().float()
 
 
 def follow_weight(parameter: Tensor, master: Tensor) -> None:

@@ -190,7 +190,10 @@ def test_a_distributed_checkpoint_keeps_entries_of_other_programs(rule, tmp_path
     assert loaded.state["ema"] == 0.9 and torch.equal(loaded.state[0], torch.ones(2))
 
 
-@pytest.mark.parametrize("value", [5.0, 5, torch.tensor(5), torch.tensor([5.0]), True])
+NUMBERS = [5.0, 5, torch.tensor(5), torch.tensor([5.0]), True, torch.tensor(5.0).bfloat16()]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize("how", ["load", "write"])
 @DTYPES
 def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -> None:
@@ -212,6 +215,27 @@ def test_a_counter_may_be_any_number(value: Any, how: str, dtype: torch.dtype) -
     for parameter in parameters_of(optimizer):
         step = optimizer.state[parameter]["step"]
         assert step.dtype == torch.float32 and step.shape == ()
+
+
+@pytest.mark.parametrize("masters", [True, False])
+@EVERY_RULE
+def test_a_state_that_was_cast_to_16_bits_is_stepped_as_before(rule: str, masters: bool) -> None:
+    """The values are those of a state that was cast back, and so are the dtypes."""
+    optimizer = made(rule, torch.bfloat16, master_weights=masters)
+    stepped(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    dtypes = {name: value.dtype for name, value in saved["state"][0].items()}
+    results = []
+    for back in (False, True):
+        for state in saved["state"].values():
+            for name, value in state.items():
+                state[name] = value.to(dtypes[name] if back else torch.bfloat16)
+        other = made(rule, torch.bfloat16, master_weights=masters)
+        other.load_state_dict(copy.deepcopy(saved))
+        results.append(stepped(other))
+        for parameter in parameters_of(other):
+            assert dtypes == {name: x.dtype for name, x in other.state[parameter].items()}
+    assert all(map(torch.equal, *results))
 
 
 @EVERY_RULE
