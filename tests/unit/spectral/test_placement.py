@@ -1,12 +1,17 @@
 """Placement: published examples, bounds against brute force, and units that are not moved."""
 
+from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
 
 from spectral.sharded.placement import Work, loads_of, longest_processing_time, ping_pong, place
+from spectral.sharded.ranks import _layout
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
 RANKS = st.integers(1, 4)
@@ -93,3 +98,16 @@ def test_ranks_with_earlier_loads_get_less():
     units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
     placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
     assert placed.loads == (4.0, 3.0, 2.0)
+
+
+@pytest.mark.parametrize("placements", [*product((Replicate(), Shard(0), Shard(1)), repeat=3)])
+def test_the_ranks_of_each_copy_hold_every_element_once(placements):
+    """Test the placements on a mesh of 2 x 3 x 2 ranks; an owner receives the parts of one copy."""
+    mesh = SimpleNamespace(mesh=torch.arange(12).view(2, 3, 2), shape=(2, 3, 2))
+    layout = _layout((7, 5), mesh, placements, SimpleNamespace(ranks=range(12)))
+    held = Counter()
+    for copy, box in zip(layout.copies, layout.boxes, strict=True):
+        held.update((copy, *place) for place in product(*box))
+    pairs = zip(placements, mesh.shape, strict=True)
+    copies = [size for placement, size in pairs if placement.is_replicate()]
+    assert len(held) == sum(held.values()) == 35 * torch.Size(copies).numel()
