@@ -222,8 +222,8 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         check_launched()
         config = load_config(options.config, options.overrides)
         for name in ("write", "json"):
-            given = Path(options.config), options.overrides
-            check_not_read(*given, flag(name), getattr(options, name))
+            if (output := getattr(options, name)) is not None:
+                check_not_read(Path(options.config), flag(name), Path(output))
         for text in hints(config, options) if own_rank() == 0 else ():
             print(f"warning: {text}", file=sys.stderr, flush=True)
         if options.print_config:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from math import prod
 
 from torch import nn
@@ -103,14 +103,15 @@ class KnownWeights:
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
         """Return the kinds of parameters; raises ValueError if the division of one is unknown."""
         answers = {weight.name: self.answer(weight) for weight in weights}
-        for module, weight in product(self.headed, weights):
-            division, reason, _ = answers[weight.name]
+        for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
-            outputs = weight.parameter.shape[int(division.transposed)] if division else None
-            inside = any(inner is module for _, inner in weight.path)
-            if reason.startswith("one matrix") and not inside and sizes & {0, outputs}:
-                why = f"{kind_of(module)} may take heads of its inputs"
-                raise _unclear(weight, f" looks like several matrices in one: {why}")
+            for weight in weights:
+                division, reason, _ = answers[weight.name]
+                outputs = weight.parameter.shape[int(division.transposed)] if division else None
+                inside = any(inner is module for _, inner in weight.path)
+                if reason.startswith("one matrix") and not inside and sizes & {0, outputs}:
+                    why = f"{kind_of(module)} may take heads of its inputs"
+                    raise _unclear(weight, f" looks like several matrices in one: {why}")
         return answers
 
     def answer(self, weight: Weight) -> Seen:

@@ -124,20 +124,15 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    `dtype` is torch's name of the weights' type; `positions` is the training sequence length or, if
-    it is larger, the length that scaled rotary positions are made for; `end_token` is the id of the
-    token that ends a document.
+    `dtype` is torch's name of the weights' type; `positions` is the training sequence length;
+    `end_token` is the id of the token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
-    if scaling is not None:
-        longer = LLAMA3_LONGER if scaling.kind == "llama3" else scaling.factor
-        made_for = longer * (scaling.original_max_position_embeddings or 0)
-        positions = max(positions, int(made_for))
     return {
         **model_settings(model),
         # For version 4, which reads the base from `rope_theta`.
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": max_positions(model, positions),
         # One number for all matrices, which transformers uses only for new matrices.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
@@ -148,6 +143,16 @@ def config_json(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def max_positions(model: ModelConfig, length: int) -> int:
+    """Return the exported `max_position_embeddings`: the training sequence length or, if it is
+    larger, the length that scaled rotary positions are made for."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return length
+    longer = LLAMA3_LONGER if scaling.kind == "llama3" else scaling.factor
+    return max(length, int(longer * (scaling.original_max_position_embeddings or 0)))
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

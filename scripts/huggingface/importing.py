@@ -16,8 +16,8 @@ from torch import Tensor
 
 from models.huggingface.config_json import (
     InexpressibleError,
-    config_json,
     differences,
+    max_positions,
     model_section,
     model_settings,
 )
@@ -63,7 +63,7 @@ def import_model(
         config = replace(config, model=replace(config.model, vocab_size=settings["vocab_size"]))
     check_same(source, config, settings)
     theirs, length = settings.get(POSITIONS), config.train.sequence_length
-    exported = config_json(config.model, dtype="", positions=length, end_token=None)[POSITIONS]
+    exported = max_positions(config.model, length)
     if theirs not in (None, exported):
         print(
             f"positions: {source} has {POSITIONS} = {theirs}, but train.sequence_length is "

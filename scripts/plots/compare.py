@@ -72,7 +72,7 @@ def unlike_measurements(
 ) -> list[str]:
     """Return the reasons why values of `metric` of validated runs cannot be compared."""
     validated = [i for i, run in enumerate(runs) if run.series(metric)]
-    keys = unlike_keys([configs[i] for i in validated])
+    keys = unlike_keys([settings_in_use(configs[i]) for i in validated])
     reasons = [key for key in keys if MEASURED.fullmatch(key)]
     if metric == LOSS[0] and unlike_tokenizers([runs[i] for i in validated]):
         reasons.append("tokenizer")
@@ -192,8 +192,8 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     A section that some configs lack counts as one key.
     """
-    values = [dict(flat(read_sections(config))) for config in configs]
-    unlike = unlike_keys(configs)
+    values = [settings_in_use(config) for config in configs]
+    unlike = unlike_keys(values)
     for section in {key for config in configs for key, value in config.items() if value is None}:
         inside = [key for key in unlike if key.startswith(f"{section}.")]
         unlike = [key for key in unlike if key not in inside[1:]]
@@ -206,20 +206,19 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def unlike_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys with an effect on training in which configs differ."""
-    values = [dict(flat(read_sections(config))) for config in configs]
+def unlike_keys(values: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the keys with an effect on training in which results of `settings_in_use` differ."""
     keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
     return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
 
 
-def read_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` without the settings of rules that the run does not use."""
+def settings_in_use(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `config` by dotted key, without those of rules that no role uses."""
     optimizer = config["optimizer"]
     sections = [*optimizer.values(), *(optimizer.get("roles") or {}).values()]
     used = {each["rule"] for each in sections if isinstance(each, dict) and "rule" in each}
     rules = {name: each for name, each in (optimizer.get("rules") or {}).items() if name in used}
-    return {**config, "optimizer": {**optimizer, "rules": rules}}
+    return dict(flat({**config, "optimizer": {**optimizer, "rules": rules}}))
 
 
 def _section(key: str) -> int:

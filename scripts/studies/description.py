@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Final
@@ -233,7 +233,9 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
     return problems
 
 
-def _override_problems(place: str, overrides: Sequence[str], full: Iterable[str] = ()) -> list[str]:
+def _override_problems(
+    place: str, overrides: Sequence[str], full: Collection[str] = ()
+) -> list[str]:
     """Return the problems of a list of overrides: two values of a key, and keys that each run of a
     study gets; `full` contains the settings of a full length, of which a variant may change all but
     the steps."""

@@ -128,10 +128,9 @@ def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
     return {key for content in contents for key, _ in flat(content)}
 
 
-def check_not_read(path: Path, overrides: Sequence[str], option: str, output: str | None) -> None:
+def check_not_read(path: Path, option: str, output: Path) -> None:
     """Raise InvalidConfigError if the file `output` of an option is `path` or one of its bases."""
-    files = [each for each, _ in _sources(path, overrides) if isinstance(each, Path)]
-    if output is not None and real_path(Path(output)) in files:
+    if real_path(output) in (file for file, _ in _files(path)):
         rule = "must not be a file of the config, which it would replace"
         raise InvalidConfigError([f"{option} {rule}, got {output}"])
 
