@@ -26,7 +26,7 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Largest total number of heads, and of experts, over all layers; each has its own matrices."""
+"""Limit on the number of heads in all layers, and on the number of experts in all layers."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
@@ -36,23 +36,24 @@ class InitConfig(Section):
     """Initialisation of weights."""
 
     std: Positive | None = 0.02
-    """Standard deviation of the normal initialisation of every matrix; null = spectral muP's,
-    `min(1, sqrt(rows / cols)) / sqrt(cols)` for each unit."""
+    """Standard deviation of the normal distribution of initial matrices, except embedding and head;
+    null = `min(1, sqrt(rows / cols)) / sqrt(cols)` for each matrix, as in spectral muP."""
     spectral: bool = True
-    """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
+    """Rescale all matrices except embedding and head to the spectral norm `radius`, as in the SSO
+    paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """Formula of the initial spectral norm of matrices; see docs/spectral.md."""
+    """Formula for the initial spectral norm of a matrix; see docs/spectral.md."""
     radius_scaler: Positive = 1.0
-    """Factor on the radius, the paper's c."""
+    """Factor that multiplies the radius; c in the SSO paper."""
     depth_scaled: bool = False
-    """Divide the std of some matrices, as `depth_scaling` states; has no effect with `spectral`."""
+    """Divide the std of some matrices as `depth_scaling` states; must be false with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
-    """layers: o and down by sqrt(2 * layers); layer: o, up and down of layer l, counted from 0, by
-    sqrt(2 * (l + 1)), as in the PC paper."""
+    """layers: divide the std of o and down by sqrt(2 * layers); layer: divide the std of o, up and
+    down in layer l, counted from 0, by sqrt(2 * (l + 1)), as in the PC paper."""
     embedding_std: Positive = 0.02
-    """Standard deviation of the embedding rows."""
+    """Standard deviation of the initial embedding."""
     head_std: AtLeast0 = 0.02
-    """Standard deviation of the output head rows."""
+    """Standard deviation of the initial output head."""
 
     def checks(self) -> Iterator[Check]:
         """Check that every key has an effect."""
@@ -67,54 +68,56 @@ class MoEConfig(Section):
     """Mixture-of-experts layers and their routing."""
 
     experts: Parts
-    """Number of routed experts in a layer."""
+    """Number of routed experts per layer."""
     top_k: Parts
-    """Number of experts to which each token is routed; no token is dropped."""
+    """Number of routed experts per token; no tokens are dropped."""
     expert_ffn: Width
-    """Width of one expert's feed-forward block."""
+    """Feed-forward hidden size of each expert."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
-    """Number of experts that every token uses, fused into one expert of width `shared_experts *
-    expert_ffn`."""
+    """Number of shared experts, which process every token; they are fused into one expert with the
+    hidden size `shared_experts * expert_ffn`."""
     shared_gate: bool = False
-    """Scale the shared experts' output by a learned sigmoid score of the token."""
+    """Multiply the shared experts' output by a sigmoid gate, computed from the token."""
     dense_layers: Whole = 0
-    """Number of layers at the start whose feed-forward block is dense, of width `ffn`, without
+    """Number of first layers with a dense feed-forward block of hidden size `ffn` instead of
     experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Score function of the router; the scores of the chosen experts are scaled to sum to 1."""
+    """Score function of the router; if top_k > 1, the chosen experts' scores are divided by their
+    sum."""
     expert_groups: Parts = 1
-    """Number of equal groups of experts; a token's experts come from its `top_groups` best
+    """Number of equal groups of experts; a token is routed to experts in its `top_groups` best
     groups."""
     top_groups: Parts = 1
-    """Number of groups that a token may use: the groups with the largest sum of their `top_k /
-    top_groups` best scores."""
+    """Number of expert groups per token: those with the largest sum of their `top_k / top_groups`
+    best scores."""
     routed_scale: Positive | None = None
-    """Factor of the routed experts' summed output; null = the SSO paper's factor, which matches
-    variances.
-    """
+    """Factor that multiplies the sum of the routed experts' outputs; null = the SSO paper's factor,
+    which gives this sum the variance of the shared experts' sum."""
     expert_bias: bool = True
-    """Balance the load by a bias on the scores that choose experts, instead of a loss."""
+    """Balance the load without a loss: add a bias per expert to the scores when experts are
+    chosen."""
     expert_bias_rate: AtLeast0 = 1e-3
-    """Change of an expert's bias, up or down, per optimizer step."""
+    """Amount by which an expert's bias rises or falls in each optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over each sequence; 0 = none."""
+    """Coefficient of the load-balancing loss over each sequence; 0 = off."""
     global_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over the global batch, with the load of the previous
-    step; 0 = none."""
+    """Coefficient of the load-balancing loss over the global batch, which uses the load of the
+    previous step; 0 = off."""
     z_loss: AtLeast0 = 0.0
-    """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
+    """Coefficient of the squared log-sum-exp of the router's logits; 0 = off."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
-    """Products of a rank's experts. sequential: one by one; grouped: in grouped matrix products;
-    auto: grouped for bf16 on GPUs, else sequential. Checkpoints are the same for all three."""
+    """Computation of a rank's experts. sequential: one expert after another; grouped: grouped
+    matrix products; auto: grouped for bf16 on GPUs, otherwise sequential. Checkpoints do not depend
+    on the backend."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the keys of experts and routing against each other."""
+        """Check conditions between the keys of experts and routing."""
         groups, used, experts = self.expert_groups, self.top_groups, self.experts
         yield "expert_groups", experts % groups, f"must divide experts = {experts}"
         yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
         yield "top_k", self.top_k > experts, f"must be at most experts = {experts}"
         few = used * (experts // groups) < self.top_k <= experts and experts % groups == 0
-        rule = f"must be at most {used * (experts // groups)}, the experts of top_groups = {used}"
+        rule = f"must be at most {used * (experts // groups)}, the experts in top_groups = {used}"
         yield "top_k", few, rule
         yield "top_k", self.top_k < used, f"must be at least top_groups = {used}"
         lonely = self.shared_gate and self.shared_experts < 1
@@ -124,48 +127,49 @@ class MoEConfig(Section):
 
 
 class LatentConfig(Section):
-    """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
+    """Multi-head latent attention, which computes queries, keys and values from small latents."""
 
     query_rank: Size | None = None
-    """Width of the query latent; null computes queries directly from the residual stream."""
+    """Size of the query latent; null = compute queries directly from the residual stream."""
     kv_rank: Size
-    """Width of the latent of keys and values."""
+    """Size of the latent of keys and values."""
     nope_head_dim: Size
-    """Size of the part of a query or key head that is not rotated by positions."""
+    """Number of dimensions of a query or key head without rotary positions."""
     rope_head_dim: Annotated[Size, Field(multiple_of=2)]
-    """Size of the part of a query or key head with rotary positions; all heads share this part of
-    the key."""
+    """Number of dimensions of a query or key head with rotary positions; all heads share these
+    dimensions of the key."""
     value_head_dim: Size
-    """Size of a value head."""
+    """Dimension of a value head."""
 
 
 class RopeScalingConfig(Section):
-    """Change of rotary frequencies for sequences longer than those of the first training."""
+    """Scaling of rotary frequencies for sequences longer than in the original training."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """linear: divide all frequencies by `factor`; llama3: divide slow frequencies, as in Llama 3.1
-    and 3.2; yarn: divide slow frequencies, and scale queries and keys."""
+    """linear: divide all frequencies by `factor`; llama3: divide low frequencies, as in Llama 3.1
+    and 3.2; yarn: divide low frequencies, and scale queries and keys."""
     factor: Annotated[float, Field(ge=1, le=LARGEST_INTEGER)]
-    """Divisor of slow frequencies."""
+    """Divisor of the frequencies that `kind` selects."""
     original_max_position_embeddings: Count | None = None
     """Sequence length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer turns than this over the original length are slow; null for
+    """llama3: frequencies with fewer rotations than this over the original length are low; null for
     other kinds."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more turns than this are unchanged; null for other kinds."""
+    """llama3: frequencies with more rotations than this over the original length are unchanged;
+    null for other kinds."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies with fewer turns than this over the original length are slow."""
+    """yarn: frequencies with fewer rotations than this over the original length are low."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies with more turns than this are unchanged."""
+    """yarn: frequencies with more rotations than this over the original length are unchanged."""
     truncate: bool = True
-    """yarn: round the indices of the first and last dimension of the transition to slow
-    frequencies."""
+    """yarn: round the first and last dimension of the transition between unchanged and low
+    frequencies to integers."""
     attention_factor: Positive | None = None
-    """yarn: factor of rotated queries and of rotated keys; null = 0.1 ln(factor) + 1."""
+    """yarn: factor that multiplies rotated queries and rotated keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that exactly the keys of the kind are given."""
+        """Check that the keys that `kind` requires are set, and that unused keys are not."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"
         for key, needed in kinds.items():
@@ -183,74 +187,78 @@ class RopeScalingConfig(Section):
 
     @property
     def turned_scale(self) -> float:
-        """Factor of rotated queries and of rotated keys."""
+        """Factor that multiplies rotated queries and rotated keys."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * log(self.factor) + 1.0
 
 
 class ModelConfig(Section):
-    """The shape of a model, and the choices that its family leaves to the config."""
+    """Shape of a model, and the options that its family does not fix."""
 
     family: str = "llama"
     """Model family; docs/models.md lists them."""
     layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
     hidden: Size
-    """Width of the residual stream."""
+    """Hidden size: the width of the residual stream."""
     heads: Parts
     """Number of query heads."""
     kv_heads: Parts | None = None
     """Number of key/value heads (grouped-query attention); null = heads."""
     head_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Size of a head; null = hidden / heads."""
+    """Head dimension; null = hidden / heads."""
     ffn: Width
-    """Width of the feed-forward block (gate and up each)."""
+    """Hidden size of the feed-forward block: the number of rows of gate, and of up."""
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
-    """Feed-forward block: swiglu is `silu(gate) * up`, geglu `gelu(gate) * up` with the tanh
-    approximation, relu2 `relu(up)^2` without a gate."""
+    """Activation of the feed-forward block. swiglu: `silu(gate) * up`; geglu: `gelu(gate) * up`
+    with the tanh approximation of gelu; relu2: `relu(up)^2`, without a gate."""
     qk_norm: bool = False
-    """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
+    """Apply an RMSNorm to every query and key head before the rotary embedding."""
     vocab_size: Rows | None = None
-    """Number of token ids; null uses the number in the data manifest."""
+    """Vocabulary size; null = the vocabulary size in the data manifest."""
     vocab_multiple: Rows = 128
-    """Rows of embedding and head are padded to a multiple of this number."""
+    """Embedding and head are padded to a multiple of this number of rows."""
     tie_embeddings: bool = False
-    """Use the embedding as the output head: one matrix, of role embedding. optimizer.head and
-    init.head_std then have no effect."""
+    """Use the embedding also as the output head. This matrix has the role embedding, so
+    optimizer.head and init.head_std have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScalingConfig | None = None
-    """Change of the rotary frequencies; null = none. Not for families with latent attention."""
+    """Scaling of rotary frequencies; null = none. Must be null for latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of attention's linear layers. qkv: of queries, keys and values, as in Qwen2; all: also
-    of the output. Biases start at 0."""
+    """Linear layers of attention that have a bias, initially 0. qkv: queries, keys and values, as
+    in Qwen2; all: also the output."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
-    """Attention scores are divided by the square root of this number; null = head_dim. Only some
-    families use it."""
+    """Attention scores are divided by the square root of this number; null = head_dim. Must be null
+    for most families."""
     attention_softcap: Positive | None = None
-    """Cap c of attention scores, `c * tanh(score / c)`; null = none. Only some families use it."""
+    """Soft cap c of attention scores, `c * tanh(score / c)`; null = none. Must be null for most
+    families."""
     final_softcap: Positive | None = None
-    """Cap c of the logits, `c * tanh(logit / c)`; null = none. Only some families use it."""
+    """Soft cap c of the logits, `c * tanh(logit / c)`; null = none. Must be null for most
+    families."""
     sliding_window: Count | None = None
-    """Number of tokens to which a token attends in layers 0, 2, 4, ..., including itself; null =
-    all previous tokens. Only some families use it."""
+    """Number of tokens, including itself, to which a token attends in layers 0, 2, 4, ...; null =
+    all previous tokens. Must be null for most families."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, for families that use it; null = none."""
+    """Multi-head latent attention, required for families that use it; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers, for families that use them; null = none."""
+    """Mixture-of-experts layers, required for families that use them; null = none."""
     init: InitConfig = InitConfig()
     """Initialisation of weights."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
-    """Library of attention and linear layers: PyTorch, or Transformer Engine if it is installed."""
+    """Library of attention and linear layers: PyTorch (sdpa), or Transformer Engine, which must be
+    installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel of sdpa attention. auto: a kernel of PyTorch; otherwise the FlashAttention package of
-    that name, for bf16 on GPUs. auto uses neither package, as their speed was not measured."""
+    """Kernel for attention_backend sdpa. auto: a kernel of PyTorch; flash_attention_3 or
+    flash_attention_4: this FlashAttention package, for bf16 on GPUs. auto uses neither package,
+    because their speed was not measured."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the shape for any family."""
+        """Check the conditions that apply to every family."""
         heads, moe = self.heads, self.moe
         for key, count in (("heads", heads), ("moe.experts", 0 if moe is None else moe.experts)):
             rule = f"times model.layers must be at most {MOST_IN_ALL_LAYERS}"
@@ -279,28 +287,28 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads, with the default filled in."""
+        """Number of key/value heads, also if `kv_heads` is null."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Size of one query and key head, with the default filled in."""
+        """Dimension of a query or key head, also if `head_dim` is null."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def value_head_size(self) -> int:
-        """Size of one value head."""
+        """Dimension of a value head."""
         return self.head_size if self.latent is None else self.latent.value_head_dim
 
     @property
     def rotary_size(self) -> int:
-        """Size of the part of a head with rotary positions."""
+        """Number of dimensions of a head with rotary positions."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def mixture(self, layer: int) -> MoEConfig | None:
-        """Return the config of layer `layer`'s experts, or None if its feed-forward is dense."""
+        """Return the config of the experts in layer `layer`, or None for a dense layer."""
         return None if self.moe is None or layer < self.moe.dense_layers else self.moe
 
     @property
@@ -314,14 +322,14 @@ class ModelConfig(Section):
         return self.attention_softcap is not None or self.sliding_window is not None
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a token attends to in layer `layer`, None for all before it."""
+        """Return the size of the sliding window in layer `layer`, or None for full attention."""
         return None if layer % 2 else self.sliding_window
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding and of the head."""
+        """Number of rows of the embedding and of the head."""
         if self.vocab_size is None:
-            raise ValueError("model.vocab_size must be known before the model is built, got null")
+            raise ValueError("model.vocab_size must be set before the model is built, got null")
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
@@ -329,7 +337,8 @@ Score = Literal["sigmoid", "softmax"]
 
 
 def scale_of(moe: MoEConfig) -> float:
-    """Return the factor of the sum of routed experts; null in the config means the paper's."""
+    """Return the factor of the routed experts' sum: `moe.routed_scale` or, if null, the SSO
+    paper's factor."""
     if moe.routed_scale is None:
         return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     return moe.routed_scale
@@ -337,13 +346,13 @@ def scale_of(moe: MoEConfig) -> float:
 
 @lru_cache
 def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
-    """Return the factor M at which the routed sum has the variance of the shared experts' sum.
+    """Return the factor M that gives the routed sum the variance of the shared experts' sum.
 
-    With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
-    sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
-    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. M is
-    simulated with 20,000 draws and rounded to 3 decimals, which is about its error. Without shared
-    experts M is 1.
+    A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
+    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g of N(0, 1) logits
+    ("Controlled LLM Training on Spectral Sphere", Listing 1); for sigmoid scores, 4 of 64 experts
+    and 1 shared expert, M is 1.998. The mean of 20,000 draws is rounded to 3 decimals, which is
+    about its error. Without shared experts M is 1.
     """
     if shared_experts == 0:
         return 1.0
@@ -351,6 +360,6 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
     logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
     gates = scores.topk(top_k, dim=1).values
-    if top_k > 1:  # a single expert keeps its score
+    if top_k > 1:  # the score of a single expert is not normalised
         gates /= gates.sum(dim=1, keepdim=True)
     return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)

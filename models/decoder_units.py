@@ -1,4 +1,4 @@
-"""The units of a decoder, declared from its config without engine, process groups or memory."""
+"""The units of a decoder, declared from its config without megatron-core or process groups."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +20,11 @@ from models.units import (
 
 
 def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
-    """Return the router, the routed and the shared experts of layer `layer` on one rank.
+    """Return the units of the router, routed experts and shared experts of layer `layer` on one
+    rank.
 
-    Each expert is a separate gated feed-forward block, named by its index in the whole layer on any
-    rank. Every expert-parallel rank holds equally many consecutive experts.
+    Each routed expert is a separate gated feed-forward block, named by its global index in the
+    layer. Every expert-parallel rank has the same number of consecutive experts.
     """
     prefix = f"layers.{layer}."
     units = []
@@ -48,9 +49,9 @@ def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list
 def moved(
     units: Iterable[Unit], prefix: str, place: str, kind: str, domain: Literal["dense", "expert"]
 ) -> list[Unit]:
-    """Rename the units of a layer's gated block to units of the same layer's block `place`.
+    """Return the units of a layer's gated feed-forward block, renamed as units of block `place`.
 
-    `place` is inserted in names after the layer's `prefix`, and `kind` is prepended to roles.
+    `place` is inserted into names after the layer's `prefix`, and `kind` is prepended to roles.
     """
     new = f"{prefix}{place}."
     return [
@@ -69,11 +70,11 @@ def moved(
 def attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
-    """Return the q, k, v and o units of layer `layer` on one rank.
+    """Return the units of grouped-query attention in layer `layer` on one rank.
 
-    Megatron's fused weight consists of one part per key head: its query heads, the key head, the
-    value head. With `model.qk_norm` there are also two gains `[head_size]`, one for all query heads
-    and one for all key heads. Raises ValueError for `qkv_units` that are not in QKVUnits.
+    Megatron's fused weight consists of one part per KV head: its query heads, the key head and the
+    value head. `model.qk_norm` adds two gains `[head_size]`, one for all query heads and one for
+    all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -99,13 +100,13 @@ def attention_units(
 def latent_attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
-    """Return the units of multi-head latent attention (DeepSeek-V2) of layer `layer` on one rank.
+    """Return the units of multi-head latent attention (DeepSeek-V2) in layer `layer` on one rank.
 
-    Matrices into a latent (q_a, kv_a) are whole on every tensor-parallel rank: they are small, and
-    ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
-    heads: each head's part of q_b is one unit, and its parts of kv_b for keys and values are two.
-    Every head has separate keys, so the `qkv_units` group and head are the same. Raises ValueError
-    for `qkv_units` that are not in QKVUnits.
+    Matrices that produce a latent (q_a, kv_a) are replicated on tensor-parallel ranks, because they
+    are small and ranks then exchange latents instead of the residual stream. Matrices that read a
+    latent are sharded by heads: each head's part of q_b is one unit, and its parts of kv_b for keys
+    and values are two units. Every head has its own keys, so group and head are equivalent values
+    of `split.qkv_units`. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None
@@ -140,12 +141,12 @@ def latent_attention_units(
 
 @dataclass(frozen=True)
 class HeadParameter:
-    """A parameter `[groups, rows of a group, width]` of one layer, cut over ranks by groups.
+    """An attention parameter `[groups, rows per group, width]`, sharded over ranks by groups.
 
-    prefix, name    name of the layer, and of the parameter in its attention
-    groups          heads with separate keys
-    roles           (role, heads in a group, rows of a head), in the order of a group's rows
-    width           columns
+    prefix, name    prefix of the layer's names, and name of the parameter in its attention
+    groups          number of KV heads
+    roles           (role, heads per group, rows per head), in the order of a group's rows
+    width           number of columns
     infix           text between the role and the number in a unit's name
     """
 
@@ -157,11 +158,10 @@ class HeadParameter:
     infix: str = ""
 
     def units(self, split: Split) -> list[Unit]:
-        """Return the units on one rank. Each head is one unit; with `group` the heads of a role in
-        each group are one, with `component` all heads of a role, and with `fused` the whole
-        parameter.
+        """Return the units on one rank, according to `split.qkv_units`.
 
-        Raises ValueError for other `qkv_units`.
+        A unit is one head (head), all heads of a role in a group (group), all heads of a role
+        (component), or the whole parameter (fused). Raises ValueError for another value.
         """
         prefix, local = self.prefix, self.groups // split.tensor_size
         ends = accumulate(heads * rows for _, heads, rows in self.roles)
@@ -221,9 +221,9 @@ def decoder_units(
 ) -> list[Unit]:
     """Return the units of a chunk on one rank, in forward order.
 
-    With `post_norms` a norm follows attention, and another follows the feed-forward block. The
-    gains of norms begin with `gain_start`. A tied embedding is one unit; a chunk that has only the
-    head holds a copy of it in the head's parameter.
+    `post_norms` adds a norm after attention and a norm after the feed-forward block. Gains are
+    initially `gain_start`. A tied embedding is one unit; in a chunk with the head but without the
+    embedding, the head's parameter contains a copy of the embedding.
     """
 
     def gain(name: str) -> Unit:

@@ -2,8 +2,8 @@
 grouped-query attention with or without query-key norms, and a feed-forward block.
 
 `transformer_config` returns Megatron's config of a model, `build` creates the Megatron model, and
-`parameter_names` maps its tensors to the parameters declared in models/decoder_units.py. Every
-builder of a family has these three functions.
+`parameter_names` maps its parameters to names declared in models/decoder_units.py. Every builder
+module has these three functions.
 """
 
 import re
@@ -90,8 +90,8 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's config of this model, without initial weights and without fusions of Apex
-    or Transformer Engine."""
+    """Return Megatron's config of `model`, without weight initialisation and without fused
+    operations of Apex or Transformer Engine."""
     scalar, virtual = model.query_pre_attn_scalar, layout.virtual_pipeline
     return TransformerConfig(
         num_layers=model.layers,
@@ -129,11 +129,11 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        # With batched sends between the same two ranks, the interleaved schedule on two stages
-        # swaps activations and gradients, so it uses separate, overlapped sends.
+        # On two stages, the interleaved schedule would swap activations and gradients in batched
+        # sends, because both go to the same rank. It uses separate, overlapped sends instead.
         batch_p2p_comm=virtual == 1,
-        # This option waits for the device after each send, because of an NCCL bug that is fixed
-        # now.
+        # True would synchronize the device after each send, to work around an NCCL bug that is
+        # fixed now.
         batch_p2p_sync=False,
         overlap_p2p_comm=virtual > 1,
         deallocate_pipeline_outputs=False,
@@ -148,11 +148,11 @@ def layer_spec(
     core_attention: Any = None,
     row_linear: type[RowParallelLinear] = RowParallelLinear,
 ) -> ModuleSpec:
-    """Return the spec of a layer with Megatron's linears and this project's RMSNorm and core
-    attention.
+    """Return the spec of a layer with Megatron's linear layers, and with RMSNorm and core attention
+    of models/blocks.
 
-    `core_attention` None selects the module of `model.attention_kernel`; `row_linear` is the last
-    linear of attention and of the feed-forward block.
+    `core_attention` defaults to the module of `model.attention_kernel`. `row_linear` is the class
+    of the output projections of attention and of the feed-forward block.
     """
     if model.latent is None:
         core = core_attention or plain_attention(model)
@@ -174,7 +174,7 @@ def layer_spec(
 
 
 def plain_attention(model: ModelConfig) -> Any:
-    """Return the module of causal attention without caps and windows."""
+    """Return the module of causal attention without soft cap and sliding window."""
     kernel = model.attention_kernel
     return SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
 
@@ -200,7 +200,7 @@ def attention_spec(
 
 
 def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of a pipeline stage of `layers` layers on the config's backend."""
+    """Return the spec of a pipeline stage with `layers` layers of `model.attention_backend`."""
     if model.attention_backend == "transformer_engine":
         return transformer_engine_layer(model.qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * layers, layer_norm=RMSNorm)
@@ -209,7 +209,7 @@ def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlock
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the Megatron model of a chunk; `options` are as for `assemble`."""
+    """Return the Megatron model of a chunk; `options` are keyword arguments of `assemble`."""
     return assemble(model, config, block_spec(model, len(chunk.layers)), chunk, **options)
 
 
@@ -223,12 +223,12 @@ def assemble(
     virtual_stage: int | None = None,
     **loss: Any,
 ) -> GPTModel:
-    """Return the Megatron model of a chunk with the layers of `spec`, without initial weights.
+    """Return the Megatron model of a chunk with the layers of `spec` and uninitialised weights.
 
     Args:
-        sequence_length: the longest sequence.
+        sequence_length: largest sequence length, in tokens.
         virtual_stage: index of the chunk on its rank, None if there are no virtual pipeline stages.
-        **loss: the options of `DecoderModel`'s loss.
+        **loss: options of the loss of `DecoderModel`.
     """
     built = DecoderModel(
         config,
@@ -253,7 +253,7 @@ def assemble(
             tp_group=built.pg_collection.tp,
         )
         built.setup_embeddings_and_output_layer()
-    if model.attention_backend != "sdpa":  # its attention uses the engine's angles
+    if model.attention_backend != "sdpa":  # Transformer Engine uses Megatron's rotary embedding
         return built
     built.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,
@@ -267,9 +267,9 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Map the names of a chunk's parameters in Megatron's model to declared names.
+    """Return the declared name of each Megatron parameter of a chunk, by Megatron's name.
 
-    Raises ValueError for a parameter that is not in the dense families.
+    Raises ValueError for a parameter that dense families do not have.
     """
     of_layer = dict(MEGATRON_LAYER_NAMES)
     if not chunk.config.gated_linear_unit:
@@ -283,10 +283,10 @@ def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
 def declared_name(
     name: str, layers: Sequence[int], in_layer: Callable[[int, str], str | None]
 ) -> str:
-    """Return the declared name of one parameter of a chunk that holds global layers `layers`.
+    """Return the declared name of the parameter `name` of a chunk with global layers `layers`.
 
     `in_layer(index of the layer in the chunk, name in the layer)` returns the declared name in the
-    layer, or None. Raises ValueError if there is no declared name.
+    layer, or None. Raises ValueError if the parameter has no declared name.
     """
     name = plain_name(name)
     if name.endswith(GAMMA):

@@ -1,7 +1,7 @@
-"""The installed engine: differences between releases of megatron-core, and Triton's requirements.
+"""Differences between releases of megatron-core, and the C compiler that Triton requires.
 
-Features are detected, not derived from the version. Releases within `TESTED` are used silently. An
-older release is refused, a newer one is used with a warning.
+Features are detected instead of derived from the version. Releases older than `TESTED` are refused;
+newer releases cause a warning.
 """
 
 import contextlib
@@ -31,30 +31,30 @@ TESTED: Final = ("0.16.1", "0.19.2")
 """Oldest and newest tested release."""
 
 ADVISERS: Final = ("models.gpt.gpt_model", "transformer.transformer_layer")
-"""Modules of the engine that log advice to users."""
+"""Modules of megatron-core that log advice to users."""
 
 
 class EngineError(RuntimeError):
-    """The installed megatron-core cannot be used."""
+    """Error for a missing or unsupported installation of megatron-core."""
 
 
 def engine_version() -> str:
     """Return the version of megatron-core; raises EngineError if it is not installed.
 
-    The suffix that newer releases take from the surrounding git checkout is removed.
+    The result does not include the suffix that newer releases add inside a git checkout.
     """
     try:
         return Version(importlib.import_module("megatron.core.package_info").__version__).public
     except ImportError as error:
         raise EngineError(
-            f"megatron-core must be installed, {TESTED[0]} to {TESTED[1]}, got: {error}"
+            f"megatron-core {TESTED[0]} to {TESTED[1]} must be installed, got: {error}"
         ) from error
 
 
 def check_engine() -> str | None:
-    """Return a warning for a release that is newer than the tested ones, else None.
+    """Return a warning if the release is newer than the newest tested release, else None.
 
-    Raises EngineError for a release that is too old.
+    Raises EngineError if the release is too old.
     """
     version = engine_version()
     oldest, newest = TESTED
@@ -62,20 +62,20 @@ def check_engine() -> str | None:
         raise EngineError(f"megatron-core must be {oldest} or newer, got {version}")
     if Version(version) <= Version(newest):
         return None
-    return f"megatron-core {version} is newer than {newest}, the newest tested"
+    return f"megatron-core {version} is newer than {newest}, the newest tested release"
 
 
 def import_engine() -> None:
-    """Import megatron-core, silently and in half the time; call this before other imports of
-    megatron-core.
+    """Import megatron-core silently and in half the time. Call this function before any other
+    import of megatron-core.
 
-    It silences three messages: warnings about missing optional packages; the message of PyTorch's
-    CUDA builds about a missing CUDA toolkit on machines without a GPU, such as a login node; and
-    the warning of newer torch about collectives that the engine calls by older names. Functions
-    that the engine compiles are compiled at their first call, because compiling at import would
-    load the compiler for functions that most models never call. The import of wandb by the engine's
-    inference code is avoided, as no program of this project needs it. Raises EngineError if the
-    engine is not installed.
+    Three messages are suppressed: warnings about missing optional packages; the message of
+    PyTorch's CUDA builds about a missing CUDA toolkit on machines without a GPU, such as login
+    nodes; and the warning of newer torch releases about the old names of collectives that
+    megatron-core uses. Functions of megatron-core with the decorator torch.compile are compiled at
+    their first call: compiling at import would load the compiler for functions that most models
+    never call. megatron-core's inference code is prevented from importing wandb, which is not
+    needed. Raises EngineError if megatron-core is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
@@ -97,7 +97,8 @@ def import_engine() -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector for imports: it would walk all modules and find nothing."""
+    """Pause the garbage collector during imports, when it would visit all modules and free
+    nothing."""
     automatic = gc.isenabled()
     gc.disable()
     try:
@@ -110,8 +111,8 @@ def no_collection() -> Iterator[None]:
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Return a variant of `compiler` (torch.compile) that compiles functions at their first call.
 
-    A function that another compiled function calls before that becomes a part of the other
-    function. Other objects are compiled immediately.
+    A call from another compiled function is inlined into that function instead. Objects that are
+    not functions are compiled immediately.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -133,9 +134,9 @@ def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Suppress the engine's advice on its use within a context.
+    """Suppress log messages in which megatron-core gives advice, within a context.
 
-    Newer releases tell users to use another model class.
+    Newer releases advise users to switch to another model class.
     """
     loggers = [logging.getLogger(f"megatron.core.{name}") for name in ADVISERS]
     before = [logger.level for logger in loggers]
@@ -149,11 +150,11 @@ def without_advice() -> Iterator[None]:
 
 
 def take_losses() -> dict[str, Tensor]:
-    """Return the engine's record of each balancing loss `[layers]`, and clear it."""
+    """Return and clear megatron-core's record of each load-balancing loss `[layers]`."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        # Its clear() would keep entries for the layers of the first model.
+        # The tracker's own clear() would keep entries sized for the layers of the first model.
         notes: Any = get_moe_metrics_tracker().metrics
         taken = {name: entry.values.clone() for name, entry in notes.items()}
     except ImportError:
@@ -170,8 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return the missing requirement of Triton for compiling a Python extension, or None if there
-    is none."""
+    """Return what Triton lacks to compile a Python extension, or None if nothing is missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"
@@ -196,7 +196,7 @@ def compiler_problem() -> str | None:
         return None
     if "Python.h" in done.stderr:
         return f"Python.h, which is not in {include} (packages: {PACKAGES})"
-    return f"a C compiler that works: {compiler} says {done.stderr.strip().splitlines()[:1]}"
+    return f"a working C compiler: {compiler} printed {done.stderr.strip().splitlines()[:1]}"
 
 
 def has_transformer_engine() -> bool:
@@ -205,7 +205,7 @@ def has_transformer_engine() -> bool:
 
 
 def transformer_engine_layer(qk_norm: bool = False) -> Any:
-    """Return Megatron's spec of a dense transformer layer on Transformer Engine modules.
+    """Return Megatron's spec of a dense transformer layer with Transformer Engine modules.
 
     Raises ModuleNotFoundError if Transformer Engine is not installed.
     """

@@ -1,7 +1,8 @@
-"""The model families: their parts, the code that builds them, and the sizes of their models.
+"""The model families: their options, the modules that build them, and the sizes of their models.
 
-A family is one record of `FAMILIES`; no other file names families. Records do not depend on the
-engine; builders do, and are imported when a model is first built, not when a config is read.
+A family is one record in `FAMILIES`; no other file names families. Records do not depend on
+megatron-core. Builder modules do, so they are imported when a model is built, not when a config is
+read.
 """
 
 from collections import Counter
@@ -29,49 +30,49 @@ from models.section import Check, named
 from models.units import Unit
 
 OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
-"""Keys of the model section that must be null in families that do not list them."""
+"""Keys of the model section that must be null unless `Family.keys` contains them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family."""
+    """Record of a model family."""
 
     name: str
-    """The family's name in `model.family`."""
+    """Value of `model.family`."""
     about: str
     """Description for docs/models.md."""
     builder: str = "models.dense"
     """Module with the functions `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
     same_layers_as: str | None = None
-    """The family with the same layers in another shape; null if there is none."""
+    """Family with the same layers in a different shape; None if there is none."""
     activation: str | None = "swiglu"
-    """The feed-forward block of all models of the family, None if `model.activation` decides."""
+    """Required value of `model.activation`; None: any value."""
     qk_norm: bool | None = False
-    """Whether query and key heads are normalised, None if `model.qk_norm` decides."""
+    """Required value of `model.qk_norm`; None: either value."""
     mixture: bool = False
     """Whether the layers are mixtures of experts."""
     latent: bool = False
     """Whether attention is multi-head latent attention."""
     zero_centered_gains: bool = False
-    """Whether norms multiply by 1 + gain (initially 0) instead of by the gain (initially 1)."""
+    """Whether norms multiply by 1 + gain, with gains initially 0, instead of gains initially 1."""
     post_norms: bool = False
-    """Whether the outputs of attention and of the feed-forward block are also normalised."""
+    """Whether norms also follow attention and the feed-forward block."""
     scaled_embedding: bool = False
-    """Whether the embedding is multiplied by the square root of the width."""
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     attention_bias: bool = True
     """Whether `model.attention_bias` may differ from none."""
     keys: tuple[str, ...] = ()
-    """The keys of `OWN_KEYS` that models of the family may set."""
+    """Keys of `OWN_KEYS` that models of the family may set."""
     attention_backends: tuple[str, ...] = ("sdpa", "transformer_engine")
     """Allowed values of `model.attention_backend`."""
     hugging_face: tuple[Architecture, ...] = ()
-    """Classes of transformers that compute models of the family; empty: no export."""
+    """Classes of transformers that can represent models of the family; empty: no export."""
     limits: Callable[[ModelConfig], Iterable[Check]] = lambda model: ()
-    """Further checks of a model's settings."""
+    """Additional checks of a model's settings."""
 
     def checks(self, model: ModelConfig) -> Iterator[Check]:
-        """Check that the settings of `model` belong to the family."""
+        """Check that the family allows the settings of `model`."""
         of, backends = f"for family {self.name}", self.attention_backends
         for key, required in (("qk_norm", self.qk_norm), ("activation", self.activation)):
             other = required not in (None, getattr(model, key))
@@ -100,8 +101,8 @@ class Family:
         head: bool = True,
         **split: Any,
     ) -> list[Unit]:
-        """Return the units of some layers, and of the embedding and the head if present; `split`
-        are the fields of `Split`."""
+        """Return the units of `layers` and, if requested, of the embedding and the head; `split`
+        are fields of `Split`."""
         chunk = ChunkSpec(tuple(layers), embedding, head)
         gain_start = 0.0 if self.zero_centered_gains else 1.0
         return decoder_units(
@@ -109,10 +110,10 @@ class Family:
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-        """Return the roles of the units of `model` in forward order, except for gains."""
+        """Return the roles of matrices in forward order, then of gains and biases, then head."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
-            replace(model, vocab_size=1),  # any size: it may still be unknown
+            replace(model, vocab_size=1),  # any size, because the vocabulary may not be known yet
             layers=sorted(layers),
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,
@@ -122,7 +123,7 @@ class Family:
 
     @property
     def code(self) -> Any:
-        """The imported module `builder`."""
+        """Module `builder`, imported at first use."""
         return import_module(self.builder)
 
 
@@ -131,34 +132,34 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="llama",
-            about="the plainest pre-norm decoder; Qwen2 and Qwen2.5 add biases to queries, keys "
-            "and values",
+            about="a plain pre-norm decoder; Qwen2 and Qwen2.5 add biases to queries, keys and "
+            "values",
             hugging_face=(LLAMA, QWEN2),
         ),
         Family(
             name="qwen3",
-            about="query-key norms, and an independent head size",
+            about="query-key norms, and a head dimension other than hidden / heads",
             qk_norm=True,
             hugging_face=(QWEN3,),
         ),
         Family(
             name="deepnet",
-            about="hundreds of narrow layers of qwen3: the SSO paper's test of depth",
+            about="qwen3 with hundreds of narrow layers, as in the SSO paper's test of depth",
             same_layers_as="qwen3",
             qk_norm=True,
             hugging_face=(QWEN3,),
         ),
         Family(
             name="gpt",
-            about="any feed-forward block, with query-key norms or without",
+            about="any activation, with or without query-key norms",
             activation=None,
             qk_norm=None,
             hugging_face=(LLAMA, QWEN2, QWEN3),
         ),
         Family(
             name="gemma2",
-            about="gains around 1, a scaled embedding, norms also after each block, and optional "
-            "sliding windows and caps of scores and logits",
+            about="zero-centered gains, a scaled embedding, norms before and after each block, and "
+            "optional sliding windows and soft caps of attention scores and logits",
             builder="models.gemma2",
             activation="geglu",
             zero_centered_gains=True,
@@ -196,7 +197,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_checks(model: ModelConfig) -> Iterator[Check]:
-    """Check that the family of `model` exists and that `model` belongs to it."""
+    """Check that the family of `model` exists and allows its settings."""
     if model.family in FAMILIES:
         yield from FAMILIES[model.family].checks(model)
     else:
@@ -205,9 +206,9 @@ def family_checks(model: ModelConfig) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters (elements) and FLOPs (floating-point operations, a multiply-add is two).
+    """Parameter counts of a model and training FLOPs per token; a multiply-add is two FLOPs.
 
-    active_parameters   parameters that one token uses: of the routed experts, only its `top_k`
+    active_parameters   parameters that one token uses, with `top_k` routed experts per layer
     """
 
     parameters: int
@@ -216,18 +217,18 @@ class ModelSize:
 
 
 def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
-    """Return the units of all layers; `split` are the fields of `Split`."""
+    """Return the units of the whole model; `split` are fields of `Split`."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
 
 
 @lru_cache(maxsize=64)
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
-    """Return the size of `model` and the training FLOPs of one token in a sequence of
-    `sequence_length`, or in documents with this attended length.
+    """Return the parameter counts of `model` and the training FLOPs of one token in a sequence of
+    `sequence_length` tokens, or in packed documents with this mean attended length.
 
-    Forward and backward of every active matrix take 6 FLOPs per element; an embedding that is not
-    tied to the head (a lookup) takes none. Attention scores and their values take 6 * heads * (key
-    + value size) FLOPs per layer and visible key.
+    The forward and backward passes of a token cost 6 FLOPs per element of every active matrix, but
+    none for an embedding that is not tied to the head (a lookup). Attention costs 6 * heads * (key
+    + value head dimension) FLOPs per layer and visible key.
     """
     units = all_units(model)
     active = active_by_role(model, units)
@@ -243,17 +244,17 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 
 
 def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
-    """Return the mean number of keys that a token sees in layer `layer`, over the sequence.
+    """Return the mean number of keys to which a token attends in layer `layer`.
 
-    It is half of the sequence under the causal mask; with a window of w of the s tokens it is `w -
-    w^2 / (2 s)`.
+    In a sequence of s tokens it is `s / 2` with the causal mask, and `w - w^2 / (2 s)` with a
+    sliding window of w tokens.
     """
     window = min(model.window(layer) or sequence_length, sequence_length)
     return window - window**2 / (2 * sequence_length)
 
 
 def active_by_role(model: ModelConfig, units: Sequence[Unit]) -> Counter[str]:
-    """Return the number of elements of each role that one token uses."""
+    """Count the parameters of each role that one token uses."""
     counts: Counter[str] = Counter()
     for unit in units:
         counts[unit.role] += unit.numel

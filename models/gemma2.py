@@ -1,7 +1,7 @@
 """Gemma 2: a decoder with norms before and after attention and the feed-forward block.
 
-Scores and logits may be capped, and every other layer may see a window of the sequence. Its other
-features (gains around 1, the scaled embedding) are in its record in models/families.py. Source:
+Attention scores and logits may be soft-capped, and every other layer may use a sliding window. The
+record of gemma2 in models/families.py sets zero-centered gains and the scaled embedding. Source:
 "Gemma 2: Improving Open Language Models at a Practical Size".
 """
 

@@ -1,4 +1,4 @@
-"""Initial weights, which depend only on a unit's name and the seed, not on ranks or layout."""
+"""Initial weights, which do not depend on the layout: each unit is drawn from its name and seed."""
 
 import hashlib
 import math
@@ -20,12 +20,12 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Number of elements of matrices whose norms are computed together: half a GiB in float64."""
+"""Largest number of elements in a batch of norm computations: half a GiB in float64."""
 THREADS = 8
-"""Largest number of units that a rank draws at a time."""
+"""Largest number of units that a rank draws in parallel."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
-"""Function from units to one figure per unit."""
+"""Function that returns one number per unit."""
 
 
 def initialize_(
@@ -39,16 +39,17 @@ def initialize_(
     given: Callable[[Unit], Tensor] | None = None,
     together: Callable[[Sequence[Unit], Compute], Tensor] = lambda units, compute: compute(units),
 ) -> None:
-    """Fill every unit of `parameters` in place.
+    """Initialise every unit of `parameters` in place.
 
-    `given` returns whole units `[*shape]`; without it units are drawn. A cut unit is drawn whole,
-    normalised whole and then cut, so that any tensor-parallel size gives the same model. Gains get
-    their start value. Matrices are N(0, std^2); with `init.spectral` all except the embedding and
-    the head are rescaled to the spectral norm of their sphere ("Controlled LLM Training on Spectral
-    Sphere", section 4).
+    `given(unit)` returns the value `[*shape]` of a whole unit. Without `given`, matrices are drawn
+    from N(0, std^2), and other units are set to their `start`. With `init.spectral` all matrices
+    except the embedding and the head are rescaled to the spectral norm of their sphere ("Controlled
+    LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled as whole
+    units, so every tensor-parallel size gives the same model.
 
-    `tensor` is (rank, size) within the ranks that share a unit. `together(units, compute)` returns
-    `compute(units)`, float64 `[units]`; ranks with the same units may divide the work.
+    `tensor` is the (rank, size) among the ranks that share a unit. `together(units, compute)`
+    returns `compute(units)`, float64 `[units]`, and may divide the work among ranks with the same
+    units.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():
@@ -82,7 +83,7 @@ def spectral_norms(
     units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int, device: torch.device
 ) -> Tensor:
     """Return the spectral norms `[units]` of drawn matrices, float64 on `device`, accurate to about
-    1e-9; up to `STACK` elements of one shape are computed together."""
+    1e-9. Matrices of one shape are computed in batches of up to `STACK` elements."""
     norms = torch.zeros(len(units), dtype=torch.float64, device=device)
     by_shape = grouped(range(len(units)), lambda i: units[i].shape)
     for (rows, cols), members in by_shape.items():
@@ -96,9 +97,10 @@ def spectral_norms(
 
 
 def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) -> Iterator[Tensor]:
-    """Draw units as `draw` does, in several threads if this rank may use several processors.
+    """Yield the results of `draw` for all units, computed in several threads if there are several
+    processors per rank.
 
-    One thread would take a minute for 8B parameters.
+    One thread takes a minute for 8B parameters.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(THREADS, (os.cpu_count() or 1) // ranks))
@@ -119,7 +121,7 @@ def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
 
 
 def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
-    """Return the standard deviation for `drawn`, one of the draws of `unit`."""
+    """Return the standard deviation of the draw `drawn` of `unit`."""
     if unit.role in VOCABULARY:
         return init.embedding_std if unit.role == "embedding" else init.head_std
     if init.std is None:
@@ -129,15 +131,15 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
         return init.std
     if init.depth_scaling == "layers":
         return init.std / (math.sqrt(2 * layers) if unit.role in RESIDUAL_OUTPUTS else 1.0)
-    # Gate and up may be one unit, but are two draws.
+    # Gate and up may be one unit, but they are separate draws.
     residual = unit.role in (*RESIDUAL_OUTPUTS, *UPS) or drawn.endswith(".up")
     layer = unit.layer
     return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)
 
 
 def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
-    """Fill `part` from N(0, deviation^2) with the key (seed, name), and return it: float32 on the
-    CPU for any training device."""
+    """Fill `part`, float32 on the CPU, from N(0, deviation^2) with a random generator seeded by
+    (seed, name), and return `part`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return part.normal_(0.0, deviation, generator=generator)

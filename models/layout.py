@@ -1,8 +1,8 @@
-"""Layouts of a model over ranks: sizes of the axes, layers of a chunk, positions of a sequence.
+"""Layouts of a model over ranks: parallel sizes, layers of a chunk, positions of a sequence.
 
-Context parallelism cuts a sequence into `2 * size` chunks, and rank r holds chunks r and `2 * size
-- 1 - r`. Under the causal mask a late chunk costs more than an early chunk, so with these pairs
-every rank has the same work. Megatron cuts batches and rotary embeddings in this way too.
+Context parallelism splits a sequence into `2 * size` chunks, and rank r processes chunks r and `2 *
+size - 1 - r`. Because later chunks cost more under the causal mask, these pairs give every rank the
+same work. Megatron splits batches and rotary embeddings in the same way.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ QKVUnits = Literal["head", "group", "component", "fused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Number of ranks on each axis, and the division of the pipeline.
+    """Parallel sizes, and the division of the layers over pipeline stages.
 
     tensor             ranks that share each dense matrix
     pipeline           ranks that share the layers
     virtual_pipeline   model chunks of each pipeline rank
     context            ranks that share each sequence
     expert             ranks that share the experts of a layer
-    expert_tensor      ranks that share each of these experts
-    sequence_parallel  whether activations between tensor-parallel blocks are cut
-    first_stage_layers, last_stage_layers   None for as many as the other stages have
+    expert_tensor      ranks that share each routed expert
+    sequence_parallel  whether activations between tensor-parallel blocks are sharded
+    first_stage_layers, last_stage_layers   None: as many layers as each other stage
     """
 
     tensor: int = 1
@@ -43,9 +43,9 @@ class Layout:
 class ChunkSpec:
     """The contents of one model chunk on a pipeline rank.
 
-    layers      numbers of its layers, ascending
-    embedding   whether it holds the embedding
-    head        whether it holds the head, and the final norm
+    layers      global indices of the layers, ascending
+    embedding   whether the chunk contains the embedding
+    head        whether the chunk contains the head and the final norm
     """
 
     layers: tuple[int, ...]
@@ -55,14 +55,14 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The division of weights into units, and a rank's share of them.
+    """The division of weights into units, and the share of a rank.
 
-    qkv_units       units of a fused attention weight
+    qkv_units       the part of a fused attention weight that is one unit
     split_gate_up   whether gate and up are two units
-    tensor_rank, tensor_size   the tensor-parallel rank, and the number of these ranks
-    expert_rank, expert_size   the same for expert parallelism: a rank holds `experts / expert_size`
-                               of each layer, with the domain `expert`
-    expert_tensor   ranks that a routed expert's matrices are cut over
+    tensor_rank, tensor_size   tensor-parallel rank and size
+    expert_rank, expert_size   expert-parallel rank and size; a rank has `experts / expert_size`
+                               experts of each layer
+    expert_tensor   number of ranks over which the matrices of a routed expert are sharded
     """
 
     qkv_units: QKVUnits = "head"
@@ -75,11 +75,10 @@ class Split:
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """Return the positions that context rank `rank` of `size` holds, for a sequence of `length`
-    tokens.
+    """Return the positions of a sequence of `length` tokens on context rank `rank` of `size`.
 
-    There is one range for one rank, else two ranges of `length / (2 * size)` positions in ascending
-    order. Raises ValueError if the length is not divisible by `2 * size`.
+    The result is one range if `size` is 1, otherwise two ranges of `length / (2 * size)` positions
+    in ascending order. Raises ValueError if the length is not divisible by `2 * size`.
     """
     if size == 1:
         return [range(length)]
@@ -94,8 +93,8 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
     """Return the part of `whole` on context rank `rank` of `size`; dimension `dim` is the sequence.
 
-    This is `whole` itself for one rank. Raises ValueError if the length is not divisible by `2 *
-    size`.
+    If `size` is 1, the result is `whole` itself. Raises ValueError if the length is not divisible
+    by `2 * size`.
     """
     if size == 1:
         return whole
@@ -104,9 +103,9 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
-    """Join the whole sequence `[s, ...]` from the parts of all `size` context ranks.
+    """Return the whole sequence `[s, ...]` in order, from the parts of all `size` context ranks.
 
-    `parts` contains the parts in the order of ranks along the first dimension.
+    `parts` is the concatenation of the ranks' parts, in the order of ranks.
     """
     early, late = parts.unflatten(0, (size, 2, -1)).unbind(1)  # [size, s / (2 size), ...]
     return torch.cat([early, late.flip(0)]).flatten(0, 1)

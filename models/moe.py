@@ -1,10 +1,10 @@
-"""The builder of mixtures of experts.
+"""The builder of mixture-of-experts models.
 
-After the first dense layers, a feed-forward block consists of a router, routed experts, of which
-every token uses `top_k`, and shared experts, which every token uses.
+After the first dense layers, each feed-forward block consists of a router, routed experts (every
+token uses `top_k` of them) and shared experts (every token uses all of them).
 
-Experts are separate matrices on every device, for products one by one and for grouped products. No
-token is dropped. Attention, embeddings and head are the same as in the dense families.
+Each expert has separate parameters, with sequential and with grouped matrix products. No tokens are
+dropped. Attention, embedding and head are the same as in the dense families.
 """
 
 import re
@@ -43,14 +43,14 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 def mixture(model: ModelConfig) -> MoEConfig:
     """Return the config of the mixture-of-experts layers; raises ValueError if there is none."""
     if model.moe is None:
-        raise ValueError(f"model.moe must be given for the family {model.family}, got null")
+        raise ValueError(f"model.moe must be a section for family {model.family}, got null")
     return model.moe
 
 
 def transformer_config(
     model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
-    """Return Megatron's config of this model; `options` are the options of the dense families."""
+    """Return Megatron's config of `model`; `options` are options of `dense.transformer_config`."""
     moe = mixture(model)
     kinds, coefficients = auxiliary_losses(moe)
     return replace(
@@ -61,8 +61,8 @@ def transformer_config(
         moe_shared_expert_gate=moe.shared_gate,
         moe_router_topk=moe.top_k,
         moe_router_score_function=moe.score,
-        # Softmax over the chosen logits is the renormalised softmax; for a single expert it would
-        # always be 1.
+        # Softmax over the top-k logits equals the renormalised softmax over all logits; for top_k 1
+        # it would always be 1.
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,
@@ -80,22 +80,22 @@ def transformer_config(
 
 
 def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
-    """Return Megatron's names and coefficients of the enabled load-balancing losses."""
+    """Return the enabled load-balancing losses: Megatron's names, and coefficients."""
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
     active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return (list(active), list(active.values())) if active else ("none", 0.0)
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Whether the experts' products are grouped, by `moe.backend`; auto groups where PyTorch has
-    kernels: bfloat16 on GPUs."""
+    """Return whether experts use grouped matrix products. For the backend auto they do if PyTorch
+    has a kernel, which is the case for bfloat16 on GPUs."""
     if moe.backend == "auto":
         return config.bf16 and not config.use_cpu_initialization
     return moe.backend == "grouped"
 
 
 def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
-    """Return the mixture-of-experts block of Megatron's linears and the counting router."""
+    """Return the spec of a mixture-of-experts block with Megatron's linear layers and `Router`."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = GroupedExperts if grouped(moe, config) else SequentialMLP
     return ModuleSpec(
@@ -111,7 +111,7 @@ def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
 def block_spec(
     model: ModelConfig, config: TransformerConfig, layers: Sequence[int]
 ) -> TransformerBlockSubmodules:
-    """Return the spec of the pipeline stage of global layers `layers`."""
+    """Return the spec of a pipeline stage with global layers `layers`."""
     moe = mixture(model)
     plain = dense.layer_spec(model)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe, config)))
@@ -130,10 +130,10 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Map the names of a chunk's parameters in Megatron's model to declared names.
+    """Return the declared name of each Megatron parameter of a chunk, by Megatron's name.
 
-    Experts are named by their index in the whole layer. Raises ValueError for a parameter that is
-    not in the family.
+    Names of experts contain their global index in the layer. Raises ValueError for a parameter that
+    the family does not have.
     """
 
     def in_layer(layer: int, name: str) -> str | None:

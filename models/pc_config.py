@@ -15,7 +15,7 @@ from spectral.effective_weight import Preconditioner
 from spectral.odd_polynomial import Level, fit_polynomial
 
 BLOCKS = ("o", "gate", "up", "down")
-"""The paper's choice: the output of attention and the feed-forward block."""
+"""Roles of PC layers in the paper: the output of attention and the feed-forward block."""
 
 PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
 
@@ -27,7 +27,7 @@ class PolynomialConfig(Section):
     """preset: the published polynomial of `level`; fitted: a polynomial fitted with the settings
     below; over_flattening: the paper's ablation, which maps every singular value to 1."""
     degree: Annotated[int, Field(ge=0, le=32)] = 4
-    """Number of odd powers after the first, for fitted; 4 ends at x^9."""
+    """fitted: number of odd powers after x; with 4 the highest power is x^9."""
     cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
@@ -41,14 +41,14 @@ class PolynomialConfig(Section):
 
 
 class PCOverride(Section):
-    """Another level for some blocks; if several overrides apply to a block, the last one counts."""
+    """Level of some PC layers; if several overrides match a PC layer, the last override applies."""
 
     roles: list[str] | None = None
-    """Roles of `blocks` with this level; null = all."""
+    """Roles of `blocks` that the override matches; null = all."""
     layers: tuple[int, int] | None = None
-    """First and last layer with this level, counted from 0; null = every layer."""
+    """First and last layer that the override matches, counted from 0; null = every layer."""
     level: PresetLevel
-    """Level of these blocks."""
+    """Level of the matching PC layers."""
 
     def checks(self) -> Iterator[Check]:
         """Check the order of the layers."""
@@ -61,13 +61,13 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are PC layers; null = o, gate, up and down, without roles that the model lacks."""
+    """Roles that are PC layers; null = the roles o, gate, up and down, if the model has them."""
     level: PresetLevel | None = None
-    """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
-    values above 0.4, 2 above 0.6, 1 above 0.8; 0 changes nothing. null = the paper's choice: 4
-    under AdamW, 2 under a spectral rule."""
+    """Strength of the preset: level 4 raises singular values above 0.3 times the largest to the
+    largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
+    = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
-    """Other levels for some roles or layers, each under a name of your choice."""
+    """Levels that differ for some roles or layers, by names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
     """Polynomial of the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
@@ -77,22 +77,22 @@ class PCConfig(Section):
     """stream: divide W by its tracked spectral norm s before the polynomial; none: do not divide.
     """
     norm_recovery: bool = True
-    """Multiply by s after the polynomial."""
+    """Multiply by the tracked spectral norm s after the polynomial."""
     learnable_gamma: bool = True
-    """Train the scalar gamma of every unit."""
+    """Train the scalar gamma of every PC layer."""
     gamma_lr: AtLeast0 | None = None
     """Peak learning rate of gamma; null = the rate of optimizer.scalar."""
     gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = the decay of optimizer.scalar."""
     init_compensation: bool = False
-    """Start gamma at the value that gives PC(W) the Frobenius norm of W; false = start at 1."""
+    """Initialise gamma such that PC(W) has the Frobenius norm of W; false = initialise it to 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
-    """materialized: a matrix's owner computes PC(W) once per optimizer step; in_graph: every rank
-    computes it in every forward pass. The results are the same."""
+    """materialized: the owner rank of each matrix computes PC(W) once per optimizer step; in_graph:
+    every rank computes PC(W) in every forward pass. The results are the same."""
 
     @property
     def roles(self) -> Sequence[str]:
-        """Roles that are PC layers where the model has them."""
+        """Roles that are PC layers, if the model has them."""
         return BLOCKS if self.blocks is None else self.blocks
 
     def covers(self, unit: Unit) -> bool:
@@ -100,9 +100,9 @@ class PCConfig(Section):
         return unit.role in self.roles
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """Return the preconditioner of `unit`, or None if it is no PC layer.
+        """Return the preconditioner of `unit`, or None if `unit` is not a PC layer.
 
-        Raises ValueError if the level is null, which `load_config` replaces by the paper's choice.
+        Raises ValueError if the level is null; `load_config` replaces null by the paper's choice.
         """
         if not self.covers(unit):
             return None
@@ -136,9 +136,9 @@ class PCConfig(Section):
         return level
 
     def checks(self) -> Iterator[Check]:
-        """Check that levels are levels of a preset."""
+        """Check that levels are set only for preset polynomials."""
         kind = self.polynomial.kind
         if kind != "preset":
-            rule = f"need polynomial.kind preset, which has levels, got {kind}"
+            rule = f"must be empty with polynomial.kind {kind}, which has no levels"
             yield "overrides", self.overrides, rule
             yield from ignored(self, "level", when=f"with polynomial.kind {kind}")

@@ -1,8 +1,8 @@
-"""A section of the run config: a frozen dataclass with a sentence under each of its fields.
+"""Base class of the sections of a run config: frozen dataclasses with a sentence under each field.
 
-pydantic reads the fields: types, which are strict, and bounds (`Annotated`, `Field`). The sentences
-are the manual (training/config/manual.py). Conditions between the fields of a section are in its
-`checks`, and conditions between sections are in training/config/checks.py.
+pydantic checks the types of fields strictly, and their bounds (`Annotated`, `Field`). The sentences
+are the source of docs/configuration.md (training/config/manual.py). A section's `checks` test
+conditions between its fields; training/config/checks.py tests conditions between sections.
 """
 
 import difflib
@@ -19,8 +19,8 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
-"""Bound of numbers without another bound: far above any useful value, but still safe in
-arithmetic."""
+"""Bound of numbers for which no other bound is declared: far above useful values, but without
+overflow in arithmetic."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
@@ -30,7 +30,7 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:
-    """Refuse values that only equal an integer, such as true for a literal 1."""
+    """Refuse values that equal an integer but have another type, such as true, which equals 1."""
     if type(value) is not int:
         raise PydanticCustomError("int_type", "an integer")
     return value
@@ -39,12 +39,12 @@ def _exact(value: object) -> object:
 ExactInt = BeforeValidator(_exact)
 
 Check = tuple[str, object, str]
-"""A key of a section, whether its value is wrong, and the rule, such as `must be at most 3`."""
+"""Key of a section, whether its value breaks a rule, and the rule, e.g. `must be at most 3`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
-    """Base class of all sections, which makes each a frozen dataclass of keyword arguments."""
+    """Base class of all sections; turns each into a frozen dataclass with keyword arguments."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -53,13 +53,13 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the conditions between the fields."""
+        """Yield the checks of conditions between fields."""
         yield from ()
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each wrong key of a section; a rule may already end in `, got
-    VALUE`. `path` is the section's position in the config."""
+    """Yield `KEY RULE, got VALUE` for each wrong key of a section; `, got VALUE` is omitted if the
+    rule contains it. `path` is the path of the section in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
@@ -67,8 +67,8 @@ def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterat
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
-    """Check that each of `keys`, which has no effect, is at its default; `when` states the
-    condition, as in "with kind preset"."""
+    """Check that `keys`, which have no effect, have their default values; `when` states the
+    condition, such as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
         rule = f"must keep its default {shown(default)}, as it has no effect {when}"
@@ -81,14 +81,14 @@ def join(path: str, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` in YAML, shortened, with strings in quotes."""
+    """Return `value` as YAML, shortened to 80 characters, with strings in quotes."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
 def named(word: str, options: Iterable[str]) -> str:
-    """Return `one of ..., got word`, with the closest option."""
+    """Return `one of OPTIONS, got WORD`, and suggest the closest option if there is one."""
     options = list(options)
     near = closest(word, options)
     hint = f"; did you mean {near}?" if near else ""

@@ -1,12 +1,12 @@
-"""Units: the parts of parameters that are atomic modules.
+"""Units: the matrices, gains and biases that a model's parameters consist of.
 
-A unit is the smallest matrix that must stay whole for a spectral operation: one attention head's q,
-k or v, a gate, an up, one down projection. Megatron keeps several of them in one fused parameter
-and cuts parameters over tensor-parallel ranks. A unit describes, as data, its view inside the local
-parameter, and the composition of the logical matrix from the pieces of all ranks. Initialisation,
-optimizers and monitors use nothing else, so no other file depends on how weights are fused.
+A matrix unit is the smallest matrix that a spectral operation treats as a whole: q, k or v of one
+attention head, or a gate, up or down projection. Megatron fuses several such matrices into one
+parameter, and shards parameters over tensor-parallel ranks. A unit describes its view of the local
+parameter, and how the pieces of all ranks form the whole matrix. Initialisation, optimizers and
+monitors use only units, so no other file depends on the fusion of weights.
 
-Declarations are pure functions of the config: they need no model, no process group, no memory.
+Units are declared by pure functions of the config, without a model, process groups or memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,28 @@ ALL = slice(None)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One atomic module of the model, from the view of this tensor-parallel rank.
+    """One matrix, gain or bias of the model on a tensor-parallel rank.
 
-    name         global and independent of any layout, e.g. `layers.3.q.5`
-    parameter    global name of the parameter that holds it, e.g. `layers.3.attention.qkv`
+    name         global name, the same for every layout, e.g. `layers.3.q.5`
+    parameter    global name of the parameter that contains the unit, e.g. `layers.3.attention.qkv`
     role         q, k, v, o, gate, up, down, embedding, head, gain, bias ...
-    view_shape   shape in which the local parameter is viewed before `index` picks the unit's part
-    index        the unit's part of that view
-    axes         logical, n-dimensional shape of the whole unit; `[rows, cols]` after flattening all
-                 but the last axis
-    shard_axis   axis of `axes` that tensor parallelism cuts, None if this rank holds the whole unit
-    replicated   whether every tensor-parallel rank holds the same copy (gains)
-    partial_over_tensor  whether its gradient on one tensor-parallel rank is that rank's share of a
-                 sum, as for query and key norms, whose gains act on heads cut over the ranks
-    whole_gradient   for a replicated unit: whether every tensor-parallel rank has all of its
-                 gradient, under sequence parallelism too (gamma of a cut PC layer)
-    draws        (name, rows) of the random draws that initialise it, in the order of its rows
-    start        first value of every element of a unit without draws
-    tied_stage   for an embedding that is also the head and has copies on two pipeline stages: the
-                 stage of this copy, first or last; else None
-    domain       the ranks that hold copies: dense for the data-parallel group, expert (a routed
-                 expert's matrix) for the expert-data-parallel group
+    view_shape   shape of the view of the local parameter to which `index` is applied
+    index        index of the unit in this view
+    axes         n-dimensional shape of the whole unit; flattening all axes but the last gives
+                 `[rows, cols]`
+    shard_axis   axis of `axes` that is sharded over tensor-parallel ranks, None if this rank has
+                 the whole unit
+    replicated   whether every tensor-parallel rank has a copy of the unit (gains)
+    partial_over_tensor  whether the unit's gradient is a sum over tensor-parallel ranks, as for the
+                 gains of query and key norms, because the heads are sharded over the ranks
+    whole_gradient   for a replicated unit: whether every tensor-parallel rank computes the whole
+                 gradient, even under sequence parallelism (gamma of a sharded PC layer)
+    draws        (name, rows) of the random draws that initialise the unit, in the order of its rows
+    start        initial value of every element of a unit without draws
+    tied_stage   for a tied embedding with copies on two pipeline stages: the stage of this copy,
+                 first or last; otherwise None
+    domain       ranks with copies of the unit: dense = the data-parallel group, expert = the
+                 expert-data-parallel group (routed experts)
     """
 
     name: str
@@ -64,7 +65,7 @@ class Unit:
 
     @property
     def is_copy(self) -> bool:
-        """Whether another pipeline stage counts, saves and reports the unit."""
+        """Whether the unit is a copy that another pipeline stage counts, saves and reports."""
         return self.tied_stage == "last"
 
     @property
@@ -80,7 +81,7 @@ class Unit:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the unit is a matrix, as spectral rules require; a gain is not."""
+        """Whether the unit is a matrix instead of a gain or bias."""
         return len(self.axes) > 1
 
     @property
@@ -89,7 +90,7 @@ class Unit:
         return prod(self.axes)
 
     def local_axes(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the shape of this rank's piece, before flattening."""
+        """Return the n-dimensional shape of a rank's piece."""
         if self.shard_axis is None:
             return self.axes
         return tuple(
@@ -97,9 +98,9 @@ class Unit:
         )
 
     def summed_over_tensor(self, sequence_parallel: bool) -> bool:
-        """Return whether the gradient is the sum of the tensor-parallel ranks' gradients.
+        """Return whether the gradient must be summed over tensor-parallel ranks.
 
-        Under sequence parallelism a rank sees only the tokens of its part of the sequence.
+        Sequence parallelism is a reason, because each rank processes a part of the sequence.
         """
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens
@@ -120,14 +121,14 @@ class Unit:
 
 
 def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
-    """Flatten all but the last axis: `(rows, cols)`, or `(n,)` of a vector."""
+    """Return `axes` with all but the last flattened: `(rows, cols)`, or `(n,)` for a vector."""
     return (prod(axes[:-1]), axes[-1]) if len(axes) > 1 else tuple(axes)
 
 
 def gated_mlp_units(
     layer: int, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
 ) -> list[Unit]:
-    """Return the gate, up and down units of layer `layer`; gate and up are one parameter."""
+    """Return the gate, up and down units of layer `layer`; gate and up share one parameter."""
     prefix = f"layers.{layer}."
     split = split_gate_up
     indices: dict[str, Index] = {"gate": (0,), "up": (1,)} if split else {"gate_up": (ALL,)}
@@ -149,7 +150,7 @@ def gated_mlp_units(
 
 
 def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
-    """Return the up and down units of layer `layer`, a feed-forward block without a gate."""
+    """Return the up and down units of layer `layer` for a feed-forward block without a gate."""
     prefix = f"layers.{layer}."
     up = matrix_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size, 0)
     down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
@@ -159,10 +160,10 @@ def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]
 def matrix_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int, axis: int | None
 ) -> Unit:
-    """Return the unit `[rows, cols]` that is a whole parameter.
+    """Return a unit `[rows, cols]` that is an entire parameter.
 
-    Tensor parallelism cuts it along `axis`: 0 (rows) or 1 (columns); None: every rank holds it
-    whole.
+    The unit is sharded over tensor-parallel ranks along `axis`, 0 (rows) or 1 (columns), or
+    replicated (None).
     """
     return Unit(
         name=name,
@@ -180,7 +181,7 @@ def matrix_unit(
 def gain_unit(
     name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
 ) -> Unit:
-    """Return the gain `[size]` of a norm, initially `start`, whole on every tensor rank."""
+    """Return the replicated gain `[size]` of a norm; its initial value is `start`."""
     return Unit(
         name=name,
         parameter=name,
@@ -195,7 +196,8 @@ def gain_unit(
 
 
 def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
-    """Return the bias `[size]` of a linear, cut over tensor ranks; None: whole on every rank."""
+    """Return the bias `[size]` of a linear layer, sharded over `tensor_size` ranks or, if None,
+    replicated."""
     cut = tensor_size or 1
     return Unit(
         name=name,
@@ -211,26 +213,26 @@ def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
 
 
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
-    """Check that the units claim every element of every parameter exactly once.
+    """Check that every element of every parameter is in exactly one unit.
 
-    Raises ValueError naming a parameter that is unknown, unclaimed, or claimed partly or twice.
+    Raises ValueError if not; the message names the unit or parameter.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.parameter not in parameters:
-            raise ValueError(f"unit {unit.name} belongs to {unit.parameter}, which the model lacks")
+            raise ValueError(f"unit {unit.name} is in {unit.parameter}, which the model lacks")
         parameter = parameters[unit.parameter]
         if prod(unit.view_shape) != parameter.numel():
             raise ValueError(
-                f"unit {unit.name} sees {unit.parameter} as {unit.view_shape}, "
-                f"but its shape is {tuple(parameter.shape)}"
+                f"unit {unit.name} views {unit.parameter} as {unit.view_shape}, "
+                f"but the parameter has the shape {tuple(parameter.shape)}"
             )
         claims.setdefault(unit.parameter, []).append(unit)
     for name, parameter in parameters.items():
         if name not in claims:
-            raise ValueError(f"parameter {name} is claimed by no unit")
-        # In host memory, one byte per element: GPU memory is scarce, and this would wait for the
-        # GPU.
+            raise ValueError(f"parameter {name} must be in a unit, got none")
+        # One byte per element in host memory: GPU memory is scarce, and counting there would wait
+        # for the GPU.
         count = torch.zeros(parameter.shape, dtype=torch.uint8)
         for unit in claims[name]:
             unit.view(count).add_(1)

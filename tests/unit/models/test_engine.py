@@ -24,7 +24,7 @@ def test_older_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_newer_release_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package_info, "__version__", "99.0+local")
-    assert check_engine() == "megatron-core 99.0 is newer than 0.19.2, the newest tested"
+    assert check_engine() == "megatron-core 99.0 is newer than 0.19.2, the newest tested release"
 
 
 def test_what_the_engine_compiles_is_compiled_at_its_first_call_alone() -> None:

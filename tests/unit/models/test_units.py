@@ -52,7 +52,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
     parameters = parameters_of(units)
     with pytest.raises(ValueError, match="attention.qkv must cover .* got [1-9].* and 0 with"):
         check_coverage([u for u in units if u.name != "layers.0.k.1"], parameters)
-    with pytest.raises(ValueError, match="claimed by no unit"):
+    with pytest.raises(ValueError, match="must be in a unit, got none"):
         check_coverage([u for u in units if u.role != "head"], parameters)
     with pytest.raises(ValueError, match="head must cover .* got 0 elements .* and [1-9]"):
         check_coverage([*units, units[-1]], parameters)

@@ -38,7 +38,7 @@ DEEPSEEK = [
     (["model.moe.expert_groups=2", "model.moe.top_groups=3"], "model.moe.top_groups must be at"),
     (
         ["model.moe.expert_groups=4", "model.moe.top_k=3"],
-        "model.moe.top_k must be at most 2, the experts of top_groups",
+        "model.moe.top_k must be at most 2, the experts in top_groups",
     ),
     (["model.moe.top_groups=2"], "model.moe.top_groups must be at most expert_groups = 1"),
     (["model.qk_norm=true"], "model.qk_norm must be false"),
