@@ -9,14 +9,14 @@ Only the rank-one term depends on lambda. msign's odd polynomial is expanded int
 
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
-which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These come from a
-projection of `N N^T` onto the rational Krylov space of a few of the same resolvents, which
-approximates the resolvents at all other shifts to 1e-4 or better for any number of rows.
-docs/numerics.md contains measurements.
+which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These matrices are
+computed from a projection of `N N^T` onto the rational Krylov space of a few of the resolvents. The
+projection approximates the resolvents at all other shifts to 1e-4 or better, for any number of
+rows. docs/numerics.md contains measurements.
 
-Resolvents are solutions of stacks of positive definite systems with few right-hand sides, without a
-host sync. They are computed by products of blocks, so the number of launches grows only with the
-rows, not with the number of systems, and the time is spent in products instead of single columns.
+Resolvents are applied by solving stacks of positive definite systems with few right-hand sides,
+without a host sync. The systems are factorised and solved by products of blocks: the number of
+launches grows with the number of rows but not of systems, and no column is processed on its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,34 +38,34 @@ RIDGE = 1e-13
 GRID = (2, 512)
 """Number of rounds of the search for the root, and of intervals of the grid per round."""
 CPU_GRID = (6, 8)
-"""Six rounds give the same last interval with 54 values of the model instead of 1,026."""
+"""The last interval is the same as with `GRID`, but f is evaluated 54 instead of 1,026 times."""
 
 DIRECT_ROWS = 32
-"""Largest number of rows at which the model works on `N N^T` itself, without a basis."""
+"""Largest number of rows at which the model uses `N N^T` itself instead of a projection."""
 SQUARED_ROWS = 64
-"""Largest number of rows at which the model of a 16-bit msign projects `N N^T` instead of N, which
-takes no pass over M; in float16 it raises errors of f on recorded momenta from 1e-5 to up to
+"""Largest number of rows at which the model of a 16-bit msign projects `N N^T` instead of N. This
+saves a pass over M; in float16 it raises the errors of f on recorded momenta from 1e-5 to at most
 6e-5."""
 WIDE_ROWS = 256
 """Largest number of rows at which the model of an msign in 32 bits or more computes `N N^T` and its
 resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
-float64 always do. In 16 bits f is not exact enough to need this."""
+float64 use it for any number of rows. In 16 bits f is not exact enough to need float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 products take at most about twice as long as float32
-products: P100, V100, A100, H100 and H200, B200. On all others (consumer cards, L40S, B300) they
-take 30 to 64 times as long."""
+products: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300)
+float64 products take 30 to 64 times as long."""
 
 
 class Space(NamedTuple):
-    """A rational Krylov space of `N N^T`, from `[u, w]`."""
+    """A rational Krylov space of `N N^T`, generated from `[u, w]`."""
 
-    shifts: tuple[float, ...]  # t of each resolvent, singular values in units of the Frobenius norm
-    resolvents: int = 1  # powers of each
-    products: int = 0  # powers of N N^T itself
+    shifts: tuple[float, ...]  # t of each resolvent, as a fraction of the Frobenius norm
+    resolvents: int = 1  # number of powers of each resolvent
+    products: int = 0  # number of powers of N N^T itself
 
 
 EXACT = Space((10**-1.7, 10**-3.1), 5, 3)
-"""Two shifts with five powers each: as exact as ten shifts with one power each, with two
+"""Two shifts with five powers each are as exact as ten shifts with one power each, and take two
 factorisations instead of ten. docs/numerics.md contains the figures."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
@@ -73,33 +73,34 @@ SPACES = {
     torch.float32: EXACT,
     torch.float64: EXACT,
 }
-"""Krylov spaces by the dtype of msign's products. A resolvent costs a factorisation; its powers
+"""Krylov space for each dtype of msign's products. A resolvent costs a factorisation; its powers
 cost little more."""
 SYSTEM_ELEMENTS = 3 << 27
-"""Number of elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS`
-solves at a time: both systems of 48 matrices with 2,048 rows, in 3 GiB of float64."""
+"""Number of elements of the shifted systems that are solved at a time on a device without an entry
+in `CACHE_ELEMENTS`: 3 GiB in float64, or both systems of 48 matrices with 2,048 rows."""
 
 
 TRIANGLE, CPU_TRIANGLE = 512, 256
-"""Number of rows of the blocks in which half of a symmetric product is computed: smaller ones take
-less work, but more launches."""
+"""Number of rows per block when only half of a symmetric product is computed. Smaller blocks take
+fewer FLOPs but more launches."""
 
 
 class Model(NamedTuple):
     """Rational functions of `mu = lambda - centre` for a batch of problems, float64.
 
-    `centre` is `-u^T M v`, at which `y` is orthogonal to `u`, so that nothing cancels near it.
+    `centre` is `-u^T M v`. At `lambda = centre`, `y` is orthogonal to `u`, so no terms cancel near
+    the centre.
     """
 
     block: Tensor  # [3, batch, nodes], entries uu, uq, qq of [u, q]^T R_j [u, q], q = y at centre
-    weight: Tensor  # [batch, nodes], residues c_j, scaled
+    weight: Tensor  # [batch, nodes], scaled residues c_j
     centre: Tensor  # [batch]
     half: Tensor  # [batch], the bracket: |mu| <= half at the root
     norm: Tensor  # [batch], Frobenius norm of M
 
 
 class Reduced(NamedTuple):
-    """`N N^T` and its vectors in an orthonormal basis, float64."""
+    """`N N^T`, `u` and `q` in an orthonormal basis, float64."""
 
     gram: Tensor  # [batch, size, size]
     pair: Tensor  # [batch, size, 2], u and q
@@ -111,9 +112,9 @@ def partial_fractions(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Fit residues and nodes `(c, t)` of `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
-    It uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error
-    is 2.5e-5 for polar_express, 7e-4 for polar_express_upstream; schedules that oscillate are
-    smoothed.
+    The fit is a ridge regression in float64 on a logarithmic grid. With eight steps the largest
+    error is 2.5e-5 for polar_express and 7e-4 for polar_express_upstream. The fit smooths schedules
+    that oscillate.
     """
     logspace = partial(torch.logspace, dtype=torch.float64, device="cpu")
     s = torch.cat((logspace(-7, -4.5, 200), logspace(-4.5, 0, 1500)))
@@ -134,13 +135,13 @@ def build(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of the matrices `M` of all stacks, projected onto one space per matrix.
+    """Build the models of the matrices `M` of all stacks, each projected onto its own space.
 
     Args:
         stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal numbers of rows.
-        u: `[matrices, rows]`, of all stacks, unit or zero vectors, like `v`.
-        v: `[batch, cols]`, of each stack.
-        steps, dtype: options of msign.
+        u: `[matrices, rows]`, one vector per matrix of all stacks, of length 1 or 0.
+        v: for each stack `[batch, cols]`, one vector per matrix, of length 1 or 0.
+        steps, dtype: msign's coefficients and the dtype of its products.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(vectors.double()) for vectors in v]
@@ -162,7 +163,7 @@ def build(
         if wide or rows <= SQUARED_ROWS:
             small = basis @ gram.double() @ basis.mT
         else:
-            del gram  # before the products with M
+            del gram  # free it before the products with M
             small = _projected(stacks, v, w, basis)
         reduced = Reduced(small, basis @ pair.mT)
     # |lambda* - centre| <= hypot(centre, p + |q|), by pinching, with p^2 = u^T N N^T u.
@@ -182,7 +183,7 @@ def build(
 def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the model of an msign in `dtype` computes `N N^T` and resolvents in float64.
 
-    With few rows there is no basis, and the loss from squaring in float32 would be visible.
+    Up to `DIRECT_ROWS` rows there is no projection, and squaring in float32 would cost accuracy.
     """
     exact = torch.finfo(dtype).bits >= 32 and (rows <= WIDE_ROWS or has_fast_doubles(device))
     return exact or rows <= DIRECT_ROWS
@@ -199,7 +200,8 @@ def has_fast_doubles(device: torch.device) -> bool:
 def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
-    `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
+    `N N^T` is positive only if it and `M v` are computed from the same float64 M and an exact unit
+    vector.
     """
     rows = stacks[0].shape[1]
     gram = v[0].new_empty(sum(map(len, stacks)), rows, rows)
@@ -224,7 +226,7 @@ def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `M M^T`, with a kernel that computes half of it if available."""
+    """Compute `M M^T` by `kernels.gram`, or by blocks of the upper triangle if that is faster."""
     rows = stacks[0].shape[1]
     if len(_triangle(rows, stacks[0].device)) == 1 or kernels.mirrors(stacks):
         return kernels.gram(*stacks)
@@ -246,7 +248,7 @@ def _write_upper(m: Tensor, out: Tensor) -> None:
 
 
 def _mirrored(gram: Tensor) -> Tensor:
-    """Copy the blocks above the diagonal to those below."""
+    """Copy the blocks above the diagonal to their mirror images below it."""
     for part in _triangle(gram.shape[1], gram.device)[:-1]:
         gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
     return gram
@@ -255,9 +257,9 @@ def _mirrored(gram: Tensor) -> Tensor:
 def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: int) -> Tensor:
     """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
 
-    It is spanned by the `pair` `[batch, 2, rows]` and by powers of resolvents of `gram`, and of
-    `gram`, applied to it. Linearly dependent rows are zero. The systems solved at a time belong to
-    one matrix, or have at most `elements` elements or the device's limit, whichever is larger.
+    The space is spanned by `pair` `[batch, 2, rows]` and by the products of `pair` with powers of
+    `gram` and of its resolvents. Linearly dependent rows are zero. The systems that are solved at a
+    time have at most `elements` elements, or the device's limit if that is larger.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
@@ -277,35 +279,35 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
             first = vectors.repeat_interleave(some.shape[1], dim=0)
             powers = _powers(partial(solve, factor), first, space.resolvents)
             solutions.append(powers.reshape(len(part), -1, rows))
-            del k, factor  # before the next system
+            del k, factor  # free them before the next systems
     split = -(-len(shifts) // count)
     parts = [concat(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, concat(parts), products), dim=1)
-    # Resolvents at neighbouring shifts are nearly parallel: repeat to recover lost digits.
+    # Vectors of neighbouring shifts are nearly parallel: a second pass recovers lost digits.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
     return vectors
 
 
 def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
-    """Apply `operator` to `start` `[batch, 2, rows]` `count` times.
+    """Apply `operator` to `start` `[batch, 2, rows]` `count` times and return all powers.
 
-    Returns `[batch, 2 count, rows]`, float64, of unit vectors. All powers but the last are
-    orthogonalised against lower powers, which keeps them distinct.
+    The result `[batch, 2 count, rows]`, float64, contains unit vectors. All powers except the last
+    are orthogonalised against lower powers, so that they stay distinct.
     """
     vectors = unit(operator(start if count else start[:, :0]).double())
     for _ in range(1, count):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
         new = operator(vectors[:, -2:].to(start.dtype)).double()
         vectors = torch.cat((vectors, unit(new)), dim=1)
-    return vectors.nan_to_num_(0, 0, 0)  # of an indefinite system
+    return vectors.nan_to_num_(0, 0, 0)  # an indefinite system gives NaN
 
 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
     """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
-    Values are squared only in the small products, so small singular values keep their digits.
+    Only the small products square the singular values, so small ones do not lose digits.
     """
     kind = stacks[0].dtype
     q = basis.to(kind)
@@ -320,7 +322,7 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
 
 def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
     """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`."""
-    if is_known(shift):  # an eigensolver waits for a device
+    if is_known(shift):  # on a GPU, the host would wait for an eigensolver
         values, vectors = torch.linalg.eigh(reduced.gram.nan_to_num(0, 0, 0))
         u, q = (vectors.mT @ reduced.pair).unbind(-1)
         inverse = (values.clamp(min=0)[:, :, None] + shift[:, None]).reciprocal_()
@@ -336,7 +338,7 @@ def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
 
 
 def value(model: Model, offset: Tensor) -> Tensor:
-    """Evaluate the model, `[batch, points]`, at `mu` = `offset` `[batch, points]`."""
+    """Return f `[batch, points]` at `mu` = `offset` `[batch, points]`."""
     uu, uq, qq = model.block[:, :, None]  # each [batch, 1, nodes]
     mu = offset[:, :, None]
     numerator = torch.addcmul(uq, mu, uu)
@@ -345,10 +347,10 @@ def value(model: Model, offset: Tensor) -> Tensor:
 
 
 def root(model: Model) -> tuple[Tensor, Tensor]:
-    """Find `(mu, slope)` `[batch]` with `f = 0` in the bracket.
+    """Find the root `mu` `[batch]` of f in the bracket, and f's slope `[batch]` near it.
 
-    `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
-    is interpolated linearly.
+    f never decreases, so a few rounds on ever finer grids enclose the root. Within the last
+    interval, f is interpolated linearly.
     """
     if small_problem(model.weight.shape[-1], device_name(model.weight.device)):
         from .kernels import small
@@ -370,25 +372,25 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 256
-"""Number of rows of a block, except on a CPU. Larger blocks take fewer launches; smaller blocks use
-fewer of the library's slow columns. On an H200, 48 systems of 2,048 rows in float64 are factorised
-and solved in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024, and in 24.6 ms by
-the library; 48 systems of 512 rows take 1.4 and 1.5 ms in blocks of 128 and 256, and 1.6 ms by the
-library (measured with a product for each pair of blocks). For a CPU see `block_rows`."""
+"""Number of rows per block, except on a CPU (see `block_rows`). Larger blocks take fewer launches;
+smaller blocks leave fewer rows to the library's slow factorisation. An H200 factorises and solves
+48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024
+rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256
+(library: 1.6 ms); these times are of code with one product per pair of blocks."""
 JOINED = 4
-"""Number of blocks that are joined for `solve`, except on a CPU: up to 1,024 rows are then solved
-in two launches. For 2,048 rows the inverses take a quarter of the FLOPs of the factor, and half its
-memory.
+"""Number of blocks that are joined for `solve`, except on a CPU. Systems of up to 1,024 rows are
+then solved in two launches. For 2,048 rows the joined inverses take a quarter of the factor's
+FLOPs, and half its memory.
 """
 
 
 class Block(NamedTuple):
-    """A block of rows of the factors L for a stack of systems `K = L L^T`."""
+    """A block of rows of the Cholesky factors L of a stack of systems `K = L L^T`."""
 
     rows: slice
     inverse: Tensor  # [batch, size, size], of the diagonal block
-    left: Tensor  # [batch, size, rows before it], the blocks left of it
-    below: Tensor  # [batch, rows after it, size]
+    left: Tensor  # [batch, size, rows above it], L left of the diagonal block
+    below: Tensor  # [batch, rows below it, size], L below the diagonal block
 
 
 def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
@@ -397,11 +399,11 @@ def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
 
 
 def block_rows(rows: int, device: torch.device) -> int:
-    """Return the rows of a block of systems with `rows` rows.
+    """Return the number of rows per block for systems with `rows` rows.
 
-    On an Intel Xeon with AVX-512, one thread, one float32 system of 256 rows is factorised in 0.29,
-    0.42 and 0.55 ms in blocks of 64, 128 and 256, and in 0.32 ms by the library; one of 1,024 rows
-    with five solves takes 7.7, 6.6 and 7.2 ms, and 20 ms by the library.
+    One thread of an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29, 0.42
+    and 0.55 ms in blocks of 64, 128 and 256 rows (library: 0.32 ms). A system of 1,024 rows takes,
+    with five solves, 7.7, 6.6 and 7.2 ms (library: 20 ms).
     """
     if device.type != "cpu":
         return BLOCK
@@ -414,10 +416,10 @@ def joined_blocks(device: torch.device) -> int:
 
 
 def factorized_(k: Tensor) -> list[Block]:
-    """Factorise `k` `[batch, n, n]`, symmetric and positive definite, for `solve`; overwrites it.
+    """Factorise symmetric positive definite `k` `[batch, n, n]` in place, for `solve`.
 
-    Only the upper triangle is read, and L takes the place of the lower one. If rounding makes a
-    system indefinite, its solutions are meaningless and possibly nonfinite; other systems are not
+    Only the upper triangle is read; L overwrites the lower triangle. If rounding makes a system
+    indefinite, its solutions are meaningless and possibly nonfinite; other systems are not
     affected.
     """
     rows = k.shape[-1]
@@ -426,7 +428,7 @@ def factorized_(k: Tensor) -> list[Block]:
     blocks = []
     for part in parts:
         left, below = k[:, part, : part.start], k[:, part.stop :, part]
-        if part.start:  # minus the part explained by earlier columns, in one product
+        if part.start:  # subtract the contribution of earlier columns, in one product
             before = k[:, part.start :, : part.start]
             k[:, part, part.start :].baddbmm_(left, before.mT, alpha=-1)
         inverse = _inverse_factor(k[:, part, part], identity)
@@ -438,7 +440,7 @@ def factorized_(k: Tensor) -> list[Block]:
 
 
 def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
-    """Solve `Y K = X` for `x` `[batch, vectors, n]`."""
+    """Return the solution Y of `Y K = X`, with `x` and Y `[batch, vectors, n]`."""
     y, z = torch.empty_like(x), torch.empty_like(x)
     for rows, inverse, left, _ in factor:
         right = x[:, :, rows]
@@ -454,7 +456,7 @@ def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
 
 
 def _joined(k: Tensor, blocks: Sequence[Block]) -> Block:
-    """Return successive blocks of the factor in `k` as one block."""
+    """Join consecutive blocks of the factor in `k` into one block."""
     if len(blocks) == 1:
         return blocks[0]
     rows = slice(blocks[0].rows.start, blocks[-1].rows.stop)
@@ -471,8 +473,11 @@ def _joined(k: Tensor, blocks: Sequence[Block]) -> Block:
 
 
 def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
-    """Compute `L^-1` of the Cholesky factors `L` of `k` `[batch, n, n]`; `identity` is as large."""
-    # This reads only the upper triangle, without a check that the host would wait for.
+    """Compute `L^-1` of the Cholesky factors `L` of `k` `[batch, n, n]`.
+
+    `identity` has at least n rows.
+    """
+    # cholesky_ex makes no check for which the host would wait; it reads only the upper triangle.
     factor = torch.linalg.cholesky_ex(k, upper=True).L
     n = k.shape[-1]
     inverse: Tensor = torch.linalg.solve_triangular(

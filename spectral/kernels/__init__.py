@@ -1,7 +1,7 @@
-"""Products of stacks of matrices, computed by cuBLAS or MKL (`library`) or by Triton kernels.
+"""Batched matrix products by cuBLAS or MKL (`library`) or by Triton kernels.
 
-`dispatch` chooses from a table; `library` is the CPU path and the reference of the kernels. Only
-the kernels' own modules import triton, and only when a kernel is chosen.
+`dispatch` chooses the implementation from a table. `library` is the CPU path and the kernels'
+reference. The kernels' modules, which import triton, are imported only when a kernel is chosen.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 def gram(*stacks: Tensor) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`; the stacks must agree in rows and dtype, and may
-    have any strides.
+    The result is `[sum of batches, rows, rows]`. The stacks must have equal row counts and dtypes;
+    any strides are allowed.
     """
     tile = _gram_tile(stacks)
     if tile is None:
@@ -31,14 +31,14 @@ def gram(*stacks: Tensor) -> Tensor:
 
 
 def mirrors(stacks: Sequence[Tensor]) -> bool:
-    """Return whether `gram` of the stacks computes one triangle and mirrors it."""
+    """Return whether `gram` computes one triangle of these stacks' products and mirrors it."""
     return _gram_tile(stacks) is not None
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
-    """Compute `P Q + a I` `[batch, n, n]` of symmetric `p` and `q` that commute.
+    """Compute `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`.
 
-    Polynomials of one matrix, for example, commute.
+    Polynomials of the same matrix commute, for example.
     """
     tile = _tile("commuting", p, q)
     if tile is None:
@@ -59,9 +59,10 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 
 
 def updates(tensors: Sequence[Tensor]) -> bool:
-    """Return whether `update_` and `average_` support all of the tensors.
+    """Return whether `update_` and `average_` support all tensors on their device.
 
-    They must be contiguous, which a slice of a stack, or a view of a tall convolution, is not.
+    The tensors must be float32 and contiguous. Slices of a stack and views of a tall convolution
+    are not contiguous.
     """
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False
@@ -73,10 +74,10 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile, or None for the library; only the library is differentiable."""
+    """Return the kernel's tile; None means the library, which alone supports autograd."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
-    # Read shapes only where they matter: a traced shape may be unknown.
+    # Read shapes only on listed devices: under tracing, a shape may be unknown.
     if not listed(device_name(operands[0].device)):
         return None
     return choose(operation, operands if operation == "grouped" else operands[:1])

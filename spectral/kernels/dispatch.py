@@ -1,8 +1,8 @@
 """Choice between the library and a kernel by operation, shape, dtype and device.
 
-The choice comes from a table (table.json) that ships with the code; `scripts/bench/tune.py`
-measures it again. Nothing is measured or tried during a step: the same shape on the same device
-always takes the same kernel.
+The choice is read from table.json, which ships with the code; `scripts/bench/tune.py` writes a new
+table from measurements. Nothing is measured during a step, so a given shape on a given device
+always uses the same kernel.
 """
 
 import importlib.metadata
@@ -25,25 +25,26 @@ OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
-"""Largest side of a projected matrix, or number of poles, that one program handles."""
+"""Largest number of rows of a projected matrix, and of poles, for which a Triton kernel is used."""
 VECTORS = 32
-"""Most vectors of a matrix that one program orthonormalises; more would not fit its registers."""
+"""Largest number of vectors per matrix that one Triton program orthonormalises; more vectors would
+not fit in its registers."""
 DOUBLES = (3, 7)
-"""Oldest version of triton whose float64 products were tested."""
+"""Oldest Triton version whose float64 products were tested."""
 TABLE = Path(__file__).with_name("table.json")
-# In the distance to the table's nearest entry, a factor of two in rows counts this many times as
-# much as a factor of two in columns or in the batch.
+# In the distance to a table entry, a factor of two in rows counts this many times as much as a
+# factor of two in columns or in batch size.
 ROWS_WEIGHT = 4.0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiling of a kernel's product: tiles of `block` x `block`, `depth` columns at a time.
+    """Tiling of a product: tiles of `block` x `block`, computed from `depth` columns at a time.
 
     Attributes:
         block, depth: sizes of a tile. warps, stages: Triton's `num_warps` and `num_stages`.
-        precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products
-        with about 22 bits); 16-bit products are exact either way.
+        precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products,
+        about 22 bits). Products of 16-bit numbers are exact with both.
     """
 
     block: int
@@ -59,10 +60,10 @@ class Tile:
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
     def options(self, *, widen: bool) -> dict[str, object]:
-        """Return a launch's options and the compile-time constants of product kernels.
+        """Return the compile-time constants and launch options of a product kernel.
 
-        With `widen`, operands are converted to float32 before they are multiplied, as Triton's
-        interpreter needs.
+        With `widen`, the kernel converts operands to float32 before it multiplies them, as Triton's
+        interpreter requires.
         """
         return {
             "BLOCK": self.block, "DEPTH": self.depth, "PRECISION": self.precision, "WIDEN": widen,
@@ -71,12 +72,12 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Marks the symmetric product of the package quack-kernels, which chooses its own tiles."""
+"""Placeholder for the symmetric product of the package quack-kernels, which chooses its tiles."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table: the fastest tile for one problem, None for the library."""
+    """A table entry: the fastest tile for one problem, or None if the library is fastest."""
 
     operation: Operation
     dtype: str
@@ -96,9 +97,9 @@ class Entry:
 
 @constant_result
 def small_problem(size: int, device: str) -> bool:
-    """Return whether the batch's small problems run in a Triton kernel.
+    """Return whether a batch of problems of this size is solved by a Triton kernel.
 
-    `size` is the side of the projected matrix, or the number of poles.
+    `size` is the number of rows of each projected matrix, or the number of poles.
     """
     return listed(device) and size <= SMALL and _multiplies_doubles()
 
@@ -128,15 +129,14 @@ def has_quack() -> bool:
 
 @constant_result
 def listed(device: str) -> bool:
-    """Return whether the table contains a device of this name or capability."""
+    """Return whether the table has entries for the device's name or compute capability."""
     return bool(_keys(device))
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose the kernel of an operation on stacks `[batch, rows, cols]` with equal row counts, or
-    None for the library.
+    """Choose the tile for stacks `[batch, rows, cols]` of equal row counts; None for the library.
 
-    The stacks count as one stack, whose number of columns is their mean.
+    Several stacks are looked up as one stack with the mean column count of all matrices.
     """
     x, count = stacks[0], sum(len(s) for s in stacks)
     cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)
@@ -148,11 +148,11 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
-    """Choose the kernel for an operation on a stack of `batch` matrices, `rows` x `cols`."""
+    """Choose the tile for a stack of `batch` matrices, `rows` x `cols`; None for the library."""
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's product needs the package, and rows whose bytes are a multiple of 16.
+    # Quack's product requires the package, and rows of a multiple of 16 bytes.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:
@@ -172,7 +172,7 @@ def device_name(device: torch.device) -> str:
 def _keys(device: str) -> list[str]:
     """Return the table's keys for a device, least specific first.
 
-    A key is the beginning of a device's name, or a list of capabilities such as "sm_80, sm_90".
+    A key is a prefix of a device's name, or a list of capabilities such as "sm_80, sm_90".
     """
     kinds = {key for key in entries() for kind in key.split(", ") if device.endswith(f"({kind})")}
     names = {key for key in entries() if device.startswith(key)}
@@ -181,7 +181,7 @@ def _keys(device: str) -> list[str]:
 
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
-    """Read the table: its entries by key (see `_keys`)."""
+    """Read the table and return its entries by key (see `_keys`)."""
     devices = json.loads(TABLE.read_text(encoding="utf-8"))["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 
@@ -193,7 +193,7 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def forget() -> None:
-    """Clear the caches, so that a table written by tuning is read."""
+    """Clear the caches so that a newly written table is read."""
     for function in (listed, small_problem, lookup):
         function.cache_clear()
     entries.cache_clear()

@@ -1,13 +1,13 @@
-"""Triton kernel of the backward pass of gated activations, `f(gate) up` with f(x) = x sigmoid(z).
+"""Triton kernel for the backward pass of gated activations, `f(gate) up` with f(x) = x sigmoid(z).
 
-z(x) = x makes f SiLU, z(x) = sqrt(8 / pi) (x + 0.044715 x^3) GELU in its approximation by a tanh.
-The gradients of gate and up,
+With z(x) = x, f is SiLU; with z(x) = sqrt(8 / pi) (x + 0.044715 x^3), f is the tanh approximation
+of GELU. The gradients of gate and up,
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate),
 
-are written as one tensor in one pass: three elements are read and two written per element of g. A
-compiler that concatenates the two results reads g and the gate twice. The reference is autograd's
-gradient of `f(gate) * up`.
+are written to one tensor in one pass, which reads three elements and writes two per element of g.
+Compiled code that concatenates the two gradients reads g and the gate twice. The reference is
+autograd's gradient of `f(gate) * up`.
 """
 
 import math
@@ -65,12 +65,12 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     gradient: Tensor, wide: Tensor, scale: Tensor | None = None, *, tanh: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `wide`, and of `scale` if it is given, from the output's gradient.
+    """Compute the gradients of `wide` and, if given, of `scale`, from the output's gradient.
 
     Args:
         gradient: gradient of `scale f(gate) up`, `[..., d]`.
-        wide: gate and up, concatenated, `[..., 2 d]`, of the dtype of `gradient`.
-        scale: factor of each row, `[...]`, None for 1.
+        wide: concatenated gate and up `[..., 2 d]`, in the dtype of `gradient`.
+        scale: factor of each row, `[...]`; None means 1.
         tanh: whether f is the tanh approximation of GELU instead of SiLU.
     """
     gradient, wide = gradient.contiguous(), wide.contiguous()

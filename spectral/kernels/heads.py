@@ -1,10 +1,10 @@
-"""Triton kernel of the backward pass of attention heads: rotary positions, norms, and the layout.
+"""Triton kernel for the backward pass of attention heads: rotary embedding, norms and QKV layout.
 
-Attention returns three gradients: of rotated queries, rotated keys, and values. The QKV projection
-needs one tensor, with the queries, key and value of each group next to each other. The kernel
-undoes the rotations, passes gradients through the heads' RMSNorms, if any, and writes that tensor:
-each gradient and each normalized head is read once. The reference is `heads_gradients` of
-models/blocks/self_attention.py.
+Attention's backward pass returns the gradients of the rotated queries, the rotated keys and the
+values. The QKV projection needs one tensor, in which the queries, key and value of each group are
+adjacent. The kernel undoes the rotations, passes gradients through the heads' RMSNorms, if any, and
+writes this tensor; it reads each gradient and each normalized head once. The reference is
+`heads_gradients` of models/blocks/self_attention.py.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 HEADS = 16
 """Number of heads per iteration of a program."""
 TOKENS = 8
-"""Number of tokens per program, which writes one row of partial sums of a gain's gradient."""
+"""Number of tokens per program; each program writes one row of partial sums of gain gradients."""
 WARPS = 4
 
 
@@ -28,10 +28,9 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write a token's heads, `each` of them per group, and accumulate the gradient of the norm's
-    gain.
+    """Write the gradients of a token's `each` heads and accumulate the gradient of the norm's gain.
 
-    The two halves of a head are separate, as the rotation mixes them.
+    The two halves of a head are loaded separately because the rotation mixes them.
     """
     half = size // 2
     i = tl.arange(0, HALF)[None, :]
@@ -84,7 +83,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(0).to(tl.int64) * TOKENS
     for token in range(begin, tl.minimum(begin + TOKENS, tokens)):
         s, b = token // batch, token % batch
-        # Rounded as the forward pass rounds them.
+        # Round cosines and sines as the forward pass does.
         turn = turns + s * t_s + b * t_b + i
         narrow: tl.constexpr = out.dtype.element_ty
         cos = tl.load(turn, mask=i < half, other=0.0).to(narrow).to(WIDE)
@@ -127,12 +126,12 @@ def gradients(
 
     Args:
         query: gradient `[s, b, heads, d]` of the rotated queries.
-        key, value: gradients `[s, b, groups, d]` of rotated keys, and of values.
-        turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the positions.
+        key, value: gradients `[s, b, groups, d]` of the rotated keys and of the values.
+        turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the rotary angles.
         epsilon: epsilon of the norms.
-        normed: queries `[s, b, groups, heads per group, d]` and keys `[s, b, groups, 1, d]` before
-            their norms, and the two gains `[d]`, whose gradients are returned as well; empty if
-            there are no norms.
+        normed: empty without norms; otherwise queries `[s, b, groups, heads per group, d]` and keys
+            `[s, b, groups, 1, d]` before their norms, and the norms' gains `[d]`, whose gradients
+            are also returned.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (s, b, heads, size), groups = query.shape, key.shape[2]

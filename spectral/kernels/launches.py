@@ -1,7 +1,7 @@
-"""Records of Triton kernel launches, made instead of the launches on machines without a GPU.
+"""Records of Triton kernel launches, which replace the launches on machines without a GPU.
 
-A record contains the tensors a launch would read and write, its FLOPs, and the specialisation of
-its kernel, which `compile_for` compiles.
+A record contains the tensors that the launch would read and write, its FLOPs, and the kernel's
+specialisation, which `compile_for` compiles.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "gated_kernel": ("out", "of_scale"),
     "heads_kernel": ("out", "q_sums", "k_sums"),
 }
-"""Arguments that each kernel writes; a kernel that is not listed counts as writing all."""
+"""Arguments that each kernel writes. An unlisted kernel counts as writing all its arguments."""
 CHANGED: Final[Mapping[str, tuple[str, ...]]] = {
     "momentum_kernel": ("grad", "mean"),
     "update_kernel": ("weight",),
@@ -43,7 +43,7 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
 }
-"""FLOPs of each kernel, from its arguments and its number of programs; others count 0."""
+"""FLOPs of each kernel, from its arguments and number of programs; 0 for unlisted kernels."""
 
 TYPES: Final = {
     torch.float64: "fp64",
@@ -123,7 +123,7 @@ class Launch:
         return triton.compile(source, target=target, options=dict(self.options))
 
     def _signature(self) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-        """Return argument types, values of constants, and positions of multiples of 16."""
+        """Return all arguments' types, the constants' values, and positions of multiples of 16."""
         types: dict[str, str] = {}
         constants: dict[str, Any] = {}
         aligned: list[int] = []
@@ -139,7 +139,7 @@ class Launch:
 
 
 def _type(value: Any) -> str:
-    """Return Triton's name of an argument's type; constexpr for constants."""
+    """Return Triton's type name of an argument: "constexpr" for None and for the integer 1."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     if value is None or (type(value) is int and value == 1):
@@ -150,18 +150,20 @@ def _type(value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
-    raise TypeError(f"a kernel takes tensors, numbers and None, got {type(value).__name__}")
+    raise TypeError(
+        f"a kernel's argument must be a tensor, a number or None, got {type(value).__name__}"
+    )
 
 
 def _is_aligned(value: Any) -> bool:
-    """Return whether a number or address is a multiple of 16; device memory begins aligned."""
+    """Return whether a number or address is a multiple of 16, as every allocation's start is."""
     if isinstance(value, Tensor):
         return value.storage_offset() * value.element_size() % ALIGNMENT == 0
     return type(value) is int and value % ALIGNMENT == 0
 
 
 def observe(on_launch: Callable[[Launch], None]) -> None:
-    """Pass every Triton launch of this process to `on_launch` instead of a GPU."""
+    """Pass every Triton launch of this process to `on_launch` instead of running it on a GPU."""
 
     def run(kernel: Any, *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         options: dict[str, Any] = {key: named.pop(key) for key in OPTIONS if key in named}

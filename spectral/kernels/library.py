@@ -1,9 +1,9 @@
-"""Products of stacks of matrices by the library (cuBLAS, MKL).
+"""Batched matrix products by the library (cuBLAS, MKL).
 
-They are the CPU path, and the reference of every kernel's test. Dtypes without CPU instructions
-(float16, and bfloat16 where torch uses no AVX-512, as on most laptops) are multiplied in float32,
-as a GPU accumulates them: torch's own products take 10 to 50 times as long (torch 2.13, one thread,
-128 to 1,024 rows, AMD EPYC with AVX2), and their errors are as large.
+This is the CPU path and the reference in every kernel test. Dtypes without CPU instructions
+(float16, and bfloat16 if torch uses no AVX-512, as on most laptops) are multiplied in float32, in
+which GPUs accumulate too. torch's products in these dtypes take 10 to 50 times as long (torch 2.13,
+one thread, 128 to 1,024 rows, AMD EPYC with AVX2), and their errors are as large.
 """
 
 import math
@@ -17,9 +17,9 @@ SLOW_ON_CPU = {torch.float16}
 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
-"""Number of blocks of rows in a CPU's large symmetric product; four take 10/16 of its FLOPs."""
+"""Number of row blocks of a large symmetric product on a CPU; four save 6/16 of the FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Number of rows from which blocks are faster, by dtype; see `product`."""
+"""Smallest number of rows at which blocks are faster, by dtype; see `product`."""
 
 
 def product(
@@ -32,20 +32,20 @@ def product(
     diagonal: float = 0.0,
     symmetric: bool = False,
 ) -> Tensor:
-    """Compute `A B`, or `alpha A B + beta C`, plus `diagonal I`, for stacks in one call.
+    """Compute `A B + diagonal I` or, with `c`, `alpha A B + beta C + diagonal I`, of stacks.
 
-    Without `b`, B is `A^T`. A single matrix takes the faster unbatched call.
+    Without `b`, B is `A^T`. A stack of one matrix uses the faster unbatched call.
 
     On a CPU, a large `symmetric` result `[batch, n, n]` is computed in blocks of rows up to the
-    diagonal and mirrored, so it is exactly symmetric. A differentiated product is always computed
-    whole.
+    diagonal and mirrored, so it is exactly symmetric. A product that autograd records is always
+    computed whole.
 
-    Processor time of X X^T by blocks relative to the whole product, in float32 on one thread (torch
-    2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512: 0.90 (0.90) at
-    512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048.
-    float64 gains as much. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at 256 x 256. Two blocks are
-    slower, and so are eight below 1,024 rows. Where a processor has instructions for bfloat16,
-    blocks take 1.5 to 4 times as long as the whole.
+    The CPU time of X X^T in blocks, divided by the time of the whole product, in float32 on one
+    thread (torch 2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512:
+    0.90 (0.90) at 512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76)
+    at 2048 x 2048. float64 gains as much. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at
+    256 x 256. Two blocks are slower than four; so are eight blocks below 1,024 rows. On processors
+    with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
     """
     other = a.mT if b is None else b
     if is_slow(a):
@@ -77,15 +77,15 @@ symmetric = partial(product, symmetric=True)
 
 
 def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
-    """Return whether the symmetric product of `a` and `b` is faster by blocks of rows."""
+    """Return whether the symmetric product of `a` and `b` is faster in blocks of rows."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return False
-    # The shape is not read on other devices: a traced shape may be unknown.
+    # On other devices the shape is not read: under tracing, it may be unknown.
     return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
 
 
 def _mirror_(x: Tensor) -> None:
-    """Copy the lower triangle of `x` `[batch, n, n]` to the upper, with little extra memory."""
+    """Copy the lower triangle of `x` `[batch, n, n]` to the upper one, with little extra memory."""
     n = x.shape[-1]
     if n <= 64:
         x.tril_().add_(x.tril(-1).mT)
@@ -97,5 +97,5 @@ def _mirror_(x: Tensor) -> None:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether the library multiplies matrices of this dtype more slowly than float32."""
+    """Return whether the library multiplies in this dtype more slowly than in float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU

@@ -1,8 +1,8 @@
-"""Triton kernels of small problems: one program solves the problem of one matrix, in float64.
+"""Triton kernels for small problems in float64; one program solves the problem of one matrix.
 
-Their library forms, `_top_eigenvector` and `orthonormal` of `spectral.singular_triplets` and `root`
-of `spectral.tangent_model`, each take seven to forty operations on a few numbers or vectors, and
-most of their time is spent on launches.
+The PyTorch code of the same functions (`_top_eigenvector` and `orthonormal` of
+`spectral.singular_triplets`, `root` of `spectral.tangent_model`) takes seven to forty operations on
+a few numbers or vectors, and spends most of its time on launches.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ SMALLEST = 16
 """Smallest side of a tile in a product."""
 WARPS = 4
 STAGES = 1
-"""Software pipeline stages; with more, the vectors do not fit the registers."""
+"""Software pipeline stages; with more stages, the vectors would not fit in the registers."""
 COLUMNS = 32
-"""Number of columns of the vectors in each product."""
+"""Number of columns that each product reads from the vectors."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,8 +38,8 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
         x = x / tl.maximum(tl.max(x), TINY)
         for _ in range(SQUARINGS):
             x = tl.dot(x, x, out_dtype=tl.float64)
-    # All columns are parallel, so use the longest one. Its squares may overflow until it is
-    # normalized.
+    # All columns are parallel; use the longest. Divide it by its largest entry before squaring,
+    # because the squares may overflow.
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     longest = tl.argmax(diagonal, axis=0)
     column = tl.sum(tl.where(i[None, :] == longest, x, 0.0), axis=1)
@@ -55,7 +55,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
     POINTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the root and slope of one model of the contiguous `block` `[3, batch, nodes]`."""
+    """Write the root and slope of one model in the contiguous `block` `[3, batch, nodes]`."""
     matrix = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, SIZE)
     reach = tl.load(half + matrix)
@@ -78,7 +78,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
         low += width * (last - 1)
     rise = f_high - f_low
     share = -f_low / tl.where(rise <= 0, 1.0, rise)
-    share = tl.where(share < 0, 0.0, tl.where(share > 1, 1.0, share))  # NaN stays
+    share = tl.where(share < 0, 0.0, tl.where(share > 1, 1.0, share))  # preserves NaN
     tl.store(offset + matrix, low + share * width)
     tl.store(slope + matrix, rise / tl.where(width == 0, 1.0, width))
 
@@ -102,7 +102,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
         rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
         gram = tl.dot(rows, tl.trans(rows), gram, out_dtype=tl.float64)
     diagonal = i[:, None] == i[None, :]
-    # Compute the Cholesky factor row by row, together with its inverse.
+    # Compute the inverse of the Cholesky factor, together with the factor, row by row.
     rest = gram + tl.where(diagonal, DEPENDENT, 0.0)
     inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
     for k in range(count):
@@ -124,13 +124,13 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
-    """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`, float64.
+    """Compute the top eigenvectors `[batch, k]` of symmetric float64 `t` `[batch, k, k]`.
 
-    All numbers in `squarings` must be equal.
+    `squarings` contains the number of squarings of each round; all must be equal.
     """
     batch, size = t.shape[:2]
     result = t.new_empty(batch, size)
-    rows = t.mT if t.mT.is_contiguous() else t.contiguous()  # solutions come as columns
+    rows = t.mT if t.mT.is_contiguous() else t.contiguous()  # t is symmetric, often column-major
     if result.numel():
         eigenvector_kernel[(batch,)](
             rows, result, size,
@@ -147,9 +147,9 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
 def root(
     block: Tensor, weight: Tensor, half: Tensor, rounds: int, points: int
 ) -> tuple[Tensor, Tensor]:
-    """Find the root and slope `[batch]` of the models with `block` `[3, batch, nodes]`.
+    """Find the root and slope `[batch]` of each `Model` of `spectral.tangent_model`.
 
-    `weight` is `[batch, nodes]`, `half` `[batch]`; all float64.
+    `block` is `[3, batch, nodes]`, `weight` `[batch, nodes]` and `half` `[batch]`, all float64.
     """
     batch, nodes = weight.shape
     offset, slope = torch.empty_like(half), torch.empty_like(half)
@@ -166,10 +166,10 @@ def root(
 
 
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
-    """Orthonormalise the rows of `x` `[batch, count, n]`, float32 or float64, in float64.
+    """Orthonormalise the rows of float32 or float64 `x` `[batch, count, n]` in float64.
 
-    `dependent` is added to the diagonal of their Gram matrix; a row whose remainder has a length
-    below 0.5 becomes zero. The result has the dtype of `x`.
+    `dependent` is added to the diagonal of the rows' Gram matrix. A linearly dependent row, whose
+    length would then be below 0.5 instead of 1, becomes zero. The result has the dtype of `x`.
     """
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

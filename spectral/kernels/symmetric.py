@@ -1,16 +1,16 @@
-"""Triton kernels of batched symmetric products, which compute half of the tiles.
+"""Triton kernels for batched symmetric products, which compute only half of the tiles.
 
     C = alpha A B^T + beta S + gamma I,    known to be symmetric because `A = B`, or because `A`,
                                            `B` and `S` are polynomials of one symmetric matrix.
 
 One program computes one tile on or below the diagonal and writes it and its mirror image, so a
-product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.
-A matrix's result does not depend on the size of the batch.
+product costs half the FLOPs of a general product. Products are accumulated in float32 and rounded
+once. A matrix's result does not depend on the batch size.
 
 `grams` computes X X^T for stacks of matrices with equal row counts but different column counts, up
-to `STACKS` of them in one launch. The later steps work on `X X^T`, whose shape does not depend on
-the columns, as one batch. Addresses, column counts and strides of the stacks are arguments of the
-launch, so no table in device memory must be filled, and a CUDA graph captures them.
+to `STACKS` stacks per launch. Later steps process all `X X^T` as one batch, because their shape
+does not depend on the column counts. Addresses, column counts and strides of the stacks are launch
+arguments, so no table in device memory is needed, and a CUDA graph captures them.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ MAX_EXTENT = 2**31
 
 @triton.jit
 def tile_of(index):  # type: ignore[no-untyped-def]
-    """Return row and column of the `index`-th tile of a lower triangle, counted row by row."""
+    """Return the row and column of the `index`-th tile of a lower triangle, row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The square root may be off by one for large triangles.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
@@ -43,8 +43,8 @@ def accumulated(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add to `total` the product of two tiles with `depth` inner columns.
 
-    `left` and `right` point at the first `DEPTH` columns; `left_step` and `right_step` are the
-    distances between columns.
+    `left` and `right` point to the first `DEPTH` columns; `left_step` and `right_step` are the
+    column strides.
     """
     inner = tl.arange(0, DEPTH)
     for start in range(0, depth, DEPTH):
@@ -61,9 +61,9 @@ def accumulated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
-    """Write a tile of a symmetric matrix `[n, n]` at `target`, and its mirror image."""
+    """Write a tile and its mirror image to the symmetric matrix `[n, n]` at `target`."""
     result = total.to(target.dtype.element_ty)
-    # This changes no tile off the diagonal, and makes diagonal tiles symmetric bit for bit.
+    # Make diagonal tiles symmetric bit for bit; tiles below the diagonal do not change.
     mirrored = tl.trans(result)
     result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
     present = (rows < n)[:, None] & (cols < n)[None, :]
@@ -88,8 +88,10 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of `out` `[batch, n, n]` and its mirror; `a`, `b` are `[batch, n,
-    depth]`."""
+    """Compute one tile of `out` `[batch, n, n]` and its mirror image.
+
+    `a` and `b` are `[batch, n, depth]`.
+    """
     program = tl.program_id(0)
     matrix = (program // tiles).to(tl.int64)
     row, col = tile_of(program % tiles)
@@ -112,8 +114,8 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 
 INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
-"""Whether Triton's interpreter runs the kernels. It would multiply the bit patterns of bfloat16, so
-operands are widened to float32, which does not change the products."""
+"""Whether Triton's interpreter runs the kernels. The interpreter would multiply the bit patterns of
+bfloat16 operands, so they are converted to float32, which does not change the products."""
 
 
 def product(
@@ -126,9 +128,9 @@ def product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> Tensor:
-    """Compute `alpha A B^T + beta S + gamma I` `[batch, n, n]` of `a`, `b` `[batch, n, depth]`.
+    """Compute `alpha A B^T + beta S + gamma I` `[batch, n, n]` in one launch.
 
-    It takes one pass, and allows any strides.
+    `a` and `b` are `[batch, n, depth]`; operands may have any strides.
     """
     check_operands(a, b)
     if tile == QUACK:
@@ -155,7 +157,7 @@ def product(
 def by_quack(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
 ) -> Tensor:
-    """Compute `product` by quack-kernels, which also computes half of the tiles."""
+    """Compute `product` with quack-kernels, which also computes only half of the tiles."""
     from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
 
     out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)
@@ -172,7 +174,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            f"a and b must be float32, bfloat16 or float16, of one dtype, got {a.dtype}, {b.dtype}"
+            f"a and b must both be float32, bfloat16 or float16, got {a.dtype} and {b.dtype}"
         )
     for x in (a, b):
         extent = sum(
@@ -213,7 +215,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute one tile of `out` `[count, n, n]` and its mirror image.
 
-    Stack i holds the matrices from `end` i - 1 to `end` i, each `[n, depth i]`.
+    Stack i contains the matrices `end{i-1}` to `end{i} - 1`, each `[n, depth{i}]`.
     """
     program = tl.program_id(0)
     matrix = program // tiles
@@ -221,7 +223,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # All stacks except the matrix's own get zero columns, so their addresses are not read.
+    # The depth of every stack without this matrix is zero, so that stack is not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)
@@ -243,8 +245,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. Rows, dtypes and devices must agree; any strides
-    are allowed.
+    The result is `[sum of batches, rows, rows]`. Row counts, dtypes and devices must be equal; any
+    strides are allowed.
     """
     for x in stacks:
         check_operands(x, x)

@@ -1,19 +1,18 @@
-"""Triton kernels of the first and the last elementwise pass of a matrix rule.
+"""Triton kernels for the first and the last elementwise pass of a matrix rule's step.
 
-The first pass computes the mean of the gradient and the direction of the step,
+The first pass computes the gradient's mean and the step's direction,
 
     M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov's look-ahead, else M,
 
-in one pass over both: per element it moves 16 bytes for float32 G and M. The reference is
-`MomentumRule.accumulate` by the library, which takes two to three passes of 12 bytes.
+and moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
+PyTorch, takes two or three passes of 12 bytes per element.
 
-The last pass decays and updates the weights, and returns the norm of the update,
+The last pass decays and updates the weights, and sums the squares of the update,
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-in one pass over W and D. A retraction, which scales W first, is part of the same pass. Per element
-it moves 10 bytes for a float32 W and a 16-bit D. Learning rates and decay of each matrix, and the
-predicate, are read on the device.
+and moves 10 bytes per element of float32 W and 16-bit D. Retraction, which scales W first, is part
+of this pass. Each matrix's learning rate, decay and active flag are read on the device.
 """
 
 import torch
@@ -46,14 +45,14 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
 
 
 def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nesterov: bool) -> None:
-    """Average a gradient into its mean in place, and write the direction of the step to `grad`.
+    """Update the gradient's mean in place and write the step's direction to `grad`.
 
     Args:
-        grad, mean: tensors of equal shapes, float32, contiguous.
+        grad, mean: contiguous float32 tensors of equal shapes.
         decay: decay of the mean.
-        active: bool, 0-d, on the same device. If it is False, the mean is unchanged and overwrites
-            the gradient.
-        nesterov: step along the mean of the gradient and its mean.
+        active: bool, 0-d, on the same device. If it is False, `mean` is not changed and is copied
+            to `grad`.
+        nesterov: average the gradient into the new mean again to get the direction.
     """
     if grad.numel():
         momentum_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
@@ -106,18 +105,19 @@ def update_(
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight <- factor weight - step direction`. With `scale`, weights are first multiplied by it.
+    The update is `weight <- factor weight - step direction`. If `scale` is given, `weight` is
+    multiplied by `scale` first.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
-        direction: has the shape of `weight`, any strides, and one of the kernels' dtypes.
+        direction: `[batch, rows, cols]`, float32 or 16-bit, any strides.
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: like `factor`, or None.
-        cautious: multiply by `factor` only where weight and direction do not have opposite signs.
+        cautious: multiply by `factor` only where the signs of weight and direction do not differ.
 
     Raises:
-        ValueError: a weight of too many elements.
+        ValueError: if a matrix has 2^31 elements or more.
     """
     if weight.shape[1:].numel() >= 2**31:
         raise ValueError(f"a matrix must have fewer than 2^31 elements, got {weight.shape[1:]}")
