@@ -199,12 +199,23 @@ def penalty_acts(adamw: Any, adamw_penalty: Any, muon: Any, muon_penalty: Any) -
     ]
 
 
+def recovery_decides(none: Any, neither: Any, gamma: Any, recovery: Any, both: Any) -> list[Any]:
+    """Whether PC layers raise the loss without norm recovery and lower it with norm recovery."""
+    return [*map(above, (neither, gamma)), *map(below, (recovery, both))]
+
+
 # The papers' statements about statistics of the runs or variants of a row.
 STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("pc_layer", "figure_3"): lambda none, pc: [below(pc)],
     ("pc_layer", "figure_4"): lambda none, pc: [below(pc)],
     ("pc_layer", "figure_5"): conditioned_better,
     ("pc_layer", "figure_6"): quantiles_higher,
+    ("pc_layer", "figure_7"): lambda none, one, two, three, four, muon, m1, m2, m3, m4: [
+        above(one),
+        below(four),
+        below(m2),
+    ],
+    ("pc_layer", "figure_9"): recovery_decides,
     ("pc_layer", "figure_11"): lambda pc: [
         getattr(pc, f"largest_{role}").greatest < 0.08 for role in ("o", "gate", "up", "down")
     ],
@@ -216,6 +227,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ],
     ("pc_layer", "figure_14"): conditioned_better,
     ("pc_layer", "figure_15"): quantiles_higher,
+    ("pc_layer", "table_4"): recovery_decides,
     ("sso", "figure_5"): lambda one, half, two: [above(half)],
     ("sso", "figure_6"): lambda mup, align, kaiming: [above(align), above(kaiming)],
     ("sso", "figure_7"): lambda heads, fused: [above(fused)],
@@ -233,6 +245,7 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
             for other in (adamw, muon)
         ],
     ],
+    ("sso", "figure_10"): lambda sso, adamw: [sso.loss.last < adamw.loss.last],
     ("sso", "figure_11"): lambda adamw, muon, muon_sphere, sso: [
         higher for other in (adamw, muon) for higher in ends_higher("rms", "absmax")(sso, other)
     ],
@@ -243,6 +256,9 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
         < min(fallen(adamw.q), fallen(adamw.k), fallen(adamw.up))
     ],
     ("gram_penalty", "figure_2"): penalty_acts,
+    ("gram_penalty", "figure_3"): lambda adamw, adamw_penalty, muon, muon_penalty: [
+        *map(below, (adamw_penalty, muon, muon_penalty))
+    ],
     ("gram_penalty", "figure_4"): penalty_acts,
     ("gram_penalty", "figure_5"): penalty_acts,
     ("gram_penalty", "figure_6"): lambda adamw, warmup, adamw_penalty, muon, muon_penalty: [
