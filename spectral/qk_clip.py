@@ -31,9 +31,17 @@ def clip_qk_(
         The factor of the logits of each key `[groups]`.
 
     Raises:
-        ValueError: heads that do not divide the rows of both weights, a threshold that is not
-            positive, or a balance outside [0, 1].
+        ValueError: heads that do not divide the rows of both weights, logits of several dimensions,
+            one weight for queries and keys, a threshold that is not positive, or a balance outside
+            [0, 1].
     """
+    if logits.ndim != 1:
+        raise ValueError(f"logits must have one number per head, got shape {tuple(logits.shape)}")
+    if query is key:
+        raise ValueError(
+            "query and key are the same weight: pass the rows of queries and the rows of keys of a "
+            "fused weight, such as weight[:n] and weight[n : 2 * n]"
+        )
     heads, rows = len(logits), query.shape[0]
     size = rows // max(heads, 1)
     groups = key.shape[0] // max(size, 1)

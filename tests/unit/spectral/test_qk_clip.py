@@ -43,6 +43,10 @@ def test_weights_of_other_heads_are_refused() -> None:
         clip_qk_(query, key, torch.ones(5))
     with pytest.raises(ValueError, match="heads of one size, 0 of query"):
         clip_qk_(query, key, torch.ones(0))
+    with pytest.raises(ValueError, match=r"one number per head, got shape \(2, 4\)"):
+        clip_qk_(query, key, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="the same weight"):
+        clip_qk_(query, query, torch.ones(4))
     with pytest.raises(ValueError, match="threshold must be positive"):
         clip_qk_(query, key, torch.ones(4), threshold=0)
 
