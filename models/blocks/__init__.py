@@ -1,4 +1,4 @@
-"""Modules in the layer specs for Megatron, and the functions that they compute.
+"""Modules of Megatron's layer specs, and the functions that they compute.
 
-No file here depends on a family or a whole model. Start with attention.py and norm.py.
+The package does not depend on families or whole models. Read attention.py and norm.py first.
 """

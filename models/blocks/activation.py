@@ -1,7 +1,7 @@
 """Activations of feed-forward blocks, by their names in `model.activation`.
 
-An activation is one entry of `ACTIVATIONS`, the table that the engine, compilation, grouped experts
-and export use. models/blocks/compiled.py fuses them.
+Megatron's config, compilation, grouped experts and export use the table `ACTIVATIONS`, which has
+one entry per activation. models/blocks/compiled.py fuses activations.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """`relu(x)^2` (So et al., 2021), elementwise; unlike Megatron's it is not compiled."""
+    """Return `relu(x)^2` elementwise (So et al., 2021); Megatron's function would be compiled."""
     return F.relu(x).square()
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
+    """Return GELU elementwise, in the tanh approximation (Hendrycks and Gimpel, 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` `[..., d]` (Shazeer, 2020) of gate and up, `[..., 2 d]`."""
+    """Return `silu(gate) * up` `[..., d]` (Shazeer, 2020) for `gate_up` `[..., 2 d]`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """`tanh_gelu(gate) * up` `[..., d]` (Shazeer, 2020) of gate and up, `[..., 2 d]`."""
+    """Return `tanh_gelu(gate) * up` `[..., d]` (Shazeer, 2020) for `gate_up` `[..., 2 d]`."""
     gate, up = gate_up.chunk(2, -1)
     return tanh_gelu(gate) * up
 
@@ -41,9 +41,9 @@ class Activation:
     """One activation of a feed-forward block.
 
     function      elementwise function of the gate, or of up in a block without a gate
-    block         function of the first linear's output: gate and up side by side, or up
+    block         function of the first linear layer's output: gate and up concatenated, or up
     gated         whether the block has a gate
-    hugging_face  name in config.json, None if no class of transformers has it
+    hugging_face  name in config.json, None if no class of transformers supports the activation
     """
 
     function: Callable[[Tensor], Tensor]
@@ -52,8 +52,8 @@ class Activation:
     hugging_face: str | None
 
     def scaled(self, wide: Tensor, scale: Tensor) -> Tensor:
-        """`block` of `wide` `[tokens, ...]`, with each token's row multiplied by its `scale`
-        `[tokens]`, in the dtype of `wide`."""
+        """Return `block(wide)` for `wide` `[tokens, ...]`, with row i multiplied by `scale[i]`, in
+        the dtype of `wide`."""
         return (self.block(wide) * scale.unsqueeze(-1)).to(wide.dtype)
 
 
@@ -67,9 +67,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
-    """Return the activation with the elementwise part `function`.
+    """Return the activation with the elementwise function `function`.
 
-    Raises ValueError if `ACTIVATIONS` has none.
+    Raises ValueError if `ACTIVATIONS` does not contain it.
     """
     for activation in ACTIVATIONS.values():
         if activation.function is function and activation.gated == gated:
@@ -82,13 +82,13 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
-"""The gates that the kernel supports, and whether they use tanh."""
+"""Gate functions that the kernel supports, and whether the function uses tanh."""
 
 
 def with_one_gradient(
     activation: Activation, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel's
+    """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel as
     backward pass, or `forward` itself if the kernel does not support the activation."""
     if not activation.gated or activation.function not in IS_TANH:
         return forward

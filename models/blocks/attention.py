@@ -42,18 +42,18 @@ FLASH_MODULES: Final = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute",
 }
-"""Modules of the kernels, by their names in `model.attention_kernel`."""
+"""Python modules of the kernels, by value of `model.attention_kernel`."""
 FLASH_CAPABILITIES: Final = {"flash_attention_3": (8, 9), "flash_attention_4": (9, 10, 11, 12)}
 """Major compute capabilities of supported devices, by kernel."""
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal softmax(scale q k^T) v of a layer, with the scale 1 / sqrt(d) unless another is given.
+    """Causal softmax(scale q k^T) v of a layer; the default scale is 1 / sqrt(d).
 
-    It replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`. Under
-    context parallelism each rank holds the queries, keys and values of its part of the sequence
+    This class replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`.
+    Under context parallelism each rank has the queries, keys and values of its part of the sequence
     (models/layout.py) and gathers the keys and values of all other parts, so attention is exact.
-    Subclasses compute the attention of one part of the queries.
+    Subclasses compute attention for one part of the queries.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
-                f"the sdpa attention backend is causal self-attention, "
+                f"the sdpa attention backend supports only causal self-attention, "
                 f"got {attention_type!r} with mask {attn_mask_type}"
             )
         self.context = context_group(config, pg_collection)
@@ -85,12 +85,13 @@ class CoreAttention(torch.nn.Module):
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    documents of the queries, which see only their own keys; None for one document
+        documents    documents of the queries, which do not attend to other documents; None for one
+                     document
         """
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`; `query` and `key` are as for `attend`."""
+        """Return the largest scaled, unmasked score `[]`; `attend` describes the arguments."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
@@ -105,10 +106,10 @@ class CoreAttention(torch.nn.Module):
         **_: object,
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and `key`,
-        `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` is unused. With
-        documents (Megatron's `packed_seq_params`), attention ends at their borders.
+        `value` `[s, b, groups, d]`. The mask is always causal; `attention_mask` is not used. With
+        `packed_seq_params`, attention does not cross document boundaries.
 
-        Raises ValueError for a bias on the scores.
+        Raises ValueError if `attention_bias` is given.
         """
         if attention_bias is not None:
             raise ValueError("the sdpa attention backend does not support an attention bias")
@@ -125,11 +126,8 @@ class CoreAttention(torch.nn.Module):
     def largest_logit(
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return the largest scaled, unmasked score `[]` of this rank's queries; for monitored
-        steps.
-
-        `query` and `key` are as for `forward`.
-        """
+        """Return the largest scaled, unmasked score `[]` of this rank's queries, for monitored
+        steps; `forward` describes the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -142,7 +140,7 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """Return this rank's chunks of queries, with the end of each in the sequence and its
+        """Yield each chunk of this rank's queries, the chunk's end in the sequence, and its
         documents."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
@@ -154,8 +152,8 @@ class CoreAttention(torch.nn.Module):
 
 
 class SDPACoreAttention(CoreAttention):
-    """Attention by PyTorch's scaled_dot_product_attention; grouped-query heads are never repeated
-    in memory."""
+    """Attention by PyTorch's scaled_dot_product_attention; KV heads are repeated in memory only for
+    float32 on GPUs."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
@@ -165,7 +163,10 @@ class SDPACoreAttention(CoreAttention):
 
 
 def flash_attention(kernel: str) -> Callable[..., Any]:
-    """Return the kernel's attention. Raises ImportError if its package cannot be imported."""
+    """Return the attention function of `kernel`.
+
+    Raises ImportError if the kernel's package cannot be imported.
+    """
     function: Callable[..., Any] = importlib.import_module(FLASH_MODULES[kernel]).flash_attn_func
     return function
 
@@ -182,32 +183,31 @@ class FlashCoreAttention(CoreAttention):
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
 
-        Raises ValueError for documents, which configs refuse.
+        Raises ValueError if `documents` is given; configs already refuse this case.
         """
         if documents is not None:
-            raise ValueError("the kernels of packages do not support documents")
-        # The packages align the causal mask to the last query and the last key, as this project
-        # does.
+            raise ValueError("FlashAttention packages do not support documents")
+        # Like this project, the packages align the causal mask to the last query and the last key.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),
             softmax_scale=self.scale,
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        # Some releases also return the log-sums.
+        # Some releases also return the log-sum-exps.
         heads: Tensor = output[0] if isinstance(output, tuple) else output
         return heads.transpose(0, 1).flatten(2)
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the documents of whole sequences, which consist of one part."""
+    """Return the documents of whole sequences, without context parallelism."""
     return None if documents is None else documents.parts[0]
 
 
 def context_group(
     config: TransformerConfig, groups: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """Return the process group of context parallelism, or None if there is none.
+    """Return the context-parallel process group, or None if the context-parallel size is 1.
 
     Raises ValueError if the group is missing or does not have the size in the config.
     """
@@ -217,17 +217,15 @@ def context_group(
     group = getattr(groups, "cp", None)
     if group is None or group.size() != size:
         ranks = "none" if group is None else group.size()
-        raise ValueError(
-            f"the process group of context parallelism must have {size} ranks, got {ranks}"
-        )
+        raise ValueError(f"the context-parallel process group must have {size} ranks, got {ranks}")
     return group
 
 
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return keys and values `[s, b, groups, d]` of the whole sequence.
 
-    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part. Backward sums gradients over
-    the ranks.
+    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part of the sequence. Backward
+    sums gradients over the ranks.
     """
     sizes = (key.shape[-1], value.shape[-1])
     parts = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
@@ -242,7 +240,8 @@ def causal_attention(
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    documents of the queries, which see only keys of their own; None for one document
+    documents    documents of the queries, which do not attend to other documents; None for one
+                 document
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))
@@ -252,7 +251,7 @@ def causal_attention(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda and q.dtype == torch.float32:
-        # The only fused kernel of float32 does not support groups.
+        # The only fused kernel for float32 does not support grouped queries.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     with allowed_kernels(q):
@@ -280,9 +279,9 @@ def causal_attention(
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context that allows only fused kernels for attention on a GPU.
 
-    Without a suitable kernel, attention raises RuntimeError: PyTorch would otherwise silently store
-    scores `[s, s]`. There is no restriction on CPUs, nor for float64, which no fused kernel
-    supports.
+    In this context attention raises RuntimeError if no fused kernel is suitable; PyTorch would
+    otherwise silently materialise scores `[s, s]`. All kernels are allowed on CPUs, and for
+    float64, which no fused kernel supports.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -299,10 +298,11 @@ def attention_kernel(
     device: torch.device,
     documents: bool = False,
 ) -> str:
-    """Return the kernel's name for `causal_attention` of `heads` heads over `groups` keys.
+    """Return the name of the kernel that `causal_attention` uses for `heads` query heads and
+    `groups` KV heads.
 
-    It is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for `documents`
-    on a GPU. Raises RuntimeError if none is allowed.
+    The name is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for
+    `documents` on a GPU. Raises RuntimeError if no allowed kernel is suitable.
     """
     if documents and device.type == "cuda":
         check_varying(max(key_size, value_size), dtype)
@@ -328,10 +328,11 @@ def largest_causal_score(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the largest score `[]` in attention's softmax, float32 or wider.
+    """Return the largest unmasked score `[]` of attention, float32 or wider.
 
-    It processes blocks of queries, so no `[s, t]` matrix is created. With `window` a query attends
-    to that many keys up to its own position, with `documents` only to keys of its document.
+    Scores are computed for one block of queries at a time, so no `[s, t]` matrix is created. With
+    `window`, a query attends to the last `window` keys up to its own position; with `documents`,
+    only to keys of its document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -347,7 +348,8 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of the last s queries of a sequence of t, with the keys that each block sees."""
+    """Yield blocks of the last s queries of a sequence of t tokens, and the unmasked keys of each
+    block."""
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)
@@ -357,7 +359,8 @@ def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[sl
 def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return the mask of a block's hidden keys, `[rows, keys]`; query 0 is at position `offset`."""
+    """Return the mask `[rows, keys]` of keys outside the causal mask or window of a block's
+    queries; query 0 is at position `offset`."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query
@@ -365,6 +368,6 @@ def hidden_keys(
 
 
 def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tensor:
-    """Return the mask that hides keys before a query's document, `[b, rows, keys]`."""
+    """Return the mask `[b, rows, keys]` of keys that precede a query's document."""
     key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
     return key < documents.firsts[:, rows, None]

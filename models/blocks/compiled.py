@@ -1,14 +1,15 @@
 """The elementwise parts of a layer as fused kernels, from torch.compile or Triton.
 
-Norms, rotary positions and activations read and write whole activations several times when every
-operation is a separate kernel. `fuse_blocks_` compiles exactly these functions, separately: the
-surrounding code (products, collectives, recomputation, the attention kernel) would only break the
-graph. A function is compiled once per shape and gradient mode, for all layers together; experts,
-whose token counts change from step to step, use one graph with a symbolic count.
+Without fusion, norms, rotary positions and activation functions read and write whole tensors
+several times, because every operation is a separate kernel. `fuse_blocks_` compiles each of these
+functions separately: the code around them (matrix products, collectives, recomputation, the
+attention kernel) would only break the graph. A function is compiled once per shape and gradient
+mode for all layers; experts, whose token counts change in every step, use one graph with a symbolic
+count.
 
-The compiler concatenates the gradients of gate and up, and the gradients of queries, keys and
-values, at half the rate of a copy (docs/performance.md). Both concatenations have kernels in
-spectral/kernels.
+Compiled code concatenates the gradients of gate and up, and the gradients of queries, keys and
+values, at half the bandwidth of a copy (docs/performance.md). spectral/kernels therefore contains
+kernels for both concatenations.
 """
 
 import itertools
@@ -29,9 +30,8 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Largest number of graphs of one function, which has a graph for each shape and gradient mode. A
-further graph is an error, as torch would otherwise silently run the function's operations one by
-one."""
+"""Largest number of graphs of one function, which has a graph for each shape and gradient mode.
+More graphs are an error, because torch would otherwise silently run the function uncompiled."""
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -40,10 +40,10 @@ def fuse_blocks_(
     chunks: Iterable[torch.nn.Module], backend: str | None, *, backward: bool = False
 ) -> int:
     """Compile functions in the modules of `chunks` with torch.compile's `backend` (None: compile
-    nothing) and, with `backward`, use the Triton kernels of backward passes.
+    nothing). If `backward` is true, use Triton kernels for backward passes.
 
-    Only modules of this project and Megatron's feed-forward block are changed. Returns the
-    number of modules that changed. Raises ValueError for an activation without a compiled form.
+    Only modules of this project and Megatron's feed-forward block are changed. Returns the number
+    of changed modules. Raises ValueError for an activation that is not in `ACTIVATIONS`.
     """
     fused = Fused(backend, backward=backward)
     return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
@@ -58,7 +58,7 @@ class Fused:
         if backend is not None:
             import torch._dynamo.config as dynamo  # imported here, as it takes a second
 
-            # Also a keyword of torch.compile, but only from torch 2.13 on.
+            # torch.compile accepts this limit as a keyword only from torch 2.13 on.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
@@ -68,7 +68,7 @@ class Fused:
         """Return the compiled `function`, shared by all modules, or `function` itself if there is
         no backend.
 
-        `dynamic` is for functions with varying numbers of tokens.
+        `dynamic` compiles a function for any number of tokens.
         """
         if self.backend is None:
             return function
@@ -78,7 +78,7 @@ class Fused:
         return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Compile the elementwise part of `module`; return whether it has one."""
+        """Fuse the elementwise functions of `module`; return whether there are any."""
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
@@ -102,8 +102,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse a sum of `layer` into the next norm if the norm supports it; return whether it
-        does."""
+        """Fuse the residual sum `name` of `layer` into the next norm, if `norm` supports it; return
+        whether the sum is fused."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False
@@ -112,8 +112,8 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """Set the activation of Megatron's feed-forward block through its hook for Transformer
-        Engine: a module that receives the whole output of the first linear."""
+        """Set the activation of Megatron's feed-forward block through Megatron's hook for
+        Transformer Engine, which passes the whole output of the first linear layer."""
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
@@ -123,12 +123,12 @@ class Fused:
     def activation(
         self, activation: Activation, function: Callable[..., Tensor], *, dynamic: bool
     ) -> Callable[..., Tensor]:
-        """Return the fused `function` of an activation, its `block` or `scaled`."""
+        """Return the fused form of `function`, which is `block` or `scaled` of `activation`."""
         compiled = self.compiled(function, dynamic=dynamic)
         return with_one_gradient(activation, compiled) if self.backward else compiled
 
     def heads(self) -> HeadFunctions:
-        """Return the fused functions of heads."""
+        """Return the fused functions that normalise and rotate heads."""
         forward, backward = HeadFunctions()
         if not self.backward:
             return HeadFunctions(self.compiled(forward), self.compiled(backward))
@@ -140,10 +140,10 @@ class Fused:
 def some_tokens(
     compiled: Callable[..., Tensor], plain: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return `compiled` for two tokens and more, `plain` for fewer.
+    """Return a function that calls `compiled` for two or more tokens and `plain` for fewer.
 
-    Graphs treat counts of 0 and 1 as constants, and would be recompiled when an expert gets so few
-    tokens.
+    Graphs treat counts of 0 and 1 as constants, so an expert with 0 or 1 tokens would cause a
+    recompilation.
     """
 
     def function(tokens: Tensor, *rest: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the missing requirement of torch.compile for `device`, or None if there is none."""
+    """Return what torch.compile lacks for `device`, or None if nothing is missing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

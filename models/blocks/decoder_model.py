@@ -1,12 +1,13 @@
-"""Input and output of a decoder: a scaled embedding, and logits (capped or not) or token losses.
+"""Input and output of a decoder: a scaled embedding, and logits or token losses.
 
-With a z-loss, the squared log-sum-exp of each token's logits is computed as well.
+Logits may be soft-capped. A z-loss also uses the squared log-sum-exp of each token's logits.
 
-Logits of one micro-batch are `[tokens, vocabulary]`: in float32, with the softmax that backward
-needs, they are by far the largest activations of a model with a large vocabulary. The chunked loss
-processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N. Gimelshein,
-"Online normalizer calculation for softmax", 2018); backward recomputes each chunk's logits, which
-costs one more product with the head. With tensor parallelism every rank processes its own part.
+The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax that
+backward needs, they are by far the largest activations of a model with a large vocabulary. The
+chunked loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
+Gimelshein, "Online normalizer calculation for softmax", 2018); backward recomputes each chunk's
+logits, at the cost of one more product with the head. With tensor parallelism every rank processes
+its own part of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -52,14 +53,15 @@ def losses_and_normalizers(
     of its logits, both `[tokens]`, float32 or wider.
 
     Args:
-        hidden: `[tokens, width]`. Its gradient is this rank's part of a sum over `group`.
+        hidden: `[tokens, width]`. Its gradient must be summed over `group`.
         weight: `[rows, width]`, this rank's rows of the head.
-        labels: `[tokens]`, row of `weight`; any other number means that the row is on another rank.
-        chunk: rows whose logits are in memory at a time.
-        group: ranks that share the vocabulary, None if this rank holds all of it.
-        softcap: cap of the logits, None for no cap.
+        labels: `[tokens]`, the row of each label in `weight`; numbers outside `weight` are rows on
+            other ranks.
+        chunk: number of rows whose logits are computed at a time.
+        group: ranks that share the vocabulary, None if this rank has the whole vocabulary.
+        softcap: soft cap of the logits, None for no cap.
 
-    Raises ValueError unless `chunk >= 1`.
+    Raises ValueError if `chunk < 1`.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
@@ -114,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            # Reuse one name, so that a chunk's logits are freed after their gradient.
+            # All values reuse the name p, so that a chunk's logits are freed after their gradient.
             p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()
@@ -132,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, labels: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield successive rows of `weight`, and the labels counted from the first of them."""
+    """Yield each chunk of rows of `weight`, and the labels relative to the chunk's first row."""
     for i, rows in enumerate(torch.split(weight, chunk)):
         yield rows, labels - i * chunk
 
@@ -142,7 +144,8 @@ def _inside(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding, scaled by a factor in the weights' dtype, as in transformers."""
+    """Megatron's embedding times sqrt(hidden size), rounded to the weights' dtype as in
+    transformers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -150,14 +153,14 @@ class ScaledEmbedding(LanguageModelEmbedding):
         self.scale = scale.item()
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return `[s, b, hidden]` of token ids `[b, s]`, a part of the sequence under sequence
-        parallelism."""
+        """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`; under sequence
+        parallelism s is this rank's part of the sequence."""
         embedded: Tensor = super().forward(*arguments, **options)
         return embedded * self.scale
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's output layer with capped logits; given labels, it returns losses."""
+    """Megatron's output layer with soft-capped logits, or with losses if labels are given."""
 
     def __init__(self, *arguments: Any, softcap: float | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -174,7 +177,7 @@ class Head(ColumnParallelLinear):
     ) -> Any:
         """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, from hidden
         states `[sequence, batch, width]` (a part of the sequence under sequence parallelism).
-        Without labels, return Megatron's result with logits capped in float32."""
+        Without labels, return Megatron's result, with logits soft-capped in float32 or wider."""
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -201,7 +204,7 @@ class _ChosenLogits(torch.autograd.Function):
     """Logits `[sequence, batch, rows]` unchanged, and the logit of each label, `[sequence, batch]`.
 
     Backward adds the gradient of the labels' logits in place to the gradient of all logits, which
-    is allowed as only the loss has used it. Autograd would make three more passes over the logits.
+    nothing else uses. Autograd would make three more passes over the logits.
     """
 
     @staticmethod
@@ -216,8 +219,8 @@ class _ChosenLogits(torch.autograd.Function):
         chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
         if group.size() > 1:
             all_reduce(chosen, group=group)
-        # Returning `logits` itself would make autograd create a view, but the loss may overwrite
-        # them.
+        # If `logits` itself were returned, autograd would make it a view, which the loss must not
+        # overwrite.
         return logits.detach(), chosen
 
     @staticmethod
@@ -228,12 +231,13 @@ class _ChosenLogits(torch.autograd.Function):
 
 
 class DecoderModel(GPTModel):
-    """Megatron's model with logits capped at `softcap`, None for no cap.
+    """Megatron's model with logits soft-capped at `softcap`, None for no cap.
 
-    The loss processes `loss_chunk` entries of a rank's vocabulary at a time, None for all. With
-    `fused_loss` Liger's kernels compute it and read the logits twice; otherwise it is computed as
-    in Megatron, with one pass over the logits per operation. With `z_loss` the training output is
-    `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
+    The loss processes `loss_chunk` entries of a rank's vocabulary at a time; None: all entries.
+    With `fused_loss` Liger's kernels compute the loss and read the logits twice; otherwise
+    Megatron's operations compute it, and each reads the logits once. With `z_loss` the training
+    output is `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's
+    logits.
     """
 
     def __init__(
@@ -265,7 +269,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Megatron's method, with rotary positions within documents."""
+        """Return Megatron's result, with rotary positions within documents if any are given."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):
@@ -281,7 +285,7 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """Megatron's method, with the losses of the last stage."""
+        """Return Megatron's result or, if the loss is chunked, the losses on the last stage."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options
@@ -295,16 +299,16 @@ class DecoderModel(GPTModel):
         return self._with_squares(losses.T.contiguous(), normalizers.T)
 
     def _is_in_embd_group(self) -> bool:
-        """Return False, so that the engine sends no initial weights between the stages of a tied
-        embedding: both stages draw the same weights, by the embedding's name."""
+        """Return False, so that Megatron does not send initial weights between the stages of a tied
+        embedding: both stages draw equal weights, because random draws depend on names."""
         return False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses, float32, of `labels` `[batch, sequence]` under `logits` `[sequence,
+        """Return the float32 losses of `labels` `[batch, sequence]`, given `logits` `[sequence,
         batch, rows]`."""
         if not (self.z_loss and self.training):
             return self._cross_entropy(labels, logits)
-        # Compute this before the loss, which may overwrite the logits.
+        # Select the labels' logits before the loss, which may overwrite the logits.
         logits, chosen = _ChosenLogits.apply(  # type: ignore[no-untyped-call]
             logits, labels.T, self.pg_collection.tp
         )

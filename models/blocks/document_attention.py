@@ -1,6 +1,6 @@
-"""Documents that share the sequences of a micro-batch, and attention within them.
+"""Documents packed into the sequences of a micro-batch, and attention within documents.
 
-Attention does not cross document borders: the variable-length kernel skips other documents.
+Attention does not cross document boundaries: the variable-length kernel skips other documents.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ Move = Callable[[Tensor], Tensor]
 class Lengths:
     """The documents of packed queries and keys, in the format of variable-length kernels.
 
-    queries, keys   starts of documents in the packed tokens, then the number of tokens: int32
-                    `[documents + 1]` on the device
+    queries, keys   cumulative lengths of documents (cu_seqlens), int32 `[documents + 1]` on the
+                    device, starting with 0
     most_queries, most_keys   largest number of queries and of keys in one document
     """
 
@@ -36,7 +36,7 @@ class Lengths:
 class DocumentRange:
     """The documents of a range of queries.
 
-    firsts    position of the first token of each query's document in the sequence `[b, s]`
+    firsts    `[b, s]`, for each query the position of its document's first token in the sequence
     lengths   the documents in the format of variable-length kernels
     """
 
@@ -46,13 +46,13 @@ class DocumentRange:
 
 @dataclass(kw_only=True)
 class Documents(PackedSeqParams):
-    """The documents of the tokens `[b, s]` that a context-parallel rank holds.
+    """The documents of a context-parallel rank's tokens `[b, s]`.
 
-    Megatron passes them from the model to the core attention of every layer. The format is not
-    Megatron's `thd`, so it leaves queries, keys and values unchanged.
+    Megatron passes this object from the model to the core attention of every layer. Because its
+    format is not `thd`, Megatron does not change the shapes of queries, keys and values.
 
     positions   position of each token in its document `[b, s]`
-    parts       documents of the ranges of `context_chunks`, in their order
+    parts       documents of each range of `context_chunks`, in the same order
     """
 
     positions: Tensor
@@ -62,8 +62,8 @@ class Documents(PackedSeqParams):
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
     """Return the documents of whole sequences on context rank `rank` of `size`.
 
-    `firsts` `[b, s]`, on the host, are the positions in the sequence of the first token of each
-    token's document; `move` copies a tensor to the device.
+    `firsts` `[b, s]`, on the host, contains for each token the position of its document's first
+    token in the sequence; `move` copies a tensor to the device.
     """
     length = firsts.shape[1]
     place = {"rank": rank, "size": size}
@@ -82,7 +82,7 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
 
 
 def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
-    """Return the lengths of the queries in `chunk`, and of the keys up to its end."""
+    """Return `Lengths` of the queries in `chunk` and the keys up to the end of `chunk`."""
     pairs = torch.cat([_queries_and_keys(row, chunk) for row in firsts])
     ends = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
     queries, keys = (move(x.contiguous()) for x in ends.unbind(1))
@@ -95,23 +95,24 @@ def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
     starts = firsts.unique_consecutive()
     ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
     pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)
-    earlier = starts.new_tensor([[0, starts[0]]])  # keys that no query sees
+    earlier = starts.new_tensor([[0, starts[0]]])  # keys to which no query attends
     return torch.cat([earlier, pairs]) if starts[0] > 0 else pairs
 
 
 VARYING: Final = "flash_attention of variable length"
-"""Name of the kernel."""
+"""Name of the variable-length kernel."""
 LARGEST_HEAD: Final = 256
 ALIGNMENT: Final = 8
-"""Number of elements that divides the size of a head."""
+"""Head dimensions are padded to a multiple of this number."""
 
 
 def check_varying(head: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError unless the kernel supports heads of this size and dtype."""
+    """Raise RuntimeError if the variable-length kernel does not support this head dimension or
+    dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
-            f"documents need {VARYING}, whose heads must have 16 bits and at most size "
-            f"{LARGEST_HEAD}, got {dtype} and {head}"
+            f"documents need {VARYING}, for which the dtype must have 16 bits and the head "
+            f"dimension must be at most {LARGEST_HEAD}, got {dtype} and {head}"
         )
 
 
@@ -121,14 +122,14 @@ def varying_attention(
     """Return the attention output `[s, b, heads * d]` of the last s positions of sequences of t.
 
     query        `[s, b, heads, d]`
-    key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned size
-    lengths      the documents, whose queries see no keys of other documents
+    key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension
+    lengths      the documents; queries do not attend to other documents
     """
-    from torch.nn.attention.varlen import varlen_attn  # imported here, as it loads the compiler
+    from torch.nn.attention.varlen import varlen_attn  # imported here: it loads the compiler
 
     size = max(query.shape[-1], value.shape[-1])
     size += -size % ALIGNMENT
-    # [b s, heads, size]; padding by nothing would copy
+    # [b s, heads, size]; F.pad would copy even without padding
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])))
         .transpose(0, 1)

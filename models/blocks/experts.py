@@ -1,11 +1,11 @@
-"""Dispatch of tokens to experts, the experts' products, and the combination of results.
+"""Dispatch of tokens to experts, matrix products of the experts, and combination of the results.
 
-Every token goes to `top_k` experts and none is dropped. Hence a rank sends `tokens * top_k` rows,
-one per (token, expert) pair, whatever the routing. As this number is known, the pairs can be sorted
-by expert without a mask, an index list of unknown length or a read by the host. With expert
-parallelism, one all-to-all sends the rows to the experts and one sends the results back; the host
-reads the numbers of rows per rank once per layer and pass. Forward and backward use gathers instead
-of scattered sums, whose order differs from run to run on a GPU.
+Every token is routed to `top_k` experts, and no tokens are dropped. Any routing therefore results
+in `tokens * top_k` rows per rank, one per (token, expert) pair. Because this number is known, the
+pairs are sorted by expert without a mask, an index list of unknown length or a read by the host.
+With expert parallelism, one all-to-all sends the rows to the experts, and another returns the
+results; the host reads the number of rows per rank once per layer and pass. Forward and backward
+use gathers instead of scatter-adds, whose order of summation on a GPU differs from run to run.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from torch.distributed import all_to_all_single
 from models.blocks.activation import activation_of
 
 Counts = list[list[int]]
-"""`[ranks][local experts]`: rows for each expert of each rank."""
+"""`[ranks][local experts]`: number of rows for each expert of each rank."""
 
 
 def sort_tokens_(chunk: torch.nn.Module) -> None:
-    """Replace the dispatcher in every mixture-of-experts layer of a chunk."""
+    """Use `SortedDispatcher` in every mixture-of-experts layer of a chunk."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.token_dispatcher = SortedDispatcher(
@@ -42,13 +42,14 @@ def sort_tokens_(chunk: torch.nn.Module) -> None:
 
 
 class SortedDispatcher(MoETokenDispatcher):
-    """Sends each token's row to the ranks of its experts, sorted by expert, and the results back.
+    """Dispatcher that sends each token to its experts, sorted by expert, and returns the results.
 
-    Rank r of the group holds `local` experts from `r // tensor * local` on: whole for a `tensor` of
-    1, else the `r % tensor`-th part of each expert. Rows go to all parts of an expert, whose
+    For the expert-tensor-parallel size `tensor`, rank r of the group has `local` experts, starting
+    with expert `r // tensor * local`. Experts are whole if `tensor` is 1; otherwise the rank has
+    the `r % tensor`-th part of each expert. Rows are sent to all parts of an expert, and the parts'
     results are summed.
 
-    on_host   whether the experts need the number of rows of each expert in host memory
+    on_host   whether the experts need the row counts in host memory
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class SortedDispatcher(MoETokenDispatcher):
         self.ranks: int = self.tp_ep_group.size()
         self.on_host = on_host
         self.shape = torch.Size()
-        self.order: Tensor | None = None  # this rank's pairs by expert
-        self.arrival: Tensor | None = None  # the received rows by expert
-        self.rows: Tensor | None = None  # of each local expert
+        self.order: Tensor | None = None  # permutation that sorts this rank's pairs by expert
+        self.arrival: Tensor | None = None  # permutation that sorts received rows by expert
+        self.rows: Tensor | None = None  # number of rows of each local expert
         self.sent: list[int] = []
         self.received: list[int] = []
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, by
-        expert.
+        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens, and their gates, sorted
+        by expert.
 
         `routing_map` and `probs` are `[tokens, experts]`.
         """
@@ -88,7 +89,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(tokens, self.order, top_k), gates
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows for this rank's experts and their gates, by source rank."""
+        """Return the rows for this rank's experts, and their gates, ordered by source rank."""
         assert self.rows is not None
         if self.ranks == 1:
             if self.on_host:
@@ -107,14 +108,14 @@ class SortedDispatcher(MoETokenDispatcher):
         return self._exchange(hidden_states), self._exchange(probs)
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
-        """Return the row counts by rank and expert on the host; waits for the device."""
+        """Copy the row counts `[ranks, local experts]` to the host, which waits for the device."""
         rows: list[Counts] = torch.stack(counts).tolist()
         return rows
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows sorted by local expert, counts per expert `[local]`, and gates."""
+        """Return the rows sorted by local expert, the row counts `[local]`, and the gates."""
         assert self.rows is not None
         rows, self.rows = self.rows, None
         if self.arrival is None:
@@ -150,14 +151,14 @@ class SortedDispatcher(MoETokenDispatcher):
         return collect(hidden_states, order, self.config.moe_router_topk).view(self.shape)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange rows between ranks; rows of an expert go to all ranks with a part of it."""
+        """Exchange rows between ranks; every rank with a part of an expert gets all its rows."""
         if self.tp_size > 1:
             parts = rows.split(self.sent[:: self.tp_size])
             rows = torch.cat([part for part in parts for _ in range(self.tp_size)])
         return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
 
     def _arrival(self, incoming: Tensor) -> Tensor:
-        """Return the permutation that sorts received rows, ordered by rank, by local expert."""
+        """Return the permutation that sorts rows, received in rank order, by local expert."""
         experts = torch.arange(self.local, device=incoming.device).repeat(self.ranks)
         expert = experts.repeat_interleave(incoming.flatten(), output_size=sum(self.received))
         return expert.argsort(stable=True)
@@ -190,7 +191,7 @@ def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows moved by `there`; their gradients are moved by its adjoint `back`."""
+    """Function `there` of rows, with its adjoint `back` for the gradients."""
 
     @staticmethod
     def forward(
@@ -207,9 +208,9 @@ class _Moved(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts with grouped products, so that many small experts keep a GPU busy.
+    """Megatron's experts with grouped matrix products, which many small experts need to fill a GPU.
 
-    Parameters are the same: one matrix per expert and product.
+    The parameters are the same as Megatron's: one matrix per expert and product.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -224,10 +225,10 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Return the output `[tokens, hidden]` of tokens sorted by expert, and no bias.
+        """Return the output `[tokens, hidden]` of tokens sorted by expert, and None as the bias.
 
-        Each expert gets `tokens_per_expert` `[experts]` tokens; every output is multiplied by its
-        token's `permuted_probs` `[tokens]`.
+        Expert i processes `tokens_per_expert[i]` tokens; the output of each token is multiplied by
+        its entry of `permuted_probs` `[tokens]`.
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
@@ -240,14 +241,14 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
     """Multiply tokens `[tokens, cols]` by their experts' transposed weights, to `[tokens, rows]`.
 
     Tokens from `ends[i - 1]` to `ends[i]` (int32) are multiplied by `weights[i]` `[rows, cols]`.
-    All are float32, bfloat16 or float16.
+    Tokens and weights are float32, bfloat16 or float16.
     """
     product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Stack the weights again for each product: a saved stack would be as large as the weights."""
+    """Function that stacks the weights in each pass: a saved stack would double their memory."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""PC layers in the graph: the effective weight PC(W) computed in every forward pass.
+"""PC layers in the graph: every forward pass computes the effective weight PC(W).
 
-This is the readable reference; training uses the materialized evaluator, which computes the same
-weights once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of
-a linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column-parallel,
-row-parallel and expert linears need no change. Activation recomputation is safe, because a forward
-pass changes no state."""
+This is the readable reference; by default, training uses the materialized evaluator, which computes
+the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). A PC layer in the
+graph is a parametrization of a linear layer's weight, as in the library (spectral/pc_layers.py), so
+Megatron's column-parallel, row-parallel and expert layers need no change. Activation recomputation
+is safe, because forward passes change no state.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,16 +26,16 @@ from spectral.effective_weight import Preconditioner
 from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"
-"""Suffix of a gamma's name, after the name of its unit or parameter."""
+"""Suffix of a gamma's name; the part before the suffix is the name of the unit or parameter."""
 
 
 class UnitWeight(EffectiveWeight):
-    """The preconditioned units of a linear's weight, with tracked singular pairs.
+    """The preconditioned units of a linear layer's weight, with tracked singular vectors.
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
-    tensor  the ranks that share the weight, None if its units are whole here
-    u, v    vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider: constants of a
-            forward pass
+    tensor  the ranks that share the weight, None if this rank has whole units
+    u, v    singular vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider: constants
+            in a forward pass
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class UnitWeight(EffectiveWeight):
         return self.get_buffer(f"u{i}"), self.get_buffer(f"v{i}")
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tracked pairs of some units."""
+        """Return the tracked u and v of the units with indices `members`, concatenated."""
         left, right = zip(*map(self.pair, members), strict=True)
         return torch.cat(left), torch.cat(right)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the whole units, gathered if ranks share them."""
+        """Return the whole units, gathered from the ranks that share them."""
         return [gathered(unit, unit.view(weight), self.tensor) for unit in self.units]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class UnitWeight(EffectiveWeight):
 
     @torch.no_grad()
     def start_(self, weight: Tensor) -> None:
-        """Set u, v and gamma for new weights."""
+        """Initialise u, v and gamma for a new weight."""
         for i, (preconditioner, whole, pair) in enumerate(self._tracked(weight)):
             for tracked, cold in zip(pair, preconditioner.cold_pair(whole), strict=True):
                 tracked.copy_(cold)
@@ -89,7 +90,7 @@ class UnitWeight(EffectiveWeight):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """Update u and v for the `weight` after an optimizer step.
+        """Update u and v to the `weight` after an optimizer step.
 
         Nothing changes if `active`, a 0-d bool tensor, is False.
         """
@@ -100,7 +101,7 @@ class UnitWeight(EffectiveWeight):
     def guard_(self, weight: Tensor) -> Tensor:
         """Return the largest normalised singular value of each unit, `[units]`.
 
-        A wrong tracked pair is replaced; see `Preconditioner.guard_`.
+        Wrong singular vectors are replaced; see `Preconditioner.guard_`.
         """
         return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
@@ -114,17 +115,18 @@ class UnitWeight(EffectiveWeight):
     def _tracked(
         self, weight: Tensor
     ) -> Iterator[tuple[Preconditioner, Tensor, tuple[Tensor, Tensor]]]:
-        """Yield each unit's preconditioner, whole matrix `[1, rows, cols]` (float32 or wider) and
-        singular pair."""
+        """Yield each unit's preconditioner, whole matrix `[1, rows, cols]` (float32 or wider), and
+        u and v."""
         for i, whole in enumerate(self.matrices(weight.detach())):
             pair = self.pair(i)
             yield self.preconditioners[i], whole[None].to(pair[0].dtype), pair
 
 
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """Return the whole unit `[rows, cols]` of this tensor-parallel rank's piece.
+    """Return the whole unit `[rows, cols]`, gathered from the tensor-parallel ranks' pieces.
 
-    Backward returns this rank's piece of the gradient, which is the same on all ranks of `tensor`.
+    The gradient of the whole unit must be equal on all ranks of `tensor`; backward returns this
+    rank's piece of it.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -150,10 +152,10 @@ def precondition_(
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
-    """Parametrize the weights with preconditioned units; return the parametrizations.
+    """Parametrize the weights that contain preconditioned units; return the parametrizations.
 
-    `weights` are the units of each parameter, by its `id`; `tensor` are the ranks that share the
-    weights of each domain.
+    `weights` maps the `id` of each parameter to its units; `tensor` maps each domain to the process
+    group of the ranks that share its weights.
     """
     layers = []
     for module in modules:
@@ -166,20 +168,20 @@ def precondition_(
         if weight is not None and units:
             shared = tensor.get(units[0][0].domain)
             layer = UnitWeight(units, weight, pc.learnable_gamma, shared)
-            # unsafe: the validity check would run collectives.
+            # unsafe=True skips a validity check, which would run collectives.
             parametrize.register_parametrization(module, "weight", layer, unsafe=True)
             layers.append(layer)
     return layers
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without a parametrization; gammas are `weight.gamma`."""
+    """Return a parameter's name without the parametrization; a gamma's name is `weight.gamma`."""
     name = name.replace("parametrizations.weight.original", "weight")
     return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """Return `units` with the gammas of preconditioned units after the units of their parameter."""
+    """Return `units`, with gammas of preconditioned units inserted after each parameter's units."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
     members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)
@@ -193,7 +195,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """Return the gammas of one parameter's preconditioned units, elements of one vector."""
+    """Return the gammas of one parameter's preconditioned units as elements of one vector."""
     return [
         replace(
             unit,

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on Megatron's linears, for any tensor and context parallelism."""
+"""Multi-head latent attention with Megatron's linear layers and tensor and context parallelism."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from models.config import LatentConfig
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """`x W^T` of a rank's part of the sequence, with the whole matrix on every tensor rank."""
+    """`x W^T` of a rank's part of the sequence, with W replicated on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda")
@@ -29,15 +29,15 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(torch.nn.Module):
-    """Causal attention whose keys and values come from one latent per token (DeepSeek-V2, 2.1).
+    """Causal attention with keys and values computed from a latent per token (DeepSeek-V2, 2.1).
 
         q = q_b norm(q_a x)  or  q x            [..., heads, nope + rope]
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
-    The rotary part of a head stores pairs next to each other, as in DeepSeek's weights. Without
-    Transformer Engine, Megatron's module cuts q_a and kv_a over tensor ranks and loses the other
-    ranks' share of the gradient of k_rope.
+    The two elements of a rotary pair are adjacent, as in DeepSeek's weights. Megatron's own module,
+    if used without Transformer Engine, shards q_a and kv_a over tensor-parallel ranks and omits the
+    other ranks' share of the gradient of k_rope.
     """
 
     def __init__(
@@ -90,10 +90,11 @@ class LatentAttention(torch.nn.Module):
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output `[s, b, hidden]` of `hidden_states` `[s, b, hidden]`, and no bias.
+        """Return the output `[s, b, hidden]` for `hidden_states` `[s, b, hidden]`, and the bias,
+        which is None.
 
-        `rotary_pos_emb` are the turns `[s, 1 or b, 1, 2 rope_head_dim]`. Under sequence parallelism
-        the first axis of input and output is this rank's part.
+        `rotary_pos_emb` `[s, 1 or b, 1, 2 rope_head_dim]` is the result of `RotaryEmbedding`. Under
+        sequence parallelism the first axis of input and output is this rank's part of the sequence.
         """
         query, key, value = self.heads(hidden_states, rotary_pos_emb)
         attended = self.core_attention(
@@ -103,7 +104,7 @@ class LatentAttention(torch.nn.Module):
         return output, bias
 
     def heads(self, hidden_states: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of this rank's heads and the whole sequence.
+        """Return the queries, keys and values of this rank's heads for the whole sequence.
 
         Queries and keys are `[s, b, heads, nope + rope]`, values `[s, b, heads, value]`.
         """
@@ -128,7 +129,7 @@ class LatentAttention(torch.nn.Module):
         return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """Return the rotary keys of the whole sequence; backward sums over all ranks' heads."""
+        """Return the rotary keys of the whole sequence; backward sums gradients over all heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

@@ -1,9 +1,9 @@
 """RMSNorm for Megatron's layer specs, with sequence parallelism, and its fusion with the preceding
-sum.
+residual sum.
 
-Megatron adds a block's output to the residual stream and calls the next norm on the sum, in two
-passes; autograd adds the two gradients of the sum in a third pass. Here the norm computes the sum
-too, and keeps its result until the norm is called.
+Megatron adds a block's output to the residual stream in one pass over memory, and normalises the
+sum in a second pass; autograd adds the two gradients of the sum in a third pass. If fused, RMSNorm
+also computes the sum, and stores the normalised sum until it is called on the sum.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + epsilon) * gain` over the last dimension, `[..., d]`, gain `[d]`."""
+    """Return `x / sqrt(mean(x^2) + epsilon) * gain`: x is `[..., d]`, gain `[d]`, the mean over
+    d."""
     return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
@@ -34,20 +35,21 @@ def rms_norm_gradients(
 
 
 def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """`rms_norm` of `x` with the factor `1 + gain`, as in Gemma.
+    """Return `rms_norm` of `x` with the factor `1 + gain`, as in Gemma.
 
-    It is computed in float32 or wider: in bfloat16 `1 + gain` would lose all but large gains.
+    The norm is computed in float32 or wider: in bfloat16, `1 + gain` would round small gains to 0.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (F.rms_norm(wide, gain.shape, None, epsilon) * (1 + gain.to(wide.dtype))).to(x.dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm of the last dimension, `[..., hidden_size]` to the same shape.
+    """Root-mean-square norm over the last dimension of `[..., hidden_size]`.
 
-    It multiplies by `1 + gain` if the config has zero-centered gains. Megatron's own torch norm
-    supports neither these nor sequence parallelism, which needs a flag on the gain: its gradient is
-    a sum over the parts of the sequence, which finalize_model_grads all-reduces.
+    The norm multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm
+    supports neither zero-centered gains nor sequence parallelism. Sequence parallelism needs a flag
+    on the gain, because finalize_model_grads must all-reduce its gradient over the parts of the
+    sequence.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normalised `x`; with `stream`, return the sum of both: the next call, on this
-        sum, returns its norm."""
+        """Return the normalised `x`. If `stream` is given, return `x + stream` instead; the next
+        call with this sum returns the normalised sum."""
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -76,8 +78,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """`norm(x W^T)`: the norm sees the sum over the tensor-parallel ranks, or under sequence
-    parallelism this rank's part of the sequence."""
+    """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks; under sequence
+    parallelism it is applied to this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -86,13 +88,13 @@ class NormedRowParallelLinear(RowParallelLinear):
         self.post_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Return the normalised output `[s, b, output_size]` and no bias."""
+        """Return the normalised output `[s, b, output_size]`, and None as the bias."""
         output, _ = super().forward(input_)
         return self.post_norm(output), None
 
 
 def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `x + stream` `[..., d]` in the type of `x`, and its norm."""
+    """Return the sum `x + stream` `[..., d]` in the dtype of `x`, and the normalised sum."""
     total = x + stream.to(x.dtype)
     return total, rms_norm(total, gain, epsilon)
 
@@ -100,8 +102,8 @@ def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple
 def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to each term of `total` `[..., d]` and to the gain
-    `[d]`."""
+    """Return the gradient of each of the two terms of `total` `[..., d]`, which are equal, and the
+    gradient of the gain `[d]`."""
     of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
     return of_total + of_sum, of_gain
 
@@ -115,8 +117,8 @@ class SumFunctions(NamedTuple):
     def apply(
         self, x: Tensor, stream: Tensor, gain: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `normed_sum`."""
-        # Megatron enables gradients around the sum even if none are needed.
+        """Return the result of `forward`, with `backward` for autograd."""
+        # Megatron enables gradients around the sum even if no input needs a gradient.
         with torch.set_grad_enabled(x.requires_grad or stream.requires_grad):
             both: tuple[Tensor, Tensor] = _NormedSum.apply(  # type: ignore[no-untyped-call]
                 self, x, stream, gain, epsilon
@@ -141,8 +143,8 @@ class _NormedSum(torch.autograd.Function):
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return Megatron's bias-dropout-add function, implemented by the RMSNorm that is called on the
-    sum next."""
+    """Return a bias-dropout-add function for Megatron whose sum is computed by `norm`, the next
+    norm."""
 
     def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
         x, bias = output

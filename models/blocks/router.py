@@ -1,11 +1,11 @@
-"""The router of a mixture-of-experts layer: Megatron's router, which also counts tokens per expert.
+"""The router of a mixture-of-experts layer: Megatron's router with counts of tokens per expert.
 
-The counts measure the balance of the experts, and update the expert bias that balances them.
+The counts are used to measure the experts' load balance and to update the expert bias.
 
-The global balancing loss uses the load of the previous whole step, because the present step's load
-is unknown: the backward pass of the first micro-batch runs before the other micro-batches are
-routed. Megatron uses the load of the micro-batches so far, so its loss depends on the size of
-micro-batches and on the number of ranks.
+The global balancing loss uses the load of the previous step, because the load of the current step
+is not known in time: the backward pass of the first micro-batch runs before the other micro-batches
+are routed. Megatron uses the load of the micro-batches that were already routed, so Megatron's loss
+depends on the micro-batch size and the number of ranks.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,13 @@ from models.engine import take_losses
 
 
 class Router(TopKRouter):
-    """Score tokens `[s, b, hidden]`, choose the top-k experts of each and count tokens per expert.
+    """Router that selects top-k experts for tokens `[s, b, hidden]` and counts tokens per expert.
 
-    tokens_per_expert   `[experts]` float32, over the micro-batches of a step on this rank. Megatron
-                        counts only for the expert bias; the metrics of balance always need counts.
-    earlier_load        `[experts]` float32, tokens per expert of the last step taken, over all
-                        ranks; zeros before the first. None if there is no global loss
+    tokens_per_expert   `[experts]` float32, sum over a step's micro-batches on this rank. Megatron
+                        counts only with an expert bias, but metrics always need the counts.
+    earlier_load        `[experts]` float32, tokens per expert in the last step that was not
+                        skipped, summed over all ranks; zeros before the first step. None without
+                        the global balancing loss
     """
 
     tokens_per_expert: Tensor
@@ -43,9 +44,9 @@ class Router(TopKRouter):
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
 
-        The engine's global loss is a sum over data-parallel ranks, while gradients are a mean over
-        them, so its weight would fall with the number of ranks; the returned coefficient corrects
-        this.
+        Megatron sums the global loss over data-parallel ranks but averages gradients over these
+        ranks, so the weight of the loss would be divided by their number. The returned coefficient
+        corrects this.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -55,10 +56,11 @@ class Router(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, **_: Any
     ) -> Tensor:
-        """Return `probs` with the global loss of the scores `[tokens, experts]` attached.
+        """Return `probs` with the global balancing loss of the scores `[tokens, experts]` attached.
 
-        It is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
-        2501.11873), with the shares of the previous step, or equal shares before the first step.
+        The loss is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
+        2501.11873), where share_i is expert i's share of the tokens of the previous step. Before
+        the first step all shares are equal.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if self.earlier_load is None:
@@ -77,17 +79,18 @@ class Router(TopKRouter):
         return attached
 
     def note_load(self, counts: Tensor, active: Tensor | None) -> None:
-        """End a step: keep the tokens per expert `[experts]` of all ranks, unless not `active`."""
+        """End a step: clear the counts and, if `active`, store the tokens per expert `[experts]` of
+        all ranks."""
         if self.earlier_load is not None:
             taken = counts if active is None else torch.where(active, counts, self.earlier_load)
             self.earlier_load.copy_(taken)
         self.tokens_per_expert.zero_()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of a `[tokens, experts]` routing map; the engine calls it for every map.
+        """Count the tokens per expert of a routing map `[tokens, experts]`; called by Megatron.
 
-        Forward passes without a backward pass (evaluation, the first pass of recomputation) do not
-        count.
+        Forward passes without a backward pass (evaluation, the first pass under recomputation) are
+        not counted.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -95,10 +98,10 @@ class Router(TopKRouter):
 
 
 def forget_earlier_models() -> None:
-    """Clear the engine's per-process state of an earlier model.
+    """Clear Megatron's per-process state of an earlier model.
 
-    The engine's log of balancing losses has one entry per layer of the earlier model. The scale of
-    these losses has a shape that depends on whether it was first used inside or outside a schedule.
+    Megatron's record of balancing losses has one entry per layer of the earlier model. The shape of
+    the scale of these losses depends on whether it was first used inside or outside a schedule.
     """
     take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -109,12 +112,12 @@ ENGINE_LOSSES = {
     "global_load_balancing_loss": "global_aux_loss",
     "z_loss": "z_loss",
 }
-"""The engine's and the config's names of the balancing losses."""
+"""Config keys of the balancing losses, by Megatron's names."""
 
 
 def max_violation(counts: Tensor) -> Tensor:
     """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if all
-    are equal.
+    counts are equal.
 
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", equation 4.
     """
@@ -128,28 +131,28 @@ def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
 
 
 def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
-    """Return the tokens `[layers, experts]` that this rank sent to each expert since `balance_`.
+    """Return the number of tokens `[layers, experts]` that this rank routed to each expert since
+    the last call of `balance_`.
 
-    `balance_` and `max_violation` take the sum over the ranks that hold the same layers. The shape
-    is `[0, 0]` if the chunks have no mixture-of-experts layer.
+    `balance_` and `max_violation` require the sum over the ranks that have the same layers. The
+    shape is `[0, 0]` if the chunks have no mixture-of-experts layer.
     """
     counts = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(counts) if counts else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
-    """Return the global index, from 0, of each layer with a router."""
+    """Return the global index, counted from 0, of each layer with a router."""
     return [router.layer_number - 1 for router in routers(chunks)]
 
 
 def take_balancing_losses() -> dict[str, Tensor]:
-    """Return this rank's part of each balancing loss of every layer `[layers]`, and clear it.
+    """Return this rank's part of each balancing loss `[layers]`, and clear Megatron's record.
 
-    The losses do not contain their coefficients, and are summed over the micro-batches since the
-    last call.
+    The losses are without coefficients, and are summed over the micro-batches since the last call.
 
-    The sequence loss is a sum over the ranks that share a sequence, the global loss is a sum over
-    all ranks of a stage, and the z-loss is a mean over them.
+    The parts must be added over the ranks that share a sequence for the sequence loss, added over
+    all ranks of a stage for the global loss, and averaged over all ranks of a stage for the z-loss.
     """
     return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 
@@ -157,11 +160,12 @@ def take_balancing_losses() -> dict[str, Tensor]:
 def balance_(
     chunks: Iterable[torch.nn.Module], counts: Tensor, *, rate: float, active: Tensor | None = None
 ) -> None:
-    """End a step: move every expert bias by `rate` against its load and clear the counts.
+    """End a step: change every expert bias by `rate` or `-rate`, and clear the counts.
 
-    `counts` `[layers, experts]` are summed over all ranks. The bias of an expert below its share
-    rises, the bias of an expert above it falls ("Auxiliary-Loss-Free Load Balancing Strategy for
-    Mixture-of-Experts", algorithm 1). `active` is a 0-d bool; if it is false no bias moves.
+    `counts` `[layers, experts]` are summed over all ranks. The bias of an expert with fewer tokens
+    than the mean rises, and the bias of an expert with more tokens falls ("Auxiliary-Loss-Free Load
+    Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias changes if `active`, a 0-d
+    bool tensor, is False.
     """
     with torch.no_grad():
         for router, load in zip(routers(chunks), counts, strict=True):

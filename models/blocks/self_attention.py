@@ -1,7 +1,7 @@
-"""Self-attention except its core: queries, keys and values come from one linear.
+"""Self-attention around core attention, with one linear layer for queries, keys and values.
 
-Autograd would write three gradients and then copy them into one tensor for the linear's backward
-pass; here one function, which can be compiled, writes that tensor.
+Autograd would write three gradients and then copy them into one tensor for the linear layer's
+backward pass. In this file one function, which can be compiled, writes this tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def turned_heads(
     """Normalise heads, if queries and keys have gains, and rotate them by their positions.
 
     `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups,
-    1, d]` becomes `[s, b, groups, d]`; `turns` are `[s, 1 or b, 1, 1, 2 d]`.
+    1, d]` becomes `[s, b, groups, d]`; `turns` is `[s, 1 or b, 1, 1, 2 d]`.
     """
     if gains:
         query, key = rms_norm(query, gains[0], epsilon), rms_norm(key, gains[1], epsilon)
@@ -34,11 +34,12 @@ def turned_heads(
 def heads_gradients(
     query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear's output.
+    """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear layer's output,
+    followed by the gradients of the gains, if any.
 
-    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed` are
-    the inputs of `turned_heads`: queries, keys and gains; the gains' gradients are returned as
-    well. It is empty if there are no gains.
+    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed`
+    contains the inputs of `turned_heads`: queries, keys and the two gains; without gains it is
+    empty.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)
@@ -53,8 +54,8 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not; the latter also exists as a kernel, in
-    spectral/kernels/heads.py."""
+    """`turned_heads` and `heads_gradients`, compiled or not; spectral/kernels/heads.py contains a
+    kernel of `heads_gradients`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients
@@ -63,7 +64,7 @@ class HeadFunctions(NamedTuple):
 def split_heads(
     mixed: Tensor, turns: Tensor, gains: Sequence[Tensor], epsilon: float, functions: HeadFunctions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, queries and keys
+    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`. Queries and keys are
     normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
 
     `mixed` `[s, b, groups, (heads per group + 2) d]` contains the queries, key and value of each
@@ -106,9 +107,9 @@ def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 class RotatedSelfAttention(SelfAttention):
     """Megatron's self-attention with one function `rotate` for rotary positions.
 
-    Megatron uses a dozen operations for queries and as many for keys. The compiled functions
-    `heads` also normalise queries and keys, and write the gradients of queries, keys and values as
-    one tensor.
+    Megatron rotates queries in a dozen operations, and keys in another dozen. The compiled
+    functions `heads` also normalise queries and keys, and write the gradients of queries, keys and
+    values as one tensor.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -119,7 +120,7 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` can be used: ranks have whole groups, and gains are not zero-centered."""
+        """Whether `heads` can be used: each rank has whole groups, and no gain is zero-centered."""
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma
         whole = self.config.num_query_groups >= self.world_size
@@ -135,7 +136,8 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return Megatron's output; `rotary_pos_emb` are turns `[s, 1, 1, 2 d]`."""
+        """Return Megatron's output; `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the result of
+        `RotaryEmbedding`."""
         self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
@@ -157,7 +159,7 @@ class RotatedSelfAttention(SelfAttention):
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a bias, although the config has none for linears."""
+    """Megatron's row-parallel linear layer, with a bias even if the config disables biases."""
 
     def __init__(self, *arguments: Any, bias: bool, **options: Any) -> None:
         super().__init__(*arguments, bias=True, **options)

@@ -1,8 +1,8 @@
-"""Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
+"""Attention with soft-capped scores and sliding windows, without fused kernels.
 
-Scores are computed for a block of queries at a time and not kept: backward recomputes them from the
-saved queries, keys and log-sums. Matrix products read operands in the model's dtype and sum in
-float32; all values between products are float32 or wider. The same code runs on CPUs and GPUs.
+Scores are computed for one block of queries at a time and not stored: backward recomputes them from
+the saved queries, keys and log-sum-exps. Matrix products read operands in the model's dtype and sum
+in float32; all values between products are float32 or wider. The same code runs on CPUs and GPUs.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from models.blocks.document_attention import DocumentRange
 
 
 class SoftcappedCoreAttention(CoreAttention):
-    """Causal softmax(softcapped(scale q k^T)) v, with `window` only over the last `window` keys.
+    """Causal softmax(softcapped(scale q k^T)) v, over the last `window` keys if it is not None.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
@@ -44,7 +44,7 @@ class SoftcappedCoreAttention(CoreAttention):
         )
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`, before the cap."""
+        """Return the largest scaled, unmasked score `[]`, before the soft cap."""
         return largest_causal_score(query, key, self.scale, self.window, documents)
 
 
@@ -63,9 +63,10 @@ def softcapped_attention(
         query: `[s, b, heads, d]`.
         key, value: `[t, b, groups, d]`, t >= s.
         scale: factor of the scores.
-        cap: cap of the scaled scores, None for no cap.
-        window: keys that a query sees, its own included; None for all before it.
-        documents: documents of the queries, which see no keys of other documents; None for one
+        cap: soft cap of the scaled scores, None for no cap.
+        window: number of keys to which a query attends, including the key at its own position; None
+            for all previous keys.
+        documents: documents of the queries, which do not attend to other documents; None for one
             document.
     """
     groups = key.shape[2]
@@ -78,8 +79,8 @@ def softcapped_attention(
 
 
 class _SoftcappedAttention(torch.autograd.Function):
-    """Softcapped attention of `[batch, n, s, d]` queries to `[batch, t, d]` keys and values, which
-    n query heads share."""
+    """Soft-capped attention of queries `[batch, n, s, d]` to keys and values `[batch, t, d]`, which
+    the n query heads share."""
 
     @staticmethod
     def forward(
@@ -144,8 +145,8 @@ def hidden_scores(
     window: int | None,
     documents: DocumentRange | None,
 ) -> Tensor:
-    """Return the mask of hidden scores, broadcastable to a block's `[batch, n, rows, keys]`; the
-    arguments are as for `hidden_keys` and `other_documents`."""
+    """Return the mask of excluded scores, broadcastable to a block's `[batch, n, rows, keys]`;
+    `hidden_keys` and `other_documents` describe the arguments."""
     hidden = hidden_keys(rows, seen, offset, window, scores.device)
     if documents is None:
         return hidden

@@ -1,4 +1,4 @@
 """Models in the format of transformers: classes, config.json, names and layouts of weights.
 
-Nothing here reads or writes files; scripts/huggingface/ does. Start with architectures.py.
+The package reads and writes no files; scripts/huggingface/ does. Read architectures.py first.
 """

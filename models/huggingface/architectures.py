@@ -1,8 +1,9 @@
-"""The classes of transformers that compute this project's models.
+"""The classes of transformers that can represent this project's models.
 
-One record per class states which settings of a model the class does not have, further entries of
-config.json, and the names of norms. `Family.hugging_face` lists the classes of a family. Rotary
-positions are `rope_parameters` of config.json in transformers 5, and `rope_scaling` in 4.
+One record per class contains the settings that the class does not support, its entries of
+config.json, and its names of norms. `Family.hugging_face` lists the classes of a family. In
+config.json, rotary positions are `rope_parameters` for transformers 5, and `rope_scaling` for
+transformers 4.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,14 +24,14 @@ NEEDED: Final[dict[str, tuple[str, ...]]] = {
 }
 """Supported types of rotary positions, and the required keys of each type."""
 OPTIONAL: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
-"""Further keys of yarn, and their defaults."""
+"""Optional keys of yarn, and their defaults."""
 
 MSCALES: Final = ("mscale", "mscale_all_dim")
 """DeepSeek's keys of yarn that determine the attention factor."""
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    """Return type and base of the model's rotary positions, and the keys of this type."""
+    """Return `rope_parameters` of config.json: type, base, and the keys that the type requires."""
     base = {"rope_type": "default", "rope_theta": model.rope_base}
     scaling = model.rope_scaling
     if scaling is None:
@@ -42,7 +43,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return the reason why rotary positions are not supported here, or None if they are."""
+    """Return why the rotary positions `rope` are not supported, or None if they are supported."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
@@ -65,7 +66,7 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     values = {key: rope[key] for key in NEEDED[kind]}
     if kind == "yarn":
         given = {key: rope.get(key) for key in OPTIONAL}
-        # Without a value, or with 0, transformers uses its default.
+        # If a value is missing or 0, transformers uses its default.
         values |= {key: value for key, value in given.items() if value or value is False}
         if "attention_factor" not in values and all(rope.get(key) for key in MSCALES):
             scale, of_all = (0.1 * rope[key] * log(rope["factor"]) + 1 for key in MSCALES)
@@ -99,13 +100,13 @@ def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LATENT_EPSILON = 1e-6
-"""Epsilon of the norms of DeepSeek's latents in transformers, which config.json does not change."""
+"""Epsilon of the norms of DeepSeek's latents in transformers; config.json has no key for it."""
 EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) of each setting outside the experts that breaks a rule.
+    """Yield (rule, value) for each setting, experts excluded, that DeepSeek's class lacks.
 
     For example `("norm_epsilon must be 1e-06", "1e-05")`.
     """
@@ -114,7 +115,7 @@ def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) of each setting of the experts that breaks a rule."""
+    """Yield (rule, value) for each setting of experts that DeepSeek's and GLM's classes lack."""
     if moe.score != "sigmoid":
         yield "score must be sigmoid", moe.score
     if moe.shared_gate:
@@ -125,7 +126,8 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings that prevent ranking groups of experts by their two best experts."""
+    """Yield (rule, value) for settings that rank groups of experts otherwise than by their two best
+    experts."""
     groups, used = moe.expert_groups, moe.top_groups
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
@@ -135,7 +137,7 @@ def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) of each setting that Qwen3MoeForCausalLM does not have."""
+    """Yield (rule, value) for each setting that Qwen3MoeForCausalLM does not support."""
     if moe.score != "softmax":
         yield "score must be softmax", moe.score
     if moe.shared_experts:
@@ -148,15 +150,15 @@ def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
-    """Check that transformers can express a model of the family deepseek.
+    """Check that transformers can represent a model of the family deepseek.
 
-    Other models are refused before training: a run of weeks could otherwise not be exported.
+    Other models are refused before training, because they could not be exported after it.
     """
     limits = list(latent_limits(model))
     if model.kv_heads not in (None, model.heads):
         limits.append((f"kv_heads must be null or heads = {model.heads}", str(model.kv_heads)))
     if model.head_dim is not None:
-        rule = "head_dim must be null with latent, which contains the sizes"
+        rule = "head_dim must be null with latent, which sets the head dimensions"
         limits.append((rule, str(model.head_dim)))
     if model.moe is not None:
         limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]
@@ -171,15 +173,15 @@ class Architecture:
 
     name        name of the class, e.g. LlamaForCausalLM
     model_type  name of the class in config.json
-    settings    keys of config.json for a model, in addition to the keys of all classes
-    norms       names in transformers of a layer's norms, by our names
+    settings    function that returns a model's entries of config.json that not all classes have
+    norms       transformers' names of a layer's norms, by declared name
     qk_norm     whether query and key heads are normalised, None if both are possible
-    head_sizes  whether heads may have a separate size
-    whole_heads whether heads must divide the width, although they have a separate size
-    latent      whether its attention is multi-head latent attention
-    experts     yields the rule and the value of each setting of experts that it does not have
-    attention_bias  its setting `attention_bias` for each supported `model.attention_bias`, None if
-                it has no such setting
+    head_sizes  whether the head dimension may differ from hidden / heads
+    whole_heads whether hidden must be divisible by heads, even if the head dimension is given
+    latent      whether attention is multi-head latent attention
+    experts     function that yields (rule, value) for each unsupported setting of experts
+    attention_bias  config.json's `attention_bias` for each supported `model.attention_bias`, None
+                if the class does not have this entry
     """
 
     name: str
@@ -194,8 +196,8 @@ class Architecture:
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json for the biases of `model`, which must have no
-        obstacles."""
+        """Return the entries of config.json for the biases of `model`, which the class must
+        support."""
         value = self.attention_bias[model.attention_bias]
         return {} if value is None else {"attention_bias": value}
 
@@ -204,7 +206,7 @@ class Architecture:
         return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield (rule, value) of each obstacle, e.g. ("qk_norm must be false", "true")."""
+        """Yield (rule, value) for each obstacle, e.g. ("qk_norm must be false", "true")."""
         if _hidden_act(model) is None:
             names = " or ".join(name for name, kind in ACTIVATIONS.items() if kind.hugging_face)
             yield f"activation must be {names}", model.activation
@@ -272,11 +274,11 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
 
 
 def _experts(moe: MoEConfig) -> dict[str, Any]:
-    """Return the settings that all mixture classes share."""
+    """Return the entries of config.json that all mixture-of-experts classes have."""
     return {
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.expert_ffn,
-        "norm_topk_prob": moe.top_k > 1,  # a single score is not normalised to 1
+        "norm_topk_prob": moe.top_k > 1,  # the score of a single expert is not normalised
     }
 
 
@@ -295,7 +297,7 @@ def _mixture(moe: MoEConfig) -> dict[str, Any]:
 
 def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
-    whole = 1.0  # transformers would rotate half of each head
+    whole = 1.0  # by default, transformers would rotate half of each head
     return {
         "hidden_act": _hidden_act(model),
         "head_dim": model.head_size,

@@ -15,21 +15,21 @@ from models.huggingface.architectures import (
 from models.section import named
 
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
-"""Keys whose position differs between versions of transformers."""
+"""Keys whose place in config.json differs between versions of transformers."""
 
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
-"""Rare keys that could let a token attend to later tokens."""
+"""Values of rare keys with which tokens do not attend to later tokens."""
 
 
 class InexpressibleError(ValueError):
-    """A model that no class of transformers computes; the message names the reason."""
+    """Error for a model that no class of transformers can represent; the message gives reasons."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """Return the class of transformers that computes `model`.
+    """Return the class of transformers that can represent `model`.
 
-    Raises InexpressibleError for a family without a class, and otherwise with every setting that
-    the closest class does not support.
+    Raises InexpressibleError if the family has no class, or if no class supports all settings of
+    `model`; the message then lists the settings that the closest class does not support.
     """
     family = FAMILIES.get(model.family)
     if family is None:
@@ -48,7 +48,7 @@ def architecture(model: ModelConfig) -> Architecture:
 def model_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of config.json that determine the model's computation.
 
-    Raises InexpressibleError like `architecture`.
+    Raises InexpressibleError if `architecture` does.
     """
     chosen = architecture(model)
     return {
@@ -62,7 +62,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers 5 reads the second form, 4 the first; without it each silently uses 10000.
+        # transformers 4 reads rope_theta, 5 reads rope_parameters; without the key that it reads,
+        # each version silently uses the base 10000.
         "rope_theta": model.rope_base,
         "rope_parameters": rope_parameters(model),
         **chosen.bias_settings(model),
@@ -71,18 +72,18 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA3_LONGER = 16
-"""Longest sequence that Llama 3.1, 3.2 and 3.3 state, divided by the sequence length of their first
-training; their `factor` is a different number."""
+"""max_position_embeddings of Llama 3.1, 3.2 and 3.3, divided by original_max_position_embeddings;
+their `factor` is a different number."""
 
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
-"""Model types whose settings `model_section` reads, and their families."""
+"""Model types that `model_section` supports, and their families."""
 
 
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `model` of a run config for the model that config.json describes.
 
-    Settings that the section cannot express are found by `differences`. Raises InexpressibleError
-    for a model type that is not in `READABLE`, and for unsupported rotary positions.
+    `differences` finds settings that the section cannot express. Raises InexpressibleError for a
+    model type that is not in `READABLE`, and for unsupported rotary positions.
     """
     kind = settings.get("model_type")
     if kind not in READABLE:
@@ -124,16 +125,16 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    `dtype` is torch's name of the weights' type; `positions` is the training sequence length;
+    `dtype` is torch's name of the weights' dtype; `positions` is the training sequence length;
     `end_token` is the id of the token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
     return {
         **model_settings(model),
-        # For version 4, which reads the base from `rope_theta`.
+        # For transformers 4, which reads the base from `rope_theta`.
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
         "max_position_embeddings": max_positions(model, positions),
-        # One number for all matrices, which transformers uses only for new matrices.
+        # One number for all matrices; transformers uses it only to initialise new matrices.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -146,8 +147,8 @@ def config_json(
 
 
 def max_positions(model: ModelConfig, length: int) -> int:
-    """Return the exported `max_position_embeddings`: the training sequence length or, if it is
-    larger, the length that scaled rotary positions are made for."""
+    """Return the exported `max_position_embeddings`: the training sequence length or, if larger,
+    the length for which rotary frequencies are scaled."""
     scaling = model.rope_scaling
     if scaling is None:
         return length

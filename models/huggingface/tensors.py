@@ -1,7 +1,8 @@
 """Mapping between parts of this project's parameters and tensors of a Hugging Face model.
 
-This project's parameters are megatron-core's: query, key and value heads of a group in one
-parameter, gate and up in another. Hugging Face's are separate. One list serves both directions.
+As in megatron-core, one parameter of this project contains the query, key and value heads of all
+groups, and another contains gate and up. A Hugging Face model has separate tensors. One list is the
+source of export and import.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ SCORE_BIAS = ".e_score_correction_bias"
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of the Hugging Face model, as the part `index` of one of our parameters.
+    """A tensor of the Hugging Face model, and the part of this project's parameter that it equals.
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
-    parameter  name of our parameter or buffer, e.g. `layers.0.attention.qkv`
-    view_shape shape in which our whole parameter is viewed before `index` picks the part
+    parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`
+    view_shape shape of the view of the whole parameter to which `index` is applied
+    index      index of the part in this view
     shape      shape in transformers
     """
 
@@ -45,12 +47,12 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Return the tensor `[*shape]` from our `parameter`, a copy if its rows are not
-        adjacent."""
+        """Return the tensor `[*shape]` from `parameter`, as a copy if its rows are not
+        contiguous."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
-        """Write their tensor `value` into our `parameter`."""
+        """Write the Hugging Face tensor `value` into `parameter`."""
         part = parameter.view(self.view_shape)[self.index]
         part.copy_(value.reshape(part.shape))
 
@@ -58,8 +60,8 @@ class TheirTensor:
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
     """Return every tensor of the Hugging Face model of `model`, in forward order.
 
-    Tensors of one parameter of this project are consecutive. Raises InexpressibleError like
-    `architecture`.
+    Tensors of the same parameter of this project are consecutive. Raises InexpressibleError if
+    `architecture` does.
     """
     return list(_model(model))
 
@@ -68,7 +70,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield a norm of a layer, nothing if the class has no such norm."""
+        """Yield the norm `ours` of a layer, or nothing if the class does not have this norm."""
         if ours in norms:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
@@ -160,10 +162,11 @@ def _gated(ours: str, hf_name: str, hidden: int, ffn: int) -> Iterator[TheirTens
 
 
 def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
-    """Yield a layer's experts one by one: transformers 4 reads only this layout, 5 reads both."""
+    """Yield a layer's experts as separate tensors, the only layout that transformers 4 reads;
+    transformers 5 also reads fused experts."""
     hidden = model.hidden
     yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
-    if moe.score == "sigmoid":  # classes with these scores have the bias
+    if moe.score == "sigmoid":  # classes with sigmoid scores have the bias
         bias = f"{hf_name}gate{SCORE_BIAS}"
         yield _gain(ours + "router.expert_bias", bias, moe.experts)
     if moe.shared_experts:
