@@ -1,6 +1,6 @@
-"""Everything that depends on the rank.
+"""All code that depends on the rank.
 
-Folders on several levels; each imports only from lower levels, which a test checks:
+A folder imports only from folders in lower lines, which a test checks:
 
     plan/       memory, bytes and loads of a run on N ranks      checkpoint/  observe/
     optimizer/  the owner of each matrix, the exchange, the step
@@ -8,7 +8,7 @@ Folders on several levels; each imports only from lower levels, which a test che
     storage/    positions of all elements in flat buckets
     comm/       process groups and collectives
 
-Nothing here depends on data, configs or logging. Start with model.py, then
+The package does not depend on data, configs or logging. Read model.py first, then
 optimizer/distributed_optimizer.py; docs/architecture.md follows one training step through the
 files.
 """

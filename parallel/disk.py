@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and folders in parallel, as a slow disk takes as long for one file as for many."""
+    """Sync files and folders in parallel: a slow disk syncs many files in the time of one file."""
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         list(pool.map(sync, paths))
 
@@ -30,9 +30,9 @@ def sync_all(paths: Iterable[Path]) -> None:
 def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> None:
     """Replace a file atomically: readers see the whole old or the whole new content.
 
-    The new file is written next to the old one, so nothing is written through a link. The folder
-    must exist, and no other process may replace the same file; with `synced`, file and folder are
-    synced to the disk.
+    The new content is first written to a file next to `path`, so a link at `path` is replaced, not
+    followed. The folder must exist, and no other process may replace the same file. With `synced`,
+    file and folder are synced to the disk.
     """
     new = path.with_name(f".writing-{path.name}")
     new.unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def free_name(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder with its content, or a link or a file."""
+    """Delete a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

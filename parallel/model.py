@@ -31,12 +31,12 @@ from parallel.storage.stage_units import declare_stage_units, named_parameters, 
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Function from token losses to the micro-batch's scalar loss and the figures to collect. Token
-losses are `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
+"""Function of a micro-batch's token losses that returns its scalar loss and the figures to collect.
+Token losses are `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
 
 Batch = dict[str, Any]
-"""A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]`, to train or validate; `documents`
-(`Documents`), if documents share sequences; and further inputs of the loss function."""
+"""A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]` for training or validation; `documents`
+(`Documents`) if documents are packed; and further inputs of the loss function."""
 
 
 @dataclass
@@ -45,13 +45,14 @@ class ParallelModel:
 
     chunks            the model chunks of this pipeline rank
     parameters        this rank's tensor-parallel piece of each parameter, by declared name
-    domains           dense parameters, and experts if there are any
+    domains           one `DomainModel` for dense parameters, and one for experts if there are any
     expert            the ranks that share the experts of a layer
     comm_volume       bytes sent for gradients, optimizer and weights
-    sequence_length   tokens of a sample, before context parallelism cuts it
+    sequence_length   tokens per sample, before context parallelism splits samples
     in_graph          PC layers whose effective weight is computed in every forward pass
-    sums_in_products  whether linears accumulate their weights' gradients in the buckets themselves
-    after_backward    called when the backward pass only waits for gradients of other ranks
+    sums_in_products  whether linear layers accumulate weight gradients directly in the buckets
+    after_backward    function called after the backward pass, before the wait for other ranks'
+                      gradients
     """
 
     config: TransformerConfig
@@ -67,28 +68,28 @@ class ParallelModel:
 
     @property
     def units(self) -> list[Unit]:
-        """The units this rank holds, whole or in part, in forward order within each domain."""
+        """Units of which this rank has at least a part, in forward order within each domain."""
         return [unit for part in self.domains for unit in part.units]
 
     def domain_of(self, unit: Unit) -> Domain:
-        """Return the domain that a unit belongs to."""
+        """Return the domain of `unit`."""
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank reports a unit, of which it holds at least a part."""
+        """Return whether this rank reports `unit`; the rank must have at least a part of it."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
-        """Return a view of the gradient for this rank's piece of `unit`, float32 or wider."""
+        """Return a view of the gradient of this rank's piece of `unit`, float32 or wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
         """Update the tracked singular vectors of PC layers in the graph to the new weights.
 
-        Waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
+        This waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
         """
         if self.in_graph:
             self.wait_for_weights()
@@ -98,8 +99,8 @@ class ParallelModel:
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the largest normalised singular values and gammas of the PC layers in the graph.
 
-        Both are one tensor `[units]` per layer (`UnitWeight.guard_`), on one of the ranks that hold
-        the layer. All ranks of a stage call it together.
+        Both lists contain one tensor `[units]` per layer (`UnitWeight.guard_`), on one of the ranks
+        that have the layer. All ranks of a stage must call this method together.
         """
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -111,10 +112,10 @@ class ParallelModel:
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
         """Yield each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and
-        its tracked norm `[]`.
+        the tracked spectral norm `[]` of W.
 
-        They are yielded on one of the ranks that hold the unit. All ranks of a stage call it
-        together.
+        Each unit is yielded on one of the ranks that have it. All ranks of a stage must call this
+        method together.
         """
         for effective in self.in_graph:
             domain = self.domain_of(effective.units[0])
@@ -131,9 +132,9 @@ class ParallelModel:
         return self.parameters[effective.units[0].parameter]
 
     def sum_in_products(self, active: bool) -> None:
-        """Enable or disable accumulation of gradients within the products of linears.
+        """Enable or disable gradient accumulation within the matrix products of linear layers.
 
-        Observers of the reducers do not see gradients that products accumulate.
+        If enabled, observers of the reducers do not receive the gradients of these layers.
         """
         sum_in_products_(self.chunks, active)
 
@@ -143,7 +144,7 @@ class ParallelModel:
             part.buffers.zero_gradients()
 
     def wait_for_weights(self) -> None:
-        """Wait until the last step's new weights have arrived in full."""
+        """Wait until all new weights of the last step have arrived."""
         for part in self.domains:
             part.wait(list(part.gathers))
 
@@ -156,7 +157,7 @@ class ParallelModel:
             yield
 
     def finish_gradients(self) -> None:
-        """Wait until every gradient shard holds the mean over the global batch."""
+        """Wait until every gradient shard contains the mean over the global batch."""
         self.after_backward()
         for part in self.domains:
             part.reducer.finish()
@@ -173,19 +174,21 @@ class ParallelModel:
     ) -> list[dict[str, Tensor]]:
         """Run all micro-batches of a step through Megatron's schedule.
 
-        With `train` it runs forward, backward and the gradient reduction, otherwise only forward.
+        If `train` is true, the schedule includes backward passes and the gradient reduction.
 
         Args:
-            batches: returns an iterator of batches; it is called once per chunk. Without labels the
-                loss function gets logits `[b, s, v / tensor]` of this rank's vocabulary.
-            loss: turns a batch into its loss function.
+            batches: function that returns an iterator of batches; called once per chunk. For
+                batches without labels, the loss function receives logits `[b, s, v / tensor]` of
+                this rank's part of the vocabulary.
+            loss: function that returns the loss function of a batch.
             microbatches: number of micro-batches of this rank.
-            micro_batch: samples of each, b.
+            micro_batch: number of samples per micro-batch, b.
             train: whether to compute gradients.
-            length: tokens of a sample, before context parallelism cuts it; None for
+            length: tokens per sample, before context parallelism splits samples; None for
                 `sequence_length`, the largest length.
 
-        Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
+        Returns the figures of each micro-batch on the last pipeline stage, and an empty list on
+        other stages.
         """
 
         def forward(
@@ -219,10 +222,11 @@ class ParallelModel:
             )
 
     def share(self, loss: LossFunction) -> LossFunction:
-        """Divide a mean over this rank's part of each sequence by the context-parallel size.
+        """Return `loss` divided by the context-parallel size.
 
-        The sum over context-parallel ranks is then the mean over the whole sequence. Megatron's
-        schedules multiply all losses, including balancing losses, by the context-parallel size.
+        `loss` is a mean over this rank's part of each sequence, so the sum over context-parallel
+        ranks becomes the mean over whole sequences. Megatron's schedules multiply all losses,
+        including balancing losses, by the context-parallel size.
         """
         size = self.config.context_parallel_size
 
@@ -238,19 +242,20 @@ class ModelOptions:
     """Options for building a model of any shape.
 
     seed                seed of the initial weights
-    sequence_length     tokens of a sample
-    buckets             planner of a domain's buckets; its `ranks` are set for each domain
+    sequence_length     tokens per sample
+    buckets             planner of a domain's buckets; its `ranks` is set for each domain
     dtype               dtype of weights and activations
     engine              options of the family's `transformer_config`: recompute, fp8
     split               fields of `Split`: qkv_units, split_gate_up
     loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss
     overlap_reduce      whether reduce-scatters start during the backward pass
-    gradient_dtype      as in `Buffers`
-    pc                  the PC layers; used if they are evaluated in the graph
-    radius_scalers      radius scalers of roles that differ from `InitConfig`
-    weights             returns the initial value `[*shape]` of a whole unit; None draws the values
-    fused_backward      as in `fuse_blocks_`: whether Triton kernels compute gradients
-    compile_backend     for `fuse_blocks_`; None compiles nothing
+    gradient_dtype      dtype of gradient buckets; see `Buffers`
+    pc                  config of PC layers; used if they are evaluated in the graph
+    radius_scalers      radius scalers by role, where they differ from `InitConfig`
+    weights             function that returns the initial value `[*shape]` of a whole unit; None:
+                        values are drawn
+    fused_backward      whether Triton kernels compute gradients; see `fuse_blocks_`
+    compile_backend     backend of torch.compile; None: compile nothing
     """
 
     seed: int
@@ -272,7 +277,7 @@ class ModelOptions:
 def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> ParallelModel:
     """Build and initialise this rank's part of the model, with its buckets.
 
-    Raises ValueError if the model and its declared units disagree.
+    Raises ValueError if the declared units do not match the model's parameters.
     """
     code, layout, pc = FAMILIES[model.family].code, groups.layout, options.pc
     specs = chunk_specs(model.layers, layout, groups.pipeline.rank)
@@ -312,7 +317,7 @@ def build_chunks(
     options: ModelOptions,
     groups: Groups,
 ) -> list[torch.nn.Module]:
-    """Build the Megatron models of this pipeline rank's chunks, without initial weights."""
+    """Build the Megatron models of this pipeline rank's chunks, with uninitialised weights."""
     with without_advice():
         chunks = [
             FAMILIES[model.family]
@@ -367,7 +372,7 @@ def build_domains(
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
-    """Initialise the weights, the state of PC layers in the graph, and the masters."""
+    """Initialise the weights, the state of PC layers in the graph, and the master weights."""
     scalers = options.radius_scalers
     for part in built.domains:
         by_scaler = grouped(part.units, lambda u: scalers.get(u.role, model.init.radius_scaler))
@@ -391,8 +396,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`, computed in shares: each rank of the axis, on which all
-    have the same units, computes every `axis.size`-th unit."""
+    """Return `compute(units)` `[units]`, divided among the ranks of the axis, which have the same
+    units: each rank computes every `axis.size`-th unit."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
@@ -408,7 +413,7 @@ def install_in_graph(
 ) -> list[UnitWeight]:
     """Insert PC layers into the graph of the chunks and return them.
 
-    `units` are this rank's units, which are whole if there are no `groups`.
+    `units` are this rank's units; without `groups` they must be whole.
     """
     members = grouped(units, lambda unit: id(parameters[unit.parameter]))
     modules = [module for chunk in chunks for module in chunk.modules()]
@@ -418,7 +423,8 @@ def install_in_graph(
 
 
 def install_hooks(model: ParallelModel) -> None:
-    """Pass the gradient reduction to Megatron's schedules, and make modules wait for weights."""
+    """Register the gradient reduction with Megatron's schedules, and make modules wait for
+    weights."""
     model.config.no_sync_func = model.no_sync
     model.config.finalize_model_grads_func = lambda *_, **__: model.finish_gradients()
     wait_before_forward(model)
@@ -439,7 +445,7 @@ def wait_before_forward(model: ParallelModel) -> None:
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            # These modules use the weights of modules that they never call.
+            # These modules use weights of submodules that they never call.
             inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
             needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:

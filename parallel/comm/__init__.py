@@ -1,5 +1,5 @@
 """Ranks and their communication: process groups, counted collectives, agreement between hosts,
 and megatron-core on a host without CUDA.
 
-Nothing here depends on a parameter or a matrix. Start with groups.py.
+The package does not depend on parameters or matrices. Read groups.py first.
 """

@@ -1,7 +1,7 @@
-"""The collectives of training, with counted volume and named failures.
+"""The collectives of training, with counts of sent bytes and errors that name the collective.
 
-`Agreement` combines host values of all ranks during training, such as requests to stop and finished
-writers. It uses a CPU process group, so no rank waits for a device.
+`Agreement` combines values in host memory of all ranks during training, such as requests to stop
+and finished checkpoint writers. It uses a CPU process group, so no rank waits for a device.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a rank died, hung or left.
+    """Error for a collective that failed because a rank died, hung or left.
 
-    `absent` contains the host of each missing rank, as far as known.
+    `absent` maps each missing rank, if known, to its host.
     """
 
     def __init__(self, text: str, absent: Mapping[int, str] | None = None) -> None:
@@ -48,7 +48,8 @@ class CollectiveError(RuntimeError):
 
 @contextlib.contextmanager
 def named(kind: str) -> Iterator[None]:
-    """Make failing collectives within a context raise CollectiveError naming `kind`."""
+    """Turn errors of collectives within a context into CollectiveError, with `kind` in the
+    message."""
     try:
         yield
     except CollectiveError:  # the error already names an inner collective
@@ -59,15 +60,15 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds in which all ranks that wait in the same collective fail after the first of them."""
+"""Seconds within which a failed collective fails on all ranks that wait in it."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the host of each rank that does not call this function within `PATIENCE` seconds.
 
-    These ranks died, or hang outside collectives. If the store does not answer for twice
-    `PATIENCE`, rank 0 counts as absent, because its node runs the store. Returns {} if the store is
-    gone.
+    These ranks died, or hang outside collectives. If the store does not respond for twice
+    `PATIENCE`, rank 0 is considered absent, because its node runs the store. Returns {} if the
+    store no longer exists.
     """
     absent: dict[int, str] = {}
 
@@ -103,16 +104,16 @@ CommVolume = Counter[str]
 
 
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to sum `flat` over the axis, in place, into this rank's shard.
+    """Start a reduce-scatter of `flat` over the axis, in place into this rank's shard.
 
-    The shards are equal. Returns the pending collective, or None on an axis of one rank.
+    Shards have equal sizes. Returns the pending collective, or None for an axis with one rank.
     """
     shard = _shard(flat, axis, comm_volume, "reduce-scatter")
     return _started("reduce-scatter of gradients", _reduce_scatter, shard, flat, axis)
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start to fill `flat` in place from all ranks' shards; returns as `reduce_scatter_` does."""
+    """Start an in-place all-gather of the ranks' shards of `flat`; returns as `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -120,7 +121,7 @@ def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | 
 def _started(
     kind: str, collective: Callable[..., dist.Work], target: Tensor, source: Tensor, axis: Axis
 ) -> Pending | None:
-    """Start a collective; None on an axis of one rank."""
+    """Start a collective; return None for an axis with one rank."""
     if axis.size == 1:
         return None
     with named(kind):
@@ -141,8 +142,8 @@ def all_to_all(
     """Exchange elements between all pairs of ranks and return the received elements, by ascending
     rank.
 
-    `send` contains `send_counts[r]` elements for each rank r, and `receive_counts[r]` elements are
-    received from it.
+    `send` contains `send_counts[r]` elements for each rank r; `receive_counts[r]` elements are
+    received from rank r.
     """
     received = send.new_empty(sum(receive_counts))
     comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
@@ -152,7 +153,7 @@ def all_to_all(
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
-    """Return every rank's `tensor`, of one shape, by ascending rank."""
+    """Return the tensors of all ranks by ascending rank; their shapes must be equal."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with named(kind):
         dist.all_gather(tensors, tensor, group=group)
@@ -160,7 +161,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather a picklable `value` of every rank on every rank, by ascending rank. This is slow."""
+    """Return a picklable `value` of each rank on every rank, by ascending rank. This is slow."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
@@ -173,8 +174,8 @@ def found_by_any(findings: Iterable[Value]) -> list[Value]:
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather a picklable `value` of every rank on rank 0, by ascending rank; [] elsewhere. This is
-    slow."""
+    """Return a picklable `value` of each rank on rank 0, by ascending rank, and [] on other ranks.
+    This is slow."""
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
     with named("exchange of plain values"):
@@ -189,7 +190,7 @@ def all_reduce_(
     kind: str,
     op: dist.ReduceOp.RedOpType = SUM,
 ) -> Tensor:
-    """Reduce `tensor` in place over an axis, None for all ranks, and return it."""
+    """Reduce `tensor` in place over an axis (None: all ranks) and return it."""
     size = dist.get_world_size() if axis is None else axis.size
     comm_volume[kind] += 2 * tensor.nbytes * (size - 1) // size
     if size > 1:
@@ -203,16 +204,16 @@ SHOWN = 8
 
 
 class Agreement:
-    """Element-wise maxima of every rank's figures. All ranks call it in the same order."""
+    """Element-wise maxima of integers over all ranks, which must call methods in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._under_way: tuple[Pending, Tensor] | None = None
 
     def delayed(self, figures: Sequence[int]) -> list[int] | None:
-        """Start a reduction of `figures` and return the maxima of the previous one, if any.
+        """Start a reduction of `figures`, and return the maxima of the previous reduction, if any.
 
-        The previous reduction began a step ago, so no rank waits for it.
+        The previous reduction was started one step earlier, so no rank waits for it.
         """
         before = self._collect()
         local = torch.tensor(list(figures), dtype=torch.int64)
@@ -222,9 +223,9 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Return the maxima of all ranks' figures now; waits for all ranks.
+        """Return the maxima of all ranks' figures; waits for all ranks.
 
-        The result of a running reduction is dropped.
+        The result of a pending reduction is discarded.
         """
         self.delayed(figures)
         result = self._collect()
@@ -237,7 +238,7 @@ class Agreement:
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
-        """Wait for the running reduction and return its result, or None if there is none."""
+        """Wait for the pending reduction and return its result, or None if none is pending."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way
@@ -249,7 +250,7 @@ class Agreement:
 def disagreements(facts: Mapping[str, object]) -> list[str]:
     """Return, on every rank, a sentence for each fact that differs between ranks.
 
-    This is a collective; facts are sent only if their hashes differ.
+    All ranks must call this function together. Facts are sent only if their hashes differ.
     """
     with named("comparison of all ranks' settings"):
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()

@@ -1,10 +1,10 @@
 """All adjustments of megatron-core to a host without CUDA.
 
-Megatron-core asks `torch.cuda` for the current device, streams and events unconditionally, its
-schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
-CUDA generator. PyTorch's CPU backend has no-op counterparts of all of these. On a host with CUDA
-only the code that fails without Transformer Engine is changed, so training calls `prepare_megatron`
-and `schedule_devices` on any host.
+Megatron-core calls `torch.cuda` for the current device, streams and events unconditionally, its
+schedules create one tensor on the literal device "cuda", and its random-state tracker needs a CUDA
+generator. PyTorch's CPU backend has no-op counterparts of these functions. On a host with CUDA,
+only code that fails without Transformer Engine is changed, so training calls `prepare_megatron` and
+`schedule_devices` on every host.
 """
 
 import contextlib
@@ -57,11 +57,11 @@ def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function; run matrix products in float32 if this CPU has no instructions for their
+    """Call `function`; compute matrix products in float32 if this CPU has no instructions for their
     dtype.
 
-    A GPU accumulates such products in float32 too. Products in bfloat16 would take 20 to 40 times
-    as long (AMD EPYC, AVX2).
+    A GPU also accumulates such products in float32. On an AMD EPYC with AVX2, products in bfloat16
+    would take 20 to 40 times as long.
     """
     if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
         return function(*(x.float() for x in args)).to(args[0].dtype)
@@ -70,7 +70,7 @@ def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 @functools.cache
 def widen_linears() -> None:
-    """Let Megatron's linears multiply by `in_float32`, forward and backward."""
+    """Make Megatron's linear layers use `in_float32` for products, forward and backward."""
     from megatron.core.tensor_parallel import layers
 
     def widened(function: Callable[..., Any]) -> Any:
@@ -86,11 +86,11 @@ def widen_linears() -> None:
 
 @functools.cache
 def share_gloo_device() -> None:
-    """Let all gloo groups of this process share one device, or one per interface in
+    """Make all gloo groups of this process share one gloo device, or one device per interface in
     GLOO_SOCKET_IFNAME.
 
-    A device has a thread that wakes 100 times a second, and a rank has about 20 groups: an idle
-    rank takes 2.7% of a core with one device per group and 0.3% with a shared device.
+    A gloo device has a thread that wakes 100 times per second, and a rank has about 20 groups: an
+    idle rank uses 2.7% of a core with one device per group, and 0.3% with a shared device.
     """
     plain: Any = distributed_c10d.ProcessGroupGloo
 
@@ -111,15 +111,15 @@ def share_gloo_device() -> None:
 
 
 def prepare_megatron() -> None:
-    """Make megatron-core usable on this host. Call before building a model."""
+    """Make megatron-core usable on this host; call this function before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
     # Without Transformer Engine the router's product would call a missing kernel.
     vars(moe_utils).setdefault("te_general_gemm", None)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    # Dropout is 0 everywhere, so no generator is used: the inference tracker's fork() is a no-op,
-    # while the default tracker's needs states that only Megatron's own start-up seeds.
+    # Dropout is 0, so no generator is used. The inference tracker's fork() is a no-op; the default
+    # tracker's fork() needs states that only Megatron's own start-up code seeds.
     initialize_rng_tracker(inference_rng_tracker=True)
     if torch.cuda.is_available():
         return
@@ -134,7 +134,7 @@ def prepare_megatron() -> None:
     widen_linears()
     from megatron.core.tensor_parallel import random
 
-    # Recomputed layers restore the state of the CUDA generator.
+    # Recomputation saves and restores the state of the CUDA generator.
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None
 
@@ -143,7 +143,7 @@ def prepare_megatron() -> None:
 def schedule_devices() -> Iterator[None]:
     """Replace a literal "cuda" in Megatron's pipeline schedules by this host's device.
 
-    Enter it around a schedule call only: it intercepts every torch function.
+    Use this context only around a schedule call, because it intercepts every torch function.
     """
     if torch.cuda.is_available():
         yield

@@ -36,15 +36,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks over which one kind of parameters, dense or expert, is cut and copied.
+    """The ranks over which dense or expert parameters are sharded and replicated.
 
     name       "dense", or "expert" for the routed experts of mixture-of-experts layers
     tensor     the ranks that share each matrix
-    replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
-    stage      tensor x replicas; a rank's number is its tensor rank + tensor size x replica rank
-    divisor    divisor that turns a summed gradient into the mean over the global batch
-    ends       the two ranks, of the first and of the last pipeline stage, with the copies of this
-               rank's piece of a tied embedding; None on other stages, or if there is one stage
+    replicas   the ranks with copies, over which gradients are reduced and state is sharded
+    stage      tensor x replicas; a rank's index is its tensor rank + tensor size x replica rank
+    divisor    number by which a summed gradient is divided to get the mean over the global batch
+    ends       the two ranks, on the first and last pipeline stage, with the copies of this rank's
+               piece of a tied embedding; None on other stages, or if there is only one stage
     """
 
     name: str
@@ -57,7 +57,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Groups:
-    """Every process group that a rank belongs to.
+    """All process groups of a rank.
 
     layout     layout of the groups
     tensor     ranks that share each dense matrix
@@ -66,9 +66,9 @@ class Groups:
     context    ranks that share each sequence
     expert     ranks that share the experts of a layer
     dense      domain of all parameters except routed experts; its replicas are data x context
-    experts    domain of routed experts, with separate tensor ranks
-    host       all ranks, over gloo whatever the device, for values of the host
-    store      rendezvous store of the ranks; it outlives a failed collective
+    experts    domain of routed experts, whose tensor ranks are the expert-tensor-parallel ranks
+    host       gloo group of all ranks on any device, for values in host memory
+    store      rendezvous store of the ranks, which remains usable after a failed collective
     device     device of this rank's tensors
     """
 
@@ -91,12 +91,12 @@ class Groups:
 
 
 def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
-    """Chunks of pipeline rank `rank`, in the order of virtual stages.
+    """Return the chunks of pipeline rank `rank`, in the order of virtual stages.
 
     Layers are split into `pipeline * virtual_pipeline` equal pieces; piece `v * pipeline + rank` is
-    chunk v of the rank. The first piece has the embedding and the last the head. The layout may set
-    the number of layers of the first and the last stage; the other stages share the rest equally.
-    Raises ValueError if the layers cannot be split equally.
+    chunk v of the rank. The first piece has the embedding, and the last piece has the head. If the
+    layout sets the number of layers of the first or last stage, the other stages share the
+    remaining layers equally. Raises ValueError if the layers cannot be split equally.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
     pieces = size * virtual
@@ -117,9 +117,9 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the layers of each pipeline stage, given the first or the last stage's layers.
+    """Return the number of layers of each pipeline stage, given that of the first or last stage.
 
-    Raises ValueError if the other stages cannot share the rest equally.
+    Raises ValueError if the other stages cannot share the remaining layers equally.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
     first, last = layout.first_stage_layers, layout.last_stage_layers
@@ -132,8 +132,8 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
     rest = layers - (first or 0) - (last or 0)
     if rest < middle or (middle and rest % middle) or (not middle and rest):
         raise ValueError(
-            f"the {layers} layers less {first or 0} of the first and {last or 0} of the last stage "
-            f"must divide over the other {middle} stages, got {rest}"
+            f"{layers} layers minus {first or 0} of the first and {last or 0} of the last stage "
+            f"must divide into equal, nonzero parts for the other {middle} stages, got {rest}"
         )
     shared = [rest // middle] * middle if middle else []
     ends = [[] if given is None else [given] for given in (first, last)]
@@ -158,12 +158,12 @@ def initialize(
 ) -> Groups:
     """Create the process groups of a layout: NCCL with one GPU per rank, or gloo.
 
-    `device_type` None means a GPU per rank if CUDA is available. Without torchrun the world is this
-    process. A collective that waits longer than `timeout_seconds` for a rank fails. Call `shutdown`
-    at the end.
+    `device_type` None means a GPU per rank if CUDA is available. Without torchrun the world size
+    is 1. A collective that waits longer than `timeout_seconds` for a rank fails. Call `shutdown` at
+    the end.
 
-    `agree` is called when all ranks can be reached, before the groups of the layout exist. If
-    `agree` raises an error, no groups remain.
+    `agree` is called when all ranks are connected, before the groups of the layout are created. If
+    `agree` raises an error, all groups are destroyed.
     """
     rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")
@@ -205,10 +205,10 @@ def initialize(
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
-    """Create the axis of this pipeline stage's ranks that hold the same experts, whole or cut.
+    """Create the axis of this pipeline stage's ranks that have the same experts, whole or sharded.
 
     megatron-core numbers the ranks of a stage by expert tensor rank, then expert rank, then copy,
-    and has groups only of the first two.
+    and does not create a group for this axis.
     """
     state = parallel_state
     tensor = state.get_expert_tensor_parallel_world_size()
@@ -226,8 +226,8 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 def _store(timeout: datetime.timedelta) -> Store:
     """Return the rendezvous store of the ranks, with a prefix for each call of `initialize`.
 
-    torchrun's own store outlives a restart, so each restart has a prefix as well. Otherwise a rank
-    could read an address from before the last `shutdown` or restart.
+    torchrun's own store continues to exist after a restart, so each restart also has a prefix.
+    Without prefixes a rank could read an address from before the last `shutdown` or restart.
     """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -245,8 +245,8 @@ def _groups(
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # The loss of a micro-batch is a mean over the tokens of its rank, no matter which rank's
-    # experts process the tokens.
+    # The loss of a micro-batch is a mean over the tokens of its rank, even if experts of other
+    # ranks process these tokens.
     divisor = replicas.size
     return Groups(
         layout=layout,
@@ -277,10 +277,10 @@ def _groups(
 
 
 def _ends(layout: Layout) -> Axis | None:
-    """Create the axis of the first and the last pipeline stage, None on other stages."""
+    """Return the axis of the first and the last pipeline stage, or None on other stages."""
     if layout.pipeline == 1:
         return None
-    # After a shutdown, is_rank_in_embedding_group would still answer for the earlier groups.
+    # After a shutdown, is_rank_in_embedding_group would still use the earlier groups.
     group = parallel_state.get_embedding_group(check_initialized=False)
     return None if group is None else Axis.of(group)
 

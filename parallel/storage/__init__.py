@@ -1,5 +1,5 @@
 """Memory of parameters and gradients: flat buckets, their shards, and units in them.
 
-Nothing here depends on update rules or owners of matrices. Start with bucket_layout.py, then
+The package does not depend on update rules or owners of matrices. Read bucket_layout.py first, then
 domain_model.py.
 """

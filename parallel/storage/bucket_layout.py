@@ -1,15 +1,15 @@
 """The bucket layout: positions of parameters in the flat buckets of data parallelism.
 
-A bucket is one flat buffer, cut into `ranks` equal shards; data-parallel rank r owns the elements
-`[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets are in
-the order in which the backward pass completes gradients, last layer first. Parameters are adjacent,
-without gaps; the border of a shard may cut a unit, whose momentum is then sent to one rank.
+A bucket is one flat buffer, divided into `ranks` equal shards; data-parallel rank r owns the
+elements `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets
+are in the order in which the backward pass completes gradients, last layer first. Parameters are
+adjacent, without gaps; a shard boundary may divide a unit, whose momentum is then sent to one rank.
 
-If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
-parameters have separate buckets, whose shards need no float32 master. An embedding on two pipeline
-stages also has a separate bucket, so that its shards are equal on both.
+If all units of a parameter are PC layers, their owners store W, and the shards are not stepped.
+Such parameters have separate buckets, whose shards need no float32 master weights. An embedding on
+two pipeline stages also has a separate bucket, so that both stages have equal shards.
 
-Everything here is a pure function of the units' shapes, the same on every rank.
+The layout is a pure function of the units' shapes and is the same on every rank.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ DEFAULT_BUCKET = 40_000_000
 """Default size of a bucket in elements."""
 LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
-"""Small parameters, such as gains, may exceed the size of a bucket by this share."""
+"""Share by which small parameters, such as gains, may enlarge a bucket beyond its limit."""
 
 STEP_ELEMENTS = 1 << 27
-"""Default limit of a rank's elements in a step group, if four groups allow it. A step takes about
-24 bytes of scratch memory per element."""
+"""Default limit on a rank's elements in a step group, if four groups suffice. A step uses about 24
+bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
-"""The golden ratio in thousandths: its multiples are spread evenly over a circle."""
+"""The golden ratio in thousandths; its multiples, modulo 1, are evenly distributed."""
 WORD = 8
 """Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
@@ -57,8 +57,8 @@ class Bucket:
     index               position among the buckets
     slots               slots of its parameters, by offset
     numel               elements with padding, a multiple of the number of ranks
-    stepped_by_owners   whether owners keep the weights of all its units, so no rule steps its
-                        shards
+    stepped_by_owners   whether owners store the weights of all units in the bucket, so that no rule
+                        steps the shards
     """
 
     index: int
@@ -68,18 +68,18 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        """Number of elements that belong to a parameter."""
+        """Number of elements without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def padding(self) -> int:
-        """Number of elements that belong to no parameter."""
+        """Number of padding elements."""
         return self.numel - self.used
 
 
 @dataclass(frozen=True)
 class Span:
-    """A contiguous range `[start, start + length)` of a bucket with a part of a unit.
+    """A contiguous range `[start, start + length)` of a bucket that is a part of a unit.
 
     piece_start   position of the first element in the unit's flattened local piece
     """
@@ -119,9 +119,10 @@ class BucketLayout:
         return tuple(spans)
 
     def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
-        """Cut `spans(unit)` at the borders of shards; return them by ascending data-parallel rank.
+        """Divide `spans(unit)` at shard boundaries; return (data-parallel rank, span) by ascending
+        rank.
 
-        `start` still counts from the beginning of the bucket.
+        `start` is still relative to the beginning of the bucket.
         """
         cuts = []
         for span in self.spans(unit):
@@ -134,12 +135,12 @@ class BucketLayout:
         return sorted(cuts, key=lambda cut: cut[0])
 
     def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
-        """Return the cuts of a unit in the shard of data-parallel rank `rank`."""
+        """Return the spans of a unit in the shard of data-parallel rank `rank`."""
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return the number of elements of the unit's local piece in the shard of each
-        data-parallel rank that has any.
+        """Return, for each data-parallel rank whose shard contains a part of the unit's local
+        piece, the number of its elements in the shard.
 
         Ranks are ascending.
         """
@@ -149,10 +150,10 @@ class BucketLayout:
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Return the sum over units of elements times weight, in each data-parallel rank's
-        shard."""
-        # Sum differences between neighbouring ranks, so that the time does not depend on the number
-        # of ranks.
+        """Return, for each data-parallel rank, the sum over units of weight times elements in the
+        rank's shard."""
+        # Add differences between adjacent ranks, so that the time per unit does not depend on the
+        # number of ranks.
         steps = [0] * (self.ranks + 1)
         edges = [0] * self.ranks
         for unit, weight in weighted:
@@ -172,7 +173,7 @@ class BucketLayout:
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
         """Return the bucket indices of each of at most `count` step groups, in forward order.
 
-        None means `default_step_groups` of a rank's shards.
+        If `count` is None, it is `default_step_groups` of a rank's shards.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)
@@ -184,7 +185,7 @@ class BucketLayout:
 
     @property
     def padding(self) -> int:
-        """Number of elements of all buckets that belong to no parameter."""
+        """Number of padding elements of all buckets."""
         return sum(bucket.padding for bucket in self.buckets)
 
 
@@ -224,8 +225,9 @@ class BucketPlanner:
         alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
             bucket that it would pad by more than half a percent.
         parameter_bytes: bytes per element in the all-gather.
-        preconditioned: whether a unit is a PC layer whose owner keeps W; None if no unit is. It
-            only matters for parameters narrower than float32, as wider ones need no master.
+        preconditioned: function that returns whether a unit is a PC layer whose owner stores W;
+            None if no unit is. It has an effect only for parameters narrower than float32, because
+            wider parameters need no master weights.
     """
 
     ranks: int = 1
@@ -264,7 +266,7 @@ class BucketPlanner:
         """Lay out the parameters `members`, given in backward order."""
         slots, offset = [], 0
         names = list(members)
-        # Layers have the same parameters. Each bucket starts with a different one, so that
+        # Layers have the same parameters. Each bucket starts with a different parameter, so that
         # parameters with much state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
@@ -297,7 +299,7 @@ def _numel(units: Sequence[Unit]) -> int:
 def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
     """Return the parameter names of each bucket, in backward order.
 
-    Whole layers, and the parameters between layers, are joined up to `bucket_numel` elements and
+    A bucket contains whole layers, and parameters outside layers, up to `bucket_numel` elements and
     two layers.
     """
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
@@ -316,15 +318,16 @@ def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into its names outside and inside `some`; drop empty buckets."""
+    """Split each bucket into names not in `some` and names in `some`, without empty buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]
 
 
 def bucket_numel(sizes: dict[str, int]) -> int:
-    """Return the number of elements at which a bucket is closed.
+    """Return the limit on the number of elements in a bucket.
 
-    It is one layer, or 40M elements if a layer is smaller, but at most two layers.
+    The limit is the size of the largest layer or, if larger, 40M elements, but at most twice the
+    size of the largest layer.
     """
     layers = Counter[str]()
     for name, size in sizes.items():
@@ -336,7 +339,8 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """Return the layer's prefix: `layers.3` of `layers.3.mlp.down`, None outside layers."""
+    """Return the prefix of the layer, e.g. `layers.3` for `layers.3.mlp.down`; None outside
+    layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
@@ -344,9 +348,9 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    It is the smallest number with at most `STEP_ELEMENTS` per group, but at most four: with every
-    further group a rank steps more and smaller stacks of matrices, and each stack needs all
-    launches of its rule.
+    It is the smallest number with at most `STEP_ELEMENTS` elements per group, but at most four:
+    more groups mean more and smaller stacks of matrices, and each stack needs all launches of its
+    rule.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 
@@ -354,8 +358,8 @@ def default_step_groups(shard_numel: int) -> int:
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
     """Return the bucket indices of each step group, in forward order.
 
-    Buckets are numbered in backward order. There are at most `groups` step groups, each of
-    consecutive buckets, and their numbers of buckets differ by at most one.
+    Buckets are numbered in backward order. Each of the at most `groups` step groups consists of
+    consecutive buckets, and the numbers of buckets per group differ by at most one.
     """
     order = range(buckets)[::-1]
     count = min(groups, buckets)

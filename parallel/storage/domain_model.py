@@ -1,12 +1,13 @@
 """The parameters of one domain on one rank: flat buckets of weights and gradients.
 
-Parameters and gradients are views of the buckets, shards are slices. Gradients are accumulated in
-their buckets, and each bucket is reduced when it is complete; new weights are all-gathered.
+Parameters and gradients are views of the buckets, and shards are slices of the buckets. Gradients
+are accumulated in their buckets, and each bucket is reduced when it is complete; new weights are
+all-gathered.
 
-Linears accumulate the gradients of their weights in the buckets within the products that compute
-them. Otherwise every micro-batch would write a 16-bit gradient, and another pass would add it to
-the float32 sum, which moves 10 bytes per parameter and rounds once more. Megatron provides the hook
-that is used here for an extension of Apex.
+Linear layers accumulate weight gradients in the buckets, within the matrix products that compute
+the gradients. Otherwise every micro-batch would write a 16-bit gradient, and another pass would add
+it to the float32 sum, which moves 10 bytes per parameter and rounds once more. The implementation
+uses Megatron's hook for an extension of Apex.
 """
 
 import contextlib
@@ -30,11 +31,11 @@ from spectral.batching import copy_all_
 class Buffers:
     """Parameter and gradient buckets of one rank.
 
-    parameters   one tensor per bucket, `[numel]` in the model's dtype; model parameters are views
-    gradients    one tensor per bucket, `[numel]`; every parameter's `main_grad` is a view of it
-    masters      for each bucket, this rank's shard `[numel / replicas]` of the stepped weights: a
-                 float32 copy of 16-bit parameters, or the parameters' shard itself if they are
-                 wider or if the owners of the bucket's units keep its weights
+    parameters   one tensor `[numel]` per bucket in the model's dtype; model parameters are views
+    gradients    one tensor `[numel]` per bucket; the `main_grad` of parameters are views
+    masters      this rank's shard `[numel / replicas]` of each bucket's master weights: a float32
+                 copy of 16-bit parameters, or the shard of the parameters itself if they are wider
+                 or if the owners of the bucket's units store its weights
     master       an empty tensor with the masters' device and dtype
     """
 
@@ -48,8 +49,8 @@ class Buffers:
     ) -> None:
         """Move the parameters' values into the buckets.
 
-        Gradients are accumulated in `gradient_dtype`; None means float32 with 16-bit parameters,
-        and the parameters' dtype otherwise.
+        Gradients are accumulated in `gradient_dtype`; None means float32 for 16-bit parameters, and
+        the parameters' dtype for wider parameters.
         """
         self.bucket_layout = bucket_layout
         self.replicas = replicas
@@ -76,7 +77,7 @@ class Buffers:
         self.reload_masters()
 
     def reload_masters(self) -> None:
-        """Set the masters to the parameters' present values, for instance after initialisation."""
+        """Set the master weights to the parameters' current values, e.g. after initialisation."""
         self.masters = [
             self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
             for flat, bucket in zip(self.parameters, self.bucket_layout.buckets, strict=True)
@@ -105,21 +106,22 @@ TIED_SUM: Final = "sum of a tied embedding"
 """Kind of communication between the first and the last pipeline stage."""
 
 Observer = Callable[[str, Tensor], None]
-"""A function that is called with a parameter's name and its gradient of one micro-batch."""
+"""Function that is called with a parameter's name and the parameter's gradient of one
+micro-batch."""
 
 
 class GradientReducer:
     """Accumulates gradients in their buckets and averages the shards over the replicas.
 
-    Megatron's schedules run all micro-batches but the last inside `no_sync` and call `finish` at
-    the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
-    its last gradient is complete; otherwise all start in `finish`.
+    Megatron's schedules run all micro-batches except the last inside `no_sync`, and call `finish`
+    at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
+    the bucket's last gradient is complete; otherwise all reduce-scatters start in `finish`.
 
-    observers     callbacks for each micro-batch's gradient of each parameter, by name
-    tensor_sums   units whose gradient is a sum over tensor-parallel ranks: the gains under sequence
-                  parallelism
-    tied          a tied embedding with a copy on another pipeline stage: its gradient is the sum of
-                  both copies' gradients, over `domain.ends`
+    observers     callbacks for each micro-batch's gradient of each parameter, by observer name
+    tensor_sums   units whose gradient is a sum over tensor-parallel ranks, such as gains under
+                  sequence parallelism
+    tied          a tied embedding with a copy on another pipeline stage; the gradients of both
+                  copies are summed over `domain.ends`
     """
 
     def __init__(
@@ -195,8 +197,8 @@ class GradientReducer:
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """Yield views of gradients that are partial sums: the axis of the sum, the kind of
-        communication, and the views."""
+        """Axis of the sum, kind of communication, and views of the gradients, for gradients that
+        are partial sums."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
         partial = []
         for axis, kind, units in (
@@ -218,7 +220,8 @@ class GradientReducer:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total` in the dtype of `total`, from operands of another dtype."""
+    """Add `left @ right` to `total` in the dtype of `total`, which may differ from the operands'
+    dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -228,22 +231,22 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightProducts:
-    """Replacement of Apex's extension, with the method that Megatron calls."""
+    """Replacement for Apex's extension, with the methods that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Add a weight's gradient to `total` `[rows, cols]`, from the outputs' gradients `[tokens,
-        rows]` and the `inputs` `[tokens, cols]`."""
+        """Add a weight's gradient to `total` `[rows, cols]`, computed from the outputs' `gradient`
+        `[tokens, rows]` and the `inputs` `[tokens, cols]`."""
         add_product_(total, gradient.t(), inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
-    """Enable or disable accumulation in `main_grad` by the linears of `chunks`.
+    """Enable or disable accumulation in `main_grad` by the linear layers of `chunks`.
 
-    Weights that are computed in the forward pass have no `main_grad`. Autograd then sees the
-    gradient None.
+    Weights that are computed in the forward pass have no `main_grad`, so their layers are excluded.
+    If enabled, autograd receives None as the weight's gradient.
     """
     layers.fused_weight_gradient_mlp_cuda = WeightProducts
     for chunk in chunks:
@@ -286,7 +289,7 @@ class DomainModel:
     def all_gather_weights(self) -> None:
         """Round the masters into the parameters, all-gather the parameters and wait.
 
-        The sent bytes are not counted, as this is not part of a step.
+        The sent bytes are not counted, because this method is not a part of a step.
         """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())

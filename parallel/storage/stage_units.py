@@ -18,7 +18,7 @@ def declare_stage_units(
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
     `chunks` are the chunks of the stage's ranks, in forward order; `split` are further fields of
-    `models.layout.Split`, such as this rank's index among the expert-parallel ranks.
+    `models.layout.Split`, such as this rank's `expert_rank`.
     """
     family = FAMILIES[model.family]
     split |= {"expert_size": layout.expert, "expert_tensor": layout.expert_tensor}
@@ -56,10 +56,11 @@ def named_parameters(
 def named_buffers(
     chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the persistent buffers of the chunks, which are equal on all ranks of a pipeline
-    stage.
+    """Yield name and value of the chunks' persistent buffers, which are equal on all ranks of a
+    pipeline stage.
 
-    A name is derived from the name of the adjacent parameter: `layers.0.router.expert_bias`.
+    The first part of a name is the name of a parameter of the same module:
+    `layers.0.router.expert_bias`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:
