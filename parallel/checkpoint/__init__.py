@@ -1,5 +1,5 @@
-"""Saving, loading and comparing the state of model and optimizer, in logical coordinates that are
-the same on any layout.
+"""Saving and loading the state of model and optimizer, in coordinates that are the same on any
+layout.
 
-Folders, retention and resuming are in training/checkpoint. Start with state.py.
+training/checkpoint manages folders, retention and resuming. Read state.py first.
 """

@@ -1,7 +1,7 @@
-"""Reads a checkpoint's state without executing code from its pickles.
+"""Reading of a checkpoint's state without executing code from its pickles.
 
-torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle. `read_index` allows only
-the classes of an index, and `read_plain` only plain values. torch reads the tensors themselves with
+torch writes `.metadata`, the index of a checkpoint's tensors, as a pickle. `read_index` allows only
+the classes of an index, and `read_plain` allows only plain values. torch reads the tensors with
 weights_only.
 """
 
@@ -46,11 +46,11 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names that an index may refer to; objects of these classes only contain values."""
+"""Modules and names to which an index may refer; objects of these classes contain only values."""
 
 
 class UnsafeIndexError(ValueError):
-    """An index that refers to code, or a file that is not an index."""
+    """Error for an index that refers to code, or for an unreadable or invalid file."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -59,15 +59,15 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise UnsafeIndexError(f"it asks for {module}.{name}")
+        raise UnsafeIndexError(f"it refers to {module}.{name}")
 
 
 def _member(enumeration: Any, name: Any) -> Any:
-    """Return a member of an enumeration, which Python 3.11.2 pickles as a call of getattr."""
+    """Return a member of an enumeration; Python 3.11.2 pickles members as calls of getattr."""
     is_enumeration = isinstance(enumeration, type) and issubclass(enumeration, Enum)
     if is_enumeration and name in enumeration.__members__:
         return enumeration[name]
-    raise UnsafeIndexError(f"it asks for the attribute {name!r:.60} of {enumeration!r:.60}")
+    raise UnsafeIndexError(f"it refers to the attribute {name!r:.60} of {enumeration!r:.60}")
 
 
 def _is_dtype(name: str) -> bool:
@@ -77,7 +77,7 @@ def _is_dtype(name: str) -> bool:
 def read_index(folder: str | Path) -> Metadata:
     """Read the index of the state in `folder`.
 
-    Raises UnsafeIndexError for unsafe or invalid content, before any code in it is executed.
+    Raises UnsafeIndexError for unsafe or invalid content, without executing code from the file.
     """
     path = Path(folder) / INDEX_FILE
     try:
@@ -91,7 +91,7 @@ def read_index(folder: str | Path) -> Metadata:
         raise UnsafeIndexError(f"{path} is not an index of tensors")
     for name in index_files(index):
         if name != os.path.basename(name) or not (Path(folder) / name).is_file():
-            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file of its folder")
+            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file in its folder")
     return index
 
 
@@ -104,7 +104,7 @@ def index_files(index: Metadata) -> list[str]:
 def read_plain(folder: str | Path) -> dict[str, Any]:
     """Read the plain values of the state in `folder`.
 
-    Raises UnsafeIndexError for unsafe or invalid content, before any code in it is executed.
+    Raises UnsafeIndexError for unsafe or invalid content, without executing code from the file.
     """
     path = Path(folder) / PLAIN_FILE
     try:
@@ -131,7 +131,7 @@ class Reader(FileSystemReader):
         return self._index
 
     def read_into(self, places: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
-        """Read the stored value of each tensor in place, by key or as a planner requests.
+        """Read stored tensors into `places` by key, or the parts that `planner` requests.
 
         Only this process reads. Raises CheckpointException.
         """

@@ -1,17 +1,17 @@
-"""The state of model and optimizer in logical coordinates: saved on one layout, loaded on another.
+"""The state of model and optimizer, which is saved on one layout and loaded on any layout.
 
-Every tensor of a checkpoint belongs to one unit and has the same shape on any layout:
+Every tensor of a checkpoint belongs to one unit or module and has the same shape on any layout:
 
     weight/layers.0.q.3                the float32 master if there is one, else the parameter
-    optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
-    optimizer/layers.0.q.3/u           state of the whole matrix, kept by its owner
+    optimizer/layers.0.q.3/momentum    elementwise state, with the shape of the unit
+    optimizer/layers.0.q.3/u           state of a whole matrix, stored by its owner
     optimizer/embedding/step           a counter of an elementwise rule
     buffer/layers.0.router.expert_bias a persistent buffer of a module
 
-A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
-the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
-view of its memory, at its offset in the unit. Therefore nothing is gathered, and no rank holds more
-than its part of the state.
+A rank has spans of a unit's flattened local piece. A span of a row-major array consists of a few
+boxes: the rest of a row, whole rows, the beginning of a row. Each box is saved from a view of the
+rank's memory, and loaded into this view, with its offset in the unit. Therefore nothing is
+gathered, and no rank needs memory for more than its part of the state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,13 +51,13 @@ from spectral.division import Box, sizes_of, span_of
 
 @dataclass(frozen=True)
 class StatePart:
-    """A box of a tensor; `value` is the memory that it is saved from and loaded into.
+    """A box of a tensor, as a part of a checkpoint.
 
     key      name of the tensor in a checkpoint
-    value    the values of the box, `[*sizes]`
+    value    memory `[*sizes]` from which the box is saved and into which it is loaded
     shape    shape of the whole tensor
     offset   position of the box in the tensor
-    written  whether this rank saves it; other ranks hold copies
+    written  whether this rank saves the box; ranks with other copies do not
     """
 
     key: str
@@ -68,12 +68,12 @@ class StatePart:
 
     @property
     def name(self) -> str:
-        """The part's name among the parts of a rank."""
+        """Name of the part, unique among the parts of a rank."""
         return part_name(self.key, self.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The part's position in the whole tensor, in torch's format."""
+        """Position of the part in the whole tensor, in torch's format."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.value.shape)
 
 
@@ -83,31 +83,31 @@ def part_name(key: str, offset: Sequence[int]) -> str:
 
 
 SCHEMA = 1
-"""Version of keys and shapes; increased when older checkpoints become unreadable."""
+"""Version of keys and shapes; must be increased if older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
 """Largest number of problems in an error."""
 
 
 UNREAD = ("/multiplier", "/slope")
-"""Suffixes of SSO's entries that earlier versions saved and never read."""
+"""Suffixes of state entries of SSO that earlier versions saved; they are ignored."""
 
 
 class StateError(ValueError):
-    """A checkpoint does not fit the model that it is loaded into."""
+    """Error for a checkpoint that does not match the model into which it is loaded."""
 
 
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load the state of model and optimizer in place, saved on any layout.
+    """Load the state of model and optimizer, which was saved on any layout, in place.
 
-    All ranks call it together. Returns the saved `extra`.
+    All ranks must call this function together. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank. Before anything changes, it names tensors that are missing,
-            superfluous, or of another shape or dtype; after loading, tensors that cannot be read,
-            or counters that should be equal but differ.
+        StateError: on every rank. Before anything changes: tensors are missing, superfluous, or
+            have another shape or dtype. During loading: tensors cannot be read, or counters that
+            must be equal differ.
     """
     model.wait_for_weights()
     index, plain = _read_together(folder)
@@ -128,7 +128,7 @@ def load_state(
 
 
 def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
-    """Read index and plain values of a state; raises StateError on all ranks if any rank cannot."""
+    """Read index and plain values of a state; raises StateError on all ranks if one rank fails."""
     problems: list[str] = []
     try:
         index, plain = read_index(folder), read_plain(folder)
@@ -139,7 +139,7 @@ def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
 
 
 def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Load this rank's part of the state; yield the reasons if it cannot be read."""
+    """Load this rank's part of the state; yield the reason if this fails."""
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
@@ -147,7 +147,7 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -
 
 
 class _PartPlanner(DefaultLoadPlanner):
-    """Loads the parts of a state in place."""
+    """Planner that loads the parts of a state in place."""
 
     def __init__(self, state: Mapping[str, StatePart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -168,9 +168,10 @@ class _PartPlanner(DefaultLoadPlanner):
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
-    """Return this rank's parts of the state by name, as views.
+    """Return this rank's parts of the state by name.
 
-    Counters are copies instead, because many units share one counter in memory.
+    Parts are views, except for counters: many units share one counter in memory, so counters are
+    copies.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),
@@ -184,9 +185,9 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
 
 
 def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
-    """Raise StateError on every rank unless the checkpoint has exactly the expected tensors.
+    """Raise StateError on every rank if the checkpoint's tensors differ from the model's tensors.
 
-    The expected tensors are the tensors in the `state` of all ranks together. The message begins
+    The model's tensors are the tensors in the `state` of all ranks together. The message begins
     with `prefix`.
     """
     stored = {
@@ -208,7 +209,7 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence if checkpoint and model have different PC layers, else nothing."""
+    """Return a sentence if checkpoint and model have different PC layers, else an empty list."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -216,29 +217,29 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
     one = min(saved_layers ^ model_layers)
     side = "checkpoint" if one in saved_layers else "model"
     return [
-        f"it has {len(saved_layers)} PC layers and the model {len(model_layers)}; {one}, for "
-        f"example, is only in the {side}: pc.blocks must be as it was"
+        f"it has {len(saved_layers)} PC layers, but the model has {len(model_layers)}; {one}, for "
+        f"example, is only in the {side}: pc.blocks must be the same as before"
     ]
 
 
 def _misfits(
     stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
 ) -> Iterator[str]:
-    """Yield a sentence for each expected tensor that is missing or has another form."""
+    """Yield a sentence for each tensor that is missing or has another shape or dtype."""
     for key, part in parts.items():
         tensor = stored.get(key)
         if tensor is None:
             yield f"{key} is missing"
         elif tuple(tensor.size) != part.shape:
-            yield f"{key} has shape {tuple(tensor.size)}, the model's has {part.shape}"
+            yield f"{key} has shape {tuple(tensor.size)}, but {part.shape} in the model"
         elif tensor.properties.dtype != part.value.dtype:
-            yield f"{key} has dtype {tensor.properties.dtype}, the model's has {part.value.dtype}"
+            yield f"{key} has dtype {tensor.properties.dtype}, but {part.value.dtype} in the model"
 
 
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     """Split the range `[start, stop)` of a row-major array of shape `axes` into boxes, in order.
 
-    Each box is contiguous in the array. With n dimensions there are at most 2 n - 1.
+    Each box is contiguous in the array. An array of n dimensions has at most 2 n - 1 boxes.
     """
     if len(axes) == 1:
         return [(range(start, stop),)]
@@ -258,7 +259,8 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[StatePart]:
-    """Yield the boxes of a span of a unit's local piece with elements `flat` `[span.length]`."""
+    """Yield the boxes of a span of a unit's local piece; `flat` `[span.length]` contains its
+    elements."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
         sizes = sizes_of(box)
@@ -272,12 +274,12 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
 
 
 def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
-    """Return a whole tensor as a part."""
+    """Return the part that is a whole tensor."""
     return StatePart(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
 def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of the weights of a domain, without PC layers."""
+    """Yield this rank's part of the weights of a domain, except PC layers."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:
@@ -286,7 +288,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of the state with the shape of the units."""
+    """Yield this rank's part of the state that has the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
@@ -321,7 +323,7 @@ def _matrices(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
-    """Yield key, unit, span and counter `[1]` of every span in this rank's shards."""
+    """Yield key, unit, span and counter `[1]` for every span in this rank's shards."""
     for unit, span, _, region in _region_spans(domain):
         for name, value in region.state.items():
             if _is_counter(value):
@@ -329,9 +331,9 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of the units of which this rank holds a part.
+    """Yield the counters of the units of which this rank has a part.
 
-    The rank with a unit's first element saves its counters.
+    The rank with the first element of a unit saves the unit's counters.
     """
     tensor, seen = domain.domain.tensor, set()
     for key, unit, span, value in _counted(domain):
@@ -345,8 +347,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set the counters of every region to the loaded counters of its units.
 
-    Yields a sentence for each unit whose counter differs from the counter of its region's other
-    units.
+    Yields a sentence for each unit whose counter differs from that of the region's first unit.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
@@ -358,12 +359,12 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
 
 
 def _is_counter(value: Tensor) -> bool:
-    """Whether an entry of a region's state is a counter `[1]` and not a tensor `[1, length]`."""
+    """Return whether an entry of a region's state is a counter `[1]` instead of `[1, length]`."""
     return value.dim() == 1
 
 
 def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
-    """Yield each unit, its spans in this rank's shard, and their starts in the shard."""
+    """Yield (unit, span, start in the shard) for the units' spans in this rank's shards."""
     bucket_layout, rank = part.buffers.bucket_layout, part.domain.replicas.rank
     for unit in part.units:
         for span in bucket_layout.shard_spans(unit, rank):
@@ -371,18 +372,17 @@ def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
 
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """Yield the spans in this rank's shards with their regions."""
+    """Yield (unit, span, start in the shard, region) for the spans in this rank's shards."""
     regions = grouped(domain.regions, lambda region: region.bucket)
     for unit, span, start in _shard_spans(domain.model):
-        # Buckets have no region if owners keep the weights of all their units.
+        # A bucket has no region if owners store the weights of all its units.
         for region in regions.get(span.bucket, ()):
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region
 
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
-    """Raise StateError on every rank if any rank has problems; the error's text begins with
-    `prefix`."""
+    """Raise StateError on every rank if a rank has problems; the message begins with `prefix`."""
     all_problems = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
     if all_problems:
         more = "; and more" if len(all_problems) > SHOWN_PROBLEMS else ""

@@ -1,15 +1,15 @@
-"""Writes the state of model and optimizer, in the background while training continues.
+"""Asynchronous saving of the state of model and optimizer, while training continues.
 
 `start_save` copies this rank's part to host memory and forks a process that writes it; training may
 then change the state. When all writers are done, all ranks call `PendingSave.gather` together, and
-rank 0 alone calls `finish`. Only one save runs at a time, so host memory holds one copy of the
+only rank 0 calls `finish`. Only one save runs at a time, so host memory contains one copy of the
 part, and the next save reuses this memory.
 
-torch's `async_save` with one process per rank (torch 2.13) is not used: a killed process is never
-restarted and breaks the group of these processes, so no later save of the run succeeds. For two
-gloo ranks of 50 MB each, torch began a save in 0.04 s and completed it in 4 s; its processes are
-separate interpreters of 150 MB more each. This file begins such a save in 0.07 s and completes it
-in 0.4 s.
+torch's `async_save` with one process per rank (torch 2.13) is not used: if such a process is
+killed, it is never restarted and breaks the processes' group, so all later saves of the run fail.
+For two gloo ranks of 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s,
+and needed 150 MB more per process for separate interpreters; `start_save` returns after 0.07 s and
+completes the save after 0.4 s.
 """
 
 import contextlib
@@ -48,13 +48,12 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):
-    """One plan and one set of host buffers for all saves of a run.
-
-    Saves differ only in folder and values.
+    """One plan and one set of host buffers for all saves of a run, which differ only in folder and
+    values.
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
-    Planning sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor
-    time per tensor, and more with more ranks, so only the first save is planned.
+    Planning sends every rank's list of tensors to rank 0 and takes about 0.2 ms of processor time
+    per tensor, and more with more ranks, so only the first save is planned.
     """
 
     def __init__(self) -> None:
@@ -65,10 +64,9 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy to host memory the tensors that this rank must save, and return the plan to write
-        them.
+        """Copy the tensors that this rank saves to host memory, and return the plan of the write.
 
-        All ranks call it together, with the same tensors in `state` every time.
+        All ranks must call this method together, with the same tensors in `state` in every call.
         """
         if self._items is None:
             self._make(state)
@@ -89,7 +87,7 @@ class StatePlanner(DefaultSavePlanner):
             _, self.index = self.create_global_plan(plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the copy of a plan item's tensor."""
+        """Return the host copy of a plan item's tensor."""
         assert write_item.index.offset is not None
         return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
 
@@ -110,8 +108,7 @@ def host_buffer(tensor: Tensor) -> Tensor:
 
 
 class StateWriter(FileSystemWriter):
-    """torch's writer, but its index contains only plain values, and not the path that torch
-    stores."""
+    """torch's writer with an index of plain values only, without the path that torch stores."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
@@ -122,7 +119,7 @@ class StateWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def own_plan(self, plan: SavePlan) -> SavePlan:
-        """Return a plan with the names of this rank's files, numbered by plan."""
+        """Return `plan` with this rank's number, which is a part of its file names."""
         before = [SavePlan([])] * dist.get_rank()
         return self.prepare_global_plan([*before, plan])[-1]
 
@@ -131,16 +128,16 @@ Result = TypeVar("Result")
 
 
 class WriterError(RuntimeError):
-    """A process that writes a checkpoint failed or was killed."""
+    """Error for a checkpoint writer process that failed or was killed."""
 
 
 class NotFiniteStateError(WriterError):
-    """The state is not finite, so its checkpoint would be useless."""
+    """Error for a state that is not finite, from which no run could continue."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size and digest of a file, compared when it is read."""
+    """Size and digest of a file, which are compared when the file is read."""
 
     bytes: int
     sha256: str
@@ -148,15 +145,14 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: positions of its tensors, and its files by name."""
+    """Result of a writer: index entries of its tensors, and facts of its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
 class Writer:
-    """The process that writes one rank's files of one save; no process exists if there are no
-    files."""
+    """The process that writes one rank's files of one save; a rank without files has no process."""
 
     def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
         self.written: Written | None = Written() if not plan.items else None
@@ -180,14 +176,14 @@ class Writer:
 
     @property
     def pid(self) -> int | None:
-        """Id of the writing process, None if there is none."""
+        """Id of the writer process, None if there is none."""
         return None if self._process is None else self._process.pid
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Wait up to `timeout` seconds, and return whether everything is written.
+        """Wait up to `timeout` seconds, and return whether all files are written.
 
-        Raises WriterError if the process failed or was killed, NotFiniteStateError if it refused a
-        nonfinite state.
+        Raises WriterError if the process failed or was killed, and NotFiniteStateError if the state
+        is not finite.
         """
         if self._problem is not None:
             raise self._problem
@@ -212,7 +208,7 @@ class Writer:
         return f"the writer of rank {dist.get_rank()}"
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the writer process."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -220,9 +216,9 @@ class Writer:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within a context, also in a process forked in it.
+    """Disable garbage collection within a context, and in processes that are forked in it.
 
-    The garbage may contain process groups, whose threads do not exist in a fork.
+    The garbage may contain process groups, whose threads do not exist in a forked process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -236,9 +232,9 @@ def _no_garbage_collection() -> Iterator[None]:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Run the writing process, which sends a Written or an error's text."""
+    """Write all files in the writer process, and send a Written, an error or its text."""
     receiver.close()
-    # The training process handles signals of the run; only SIGKILL ends a save.
+    # The training process handles the run's signals; only SIGKILL ends the writer process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -254,9 +250,10 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the operating system's message if it caused the error, else the error's last line.
+    """Return the message of the OSError that caused `error` or, without one, the last line of
+    `error`.
 
-    torch itself only reports a file shorter than its content.
+    torch's own message states only that a file is too short.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -269,7 +266,7 @@ def reason(error: BaseException, path: Path) -> str:
 def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
     """Write a plan's tensors to files and sync them to the disk.
 
-    Raises NotFiniteStateError if a tensor is not finite, as no run could continue from it.
+    Raises NotFiniteStateError if a tensor is not finite.
     """
     for item in plan.items:
         tensor = planner.resolve_data(item)
@@ -284,7 +281,7 @@ def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
 
 
 def file_facts(path: Path) -> FileFacts:
-    """Compute size and sha256 of a file."""
+    """Return size and SHA-256 digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(file.tell(), digest)
@@ -303,22 +300,22 @@ class PendingSave:
         self.writer = Writer(folder, planner, plan)
 
     def again(self, folder: Path) -> "PendingSave":
-        """Start to write the same state to another folder, from the existing copies."""
+        """Start to write the same state to another folder, from the existing host copies."""
         return PendingSave(folder, self._planner, self._plan, self._plain)
 
     def gather(self) -> list[Written]:
         """Return the results of all ranks' writers, on rank 0 only.
 
-        All ranks call it together when all writers are done.
+        All ranks must call this method together, after all writers are done.
         """
         gathered: list[Any] = on_first(self.writer.written)
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and `plain`'s values; only rank 0 calls this.
+        """Write the index of all files and the plain values; call this method only on rank 0.
 
-        Returns the facts of every file in the folder; the caller must sync the files written here.
-        Raises OSError.
+        Returns the facts of every file in the folder. The caller must sync the new files. Raises
+        OSError.
         """
         write_plain(self.folder / PLAIN_FILE, self._plain)
         assert self._planner.index is not None
@@ -331,7 +328,7 @@ class PendingSave:
 def write_plain(path: Path, value: object) -> None:
     """Write plain values and tensors for `torch.load` with weights_only.
 
-    Raises OSError; torch's own file writing raises other errors on a full disk.
+    Raises OSError on a full disk, for which torch's own writer raises other errors.
     """
     buffer = BytesIO()
     torch.save(value, buffer)
@@ -345,11 +342,11 @@ def start_save(
     extra: Mapping[str, Any] | None = None,
     planner: StatePlanner | None = None,
 ) -> PendingSave:
-    """Start to save the state of model and optimizer to the empty `folder`; on all ranks together.
+    """Start to save the state of model and optimizer to the empty `folder`.
 
-    On return, this rank's part has been copied. `extra` are plain values to save as well, the same
-    on every rank. `planner` is shared by all saves of this model; None creates a planner. Raises
-    OSError on rank 0 if the folder cannot be written to.
+    All ranks must call this function together; on return, this rank's part has been copied. `extra`
+    contains further plain values to save, the same on every rank. `planner` is shared by all saves
+    of a model; None creates a planner. Raises OSError on rank 0 if the folder is not writable.
     """
     model.wait_for_weights()
     planner = planner or StatePlanner()
@@ -361,7 +358,7 @@ def start_save(
 def first_rank(call: Callable[[], Result]) -> Result:
     """Run `call` on rank 0 and return its result on every rank.
 
-    An exception is raised on every rank, OSError as WriterError.
+    An exception of `call` is raised on every rank; an OSError is raised as a WriterError.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:

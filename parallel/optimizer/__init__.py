@@ -1,5 +1,5 @@
-"""The distributed optimizer: the owner of each matrix, the exchange of cut matrices, the step.
+"""The distributed optimizer: owners of matrices, the exchange of sharded matrices, the step.
 
-The mathematics of a rule is in spectral/rules. Start with distributed_optimizer.py, then
+The mathematics of rules is in spectral/rules. Read distributed_optimizer.py first, then
 domain_optimizer.py and unit_transfer.py.
 """

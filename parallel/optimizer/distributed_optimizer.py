@@ -1,12 +1,12 @@
 """The distributed optimizer: every matrix is stepped once, by the rank that owns it.
 
-Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer`
-describes a step. Dense parameters and experts are two domains, replicated over different ranks.
+The elementwise state of a parameter is sharded equally over ranks; domain_optimizer.py describes a
+step. Dense parameters and experts are two domains, which are replicated over different ranks.
 
-`Update` clips and steps as one call, which on a GPU may be one CUDA graph. NCCL's collectives can
-be recorded only if all ranks record the same collectives, so every rank makes the same number of
-calls before it records. The recorded work waits for everything that it starts, including the
-gathers of new weights.
+`Update` clips and steps in one call, which on a GPU may be captured as one CUDA graph. NCCL's
+collectives can be captured only if all ranks capture the same collectives, so every rank makes the
+same number of calls before it captures. The captured work waits for all work that it starts,
+including the all-gathers of new weights.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ from spectral.sharded.placement import Strategy, place
 class GradientNorm:
     """The gradient norm of one step, as 0-d device tensors.
 
-    total         norm of the whole gradient
-    coefficient   factor of the clipped gradients
+    total         norm of the whole gradient before clipping
+    coefficient   factor by which clipping multiplied the gradients
     active        whether the norm is finite and all ranks allow the step, a bool
     """
 
@@ -50,7 +50,7 @@ class GradientNorm:
 
 
 class DistributedOptimizer:
-    """Steps every unit of the model once, by the rule of its role."""
+    """Optimizer that steps every unit of the model once, with the rule of the unit's role."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class DistributedOptimizer:
     ) -> None:
         """Combine the domains of a model.
 
-        `owners` gives, by name, the global rank that steps each matrix of this rank's pipeline
-        stage. With `overlap_gather`, `step` returns before all new weights have arrived; each
+        `owners` maps the name of each matrix of this rank's pipeline stage to the global rank that
+        steps it. With `overlap_gather`, `step` returns before all new weights have arrived; each
         module waits for its weights before its next forward pass, and `model.wait_for_weights`
         waits for all weights.
         """
@@ -91,8 +91,8 @@ class DistributedOptimizer:
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
         """Add the Gram penalty's gradient to the loss's gradient if `enabled`.
 
-        Call it once per step, after backward and before `clip`. If `measured`, returns the
-        penalty's figures, which waits for all ranks and for the device.
+        Call this method once per step, after backward and before `clip`. If `measured`, it returns
+        the penalty's figures, which waits for all ranks and for the device.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -109,8 +109,8 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        With `max_norm` None the norm is only measured. `sound`, a 0-d bool, states whether this
-        rank may step; all ranks step or none does, even if copies differ.
+        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, states whether this
+        rank allows the step; `active` is equal on all ranks, even if copies differ.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -132,7 +132,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield every gradient of this rank, and whether this rank counts it in the norm."""
+        """Yield (whether this rank counts the gradient in the norm, gradient) for all gradients."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -164,11 +164,12 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Return the largest normalised singular values and gammas, both `[units]`, of PC layers.
+        """Return the largest normalised singular values and gammas, both `[units]`, of the PC
+        layers that this rank owns or evaluates in its graph.
 
-        These are the layers that this rank owns or evaluates in its graph. Sound values are in
-        [0, 1.1]. A layer whose tracked singular pair misses the largest value gets a new pair. This
-        costs about fifty passes over the weights and is meant for logging steps.
+        Correct values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
+        singular value are replaced. Call this method only in logging steps: it costs about fifty
+        passes over the weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -179,16 +180,17 @@ class DistributedOptimizer:
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Yield each matrix that this rank steps, with its rule's last report, 0-d tensors."""
+        """Yield each matrix that this rank steps, and its rule's last report of 0-d tensors."""
         for stack in self.stacks:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each part on this rank and its refusals in the last step, a 0-d number.
+        """Yield (name, 1 if its update was refused in the last step, else 0) of each part on this
+        rank.
 
-        A part is a matrix, or a range of a shard under an elementwise rule, so the number is 0 or
-        1. Parts whose gradient and state are known to be sound are left out.
+        A part is a matrix, or a range of a shard with an elementwise rule; the number is 0-d. Parts
+        whose rule does not report refusals are omitted.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before the first step of a stack
@@ -203,12 +205,12 @@ class DistributedOptimizer:
                     yield name, region.report["refused"][0]
 
     def memory_bytes(self) -> int:
-        """Return the bytes of optimizer state and of separate masters on this rank."""
+        """Return the bytes of optimizer state and of separate master weights on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)
 
 
 class DisagreementError(RuntimeError):
-    """Ranks differ in plans or values that must be equal."""
+    """Error for plans or values that must be equal on all ranks but differ."""
 
 
 def build_optimizer(
@@ -225,12 +227,12 @@ def build_optimizer(
     Args:
         model: this rank's part of the model.
         assign: rule, rates and penalty of each unit.
-        placement: strategy of choosing owners.
+        placement: strategy for the choice of owners.
         overlap_gather: whether `step` returns before new weights have arrived.
         tensor_mode: see `TensorMode`.
         **options: fields of `StepOptions`.
 
-    Raises DisagreementError if the ranks of a stage have made different plans.
+    Raises DisagreementError if the plans of a stage's ranks differ.
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
@@ -241,7 +243,7 @@ def build_optimizer(
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
-        # Ranks own dense matrices and experts; experts are placed in addition to the dense loads.
+        # A rank may own dense matrices and experts, so experts are placed on top of dense loads.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
         plan = layout, placed.strategy, placed.owners
@@ -255,7 +257,7 @@ def build_optimizer(
 
 
 def check_agreement(plan: object, stage: Axis) -> None:
-    """Raise DisagreementError unless all ranks of the stage have made the same plan."""
+    """Raise DisagreementError if the plans of the stage's ranks differ."""
     digest = hashlib.sha256(repr(plan).encode()).hexdigest()
     digests = from_all(digest, stage.group)
     different = [rank for rank, other in enumerate(digests) if other != digest]
@@ -267,7 +269,7 @@ def check_agreement(plan: object, stage: Axis) -> None:
 
 
 class Update:
-    """One update of all weights: the gradients' norm, clipping, the predicate, and the step."""
+    """One update of all weights: gradient norm, clipping, the decision to step, and the step."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
         """Prepare the update; `max_norm` is as in `DistributedOptimizer.clip`."""
@@ -276,35 +278,35 @@ class Update:
         self.device = optimizer.domains[0].buffers.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
-        """Clip and step; returns the norm before clipping, and a 0-d bool that is True after a
-        step.
+        """Clip and step; return the norm before clipping, and a 0-d bool: whether weights were
+        stepped.
 
-        `factor` multiplies every unit's peak learning rate. Nothing changes unless `sound`, a 0-d
-        bool, is True on all ranks and the norm is finite.
+        `factor` multiplies every unit's peak learning rate. Weights are stepped only if `sound`, a
+        0-d bool, is True on all ranks and the norm is finite.
         """
-        if not isinstance(factor, Tensor):  # in float32, so that a recorded step has equal rates
+        if not isinstance(factor, Tensor):  # float32, so that a captured step uses equal rates
             factor = torch.full((), factor, device=self.device)
         norm = self.optimizer.clip(self.max_norm, sound)
         self.optimizer.step(factor, norm.active)
         return norm, norm.active
 
     def release(self) -> None:
-        """Free resources that must be freed before the process groups."""
+        """Free resources that must be freed before the process groups are destroyed."""
 
 
 class CapturedUpdate(Update):
-    """An update that is a CUDA graph from the third call on."""
+    """An update that is replayed as a CUDA graph from the third call on."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
-        """Prepare as `Update` does; raises ValueError if a step cannot be recorded."""
+        """Prepare the update; raises ValueError if a step cannot be captured."""
         check_capturable(optimizer)
         super().__init__(optimizer, max_norm=max_norm)
-        # These are written in place before each call, so that a recorded step reads the new values.
+        # Written in place before each call, so that a captured step reads the new values.
         self.factor = torch.ones((), device=self.device)
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
         self._done: tuple[GradientNorm, Tensor] | None = None
-        self._sent = CommVolume()  # the recorded call, and so every replay, writes this
+        self._sent = CommVolume()  # bytes of the captured call, and so of every replay
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step as `Update` does."""
@@ -330,16 +332,17 @@ class CapturedUpdate(Update):
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError naming what prevents a step from being recorded."""
+    """Raise ValueError if a step cannot be captured as a CUDA graph; the message gives the
+    reason."""
     if optimizer.overlap_gather:
         raise ValueError(
-            "overlap_gather must be False with cuda_graph, which ends its work with the step, got "
-            "True"
+            "overlap_gather must be False with cuda_graph, because a graph must contain the "
+            "all-gather, got True"
         )
     for stack in optimizer.stacks:
         waits = stack.rule.waiting_field
         if waits is not None:
             raise ValueError(
-                f"{waits} of rule {stack.assigned.rule_name} must not be True "
-                "with cuda_graph: it waits for the device"
+                f"{waits} of rule {stack.assigned.rule_name} must be False "
+                "with cuda_graph, because it waits for the device, got True"
             )

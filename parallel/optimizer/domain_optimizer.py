@@ -1,10 +1,10 @@
-"""One domain's part of the distributed optimizer: equal shards of state, and owned units.
+"""The distributed optimizer of one domain: equal shards of state, and owned units.
 
-A step processes the step groups in forward order. In each group, `step_regions` first runs
-elementwise rules on this rank's shards and turns gradients of matrices into momentum. Then
-`step_matrices` sends cut matrices to their owners; each owner steps its units in stacks of equal
-shape and sends the updates back. The all-gather of the group's new weights then runs during the
-next step group. The rules are those of `spectral.rules`, as in one process.
+A step processes the step groups in forward order. In each group, `step_regions` first applies
+elementwise rules to this rank's shards and replaces gradients of matrices by momentum. Then
+`step_matrices` sends sharded matrices to their owners; each owner steps its units in stacks of
+equal shape and sends the updates back. The all-gather of the group's new weights runs during the
+next step group. The rules of `spectral.rules` are used unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +41,10 @@ class Region:
     """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
 
     start     position in the shard
-    in_norm   whether this rank counts it in the gradient norm, in which each element counts once
-    state     elementwise state of the rule, `[1, length]` each
-    report    figures of the last step of an elementwise rule, `[1]` each
+    in_norm   whether this rank counts the region in the gradient norm, so that the norm contains
+              each element once
+    state     elementwise state of the rule, tensors `[1, length]`
+    report    figures of the last step of an elementwise rule, tensors `[1]`
     """
 
     bucket: int
@@ -55,7 +56,7 @@ class Region:
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return a view `[1, length]` of the region; `shards` has a tensor per bucket."""
+        """Return a view `[1, length]` of the region; `shards` contains a tensor per bucket."""
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
@@ -64,7 +65,8 @@ class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
     kept   the weights `[elements]` of owned units that are not whole in this rank's shard, by name;
-           they equal the masters on the units' ranks, as both add the same updates
+           they are equal to the units' master weights on other ranks, because both add the same
+           updates
     """
 
     buckets: tuple[int, ...]
@@ -77,24 +79,24 @@ class StepGroup:
 
     @cached_property
     def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
-        """The stacks by rule."""
+        """Stacks by rule."""
         return grouped(self.stacks, lambda stack: stack.rule)
 
     @cached_property
     def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
-        """The regions of elementwise rules by rule, learning rate and weight decay."""
+        """Regions of elementwise rules by (rule, learning rate, weight decay)."""
         regions = (r for r in self.regions if not r.assigned.rule.whole_matrix)
         return grouped(regions, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay))
 
     @cached_property
     def matrix_regions(self) -> dict[Rule, list[Region]]:
-        """The regions of whole-matrix rules by rule."""
+        """Regions of whole-matrix rules by rule."""
         regions = (r for r in self.regions if r.assigned.rule.whole_matrix)
         return grouped(regions, lambda region: region.assigned.rule)
 
 
 class DomainOptimizer:
-    """Steps the units of one domain: dense parameters, or experts."""
+    """Optimizer of the units of one domain: dense parameters, or experts."""
 
     def __init__(
         self,
@@ -110,9 +112,9 @@ class DomainOptimizer:
             model: the parameters of the domain.
             parameters: the model's parameters by name.
             assign: rule, rates and penalty of each unit.
-            transfers: owner and parts of every unit of the stage with an owner, the same on all
-                ranks of the stage.
-            options: groups and dtypes of a step.
+            transfers: owner and parts of every unit with an owner, the same on all ranks of the
+                stage.
+            options: number of step groups, and dtypes.
         """
         self.model = model
         # Views of this rank's pieces of units in the model's parameters.
@@ -147,17 +149,18 @@ class DomainOptimizer:
         return [region for group in self.step_groups for region in group.regions]
 
     def publish(self) -> None:
-        """Write PC(W) of every PC layer to the masters' shards."""
+        """Write PC(W) of every PC layer to the master shards."""
         for units in self.materialized:
             units.publish()
 
     def reload_kept(self) -> None:
-        """Copy the masters to the weights that owners keep, for instance after a load."""
+        """Copy the master weights to the weights that owners store, e.g. after a load."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of optimizer state, separate masters and kept weights on this rank."""
+        """Return the bytes of optimizer state, separate master weights and weights of owned units
+        on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
         tensors += [t for stack in self.stacks for t in stack.tensors()]
         tensors += [weight for group in self.step_groups for weight in group.kept.values()]
@@ -168,9 +171,9 @@ class DomainOptimizer:
     def step_regions(
         self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> list[Tensor]:
-        """Step elementwise units, and turn the gradients of matrices into momentum.
+        """Step elementwise units, and replace the gradients of matrices by momentum.
 
-        Returns the shards of the gradient buckets, which then contain momentum.
+        Returns the shards of the gradient buckets, which now contain momentum.
         """
         shards, masters = self.buffers.gradient_shards(), self.buffers.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
@@ -201,9 +204,9 @@ class DomainOptimizer:
         rate: Callable[[float], Rate],
         active: Tensor,
     ) -> None:
-        """Step the matrices owned here, and add every owner's updates to the masters.
+        """Step the matrices that this rank owns, and add all owners' updates to the master weights.
 
-        `momenta` are the result of `step_regions`.
+        `momenta` is the result of `step_regions`.
         """
         exchange, wire = group.exchange, self.options.exchange_dtype
         master, masters = self.buffers.master, self.buffers.masters
@@ -253,7 +256,7 @@ class DomainOptimizer:
         return group
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:
-        """Return the regions of this rank's shard of a bucket, from the units' spans."""
+        """Yield the regions of this rank's shard of a bucket."""
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
         bucket_layout = self.buffers.bucket_layout
@@ -277,17 +280,17 @@ class DomainOptimizer:
             yield Region(bucket, start, length, assigned, in_norm, state)
 
     def _counts(self, unit: Unit) -> bool:
-        """Return whether this rank counts its part of a unit, of which other ranks may hold
-        copies."""
+        """Return whether this rank counts its part of a unit in the gradient norm; ranks with other
+        copies do not."""
         return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Turn new weights into updates to send, and add these to the weights that owners keep.
+    """Replace new weights by updates to send, and add the updates to the weights that owners store.
 
-    `pairs` contains the new and the kept weight of each unit. Rules step weights in place, so an
-    update is the new weight minus the kept weight. The update is rounded to `wire`, unless this is
-    None, before it is added and sent.
+    `pairs` contains the new and the stored weight of each unit. Rules step weights in place, so an
+    update is the new weight minus the stored weight. If `wire` is not None, updates are rounded to
+    it before they are added and sent.
     """
     if not pairs:
         return

@@ -1,11 +1,10 @@
-"""PC layers that cost nothing per micro-batch: the model's parameter is PC(W), and the owner keeps
-W.
+"""PC layers without cost per micro-batch: the model's parameter is PC(W), and the owner stores W.
 
-PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
-gradient of PC(W) is accumulated over micro-batches and reduced over ranks as other gradients are,
-and sent to the owner. The owner multiplies it once by the transposed Jacobian of the map, and steps
-W and gamma. The new PC(W) is sent back to the shards and reaches all ranks by the ordinary
-all-gather. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
+PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. Like
+other gradients, the gradient of PC(W) is accumulated over micro-batches and reduced over ranks; it
+is then sent to the owner. The owner multiplies it by the transposed Jacobian of the map, and steps
+W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather sends it to all
+ranks. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
 Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
@@ -32,17 +31,17 @@ from spectral.sharded.exchange import unpacked
 from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
-"""Number of elements of weights that are mapped at a time; it bounds the scratch memory."""
+"""Largest number of weight elements that are mapped at a time, which limits scratch memory."""
 
 
 @dataclass
 class MaterializedStack(OwnedStack):
-    """Preconditioned units of one shape and rule: W and its state.
+    """Preconditioned units of one shape and rule, with W and the state of the rule.
 
     Attributes:
         pc: the map from W to PC(W), and the rule of gamma.
         weight: W, `[batch, rows, cols]`, float32 or wider.
-        u, v: the top singular pair of W, `[batch, rows]` and `[batch, cols]`.
+        u, v: the top singular vectors of W, `[batch, rows]` and `[batch, cols]`.
         gamma: `[batch, 1]`.
         gamma_state: state of gamma's rule, empty if gamma is fixed.
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
@@ -57,15 +56,15 @@ class MaterializedStack(OwnedStack):
     gamma_gradient: Tensor = field(kw_only=True)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that outlive a step."""
+        """Return all tensors that persist between steps."""
         tensors = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
         return [*tensors, *self.state.values(), *self.gamma_state.values()]
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
         """Yield key, transfer and value of every tensor in a checkpoint.
 
-        The keys treat W as the model's parameter and gamma as an additional parameter, so
-        checkpoints do not depend on where PC(W) is evaluated.
+        Keys are named as if W were the model's parameter and gamma another parameter, so
+        checkpoints do not depend on the evaluator of PC(W).
         """
         elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
@@ -83,9 +82,9 @@ class MaterializedStack(OwnedStack):
                 yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Turn the units' dL/dPC(W) into dL/dW in place, and keep dL/dgamma.
+        """Replace the units' dL/dPC(W) by dL/dW in place, and store dL/dgamma.
 
-        `gradients[name]` are the unit's pieces, `[elements]`.
+        `gradients[name]` `[elements]` contains the flattened pieces of a unit.
         """
         for part in self._chunks():
             result = self.pc.preconditioner.vjp(
@@ -101,7 +100,7 @@ class MaterializedStack(OwnedStack):
     def step(
         self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
     ) -> None:
-        """Step W and gamma on their gradients, and update u and v for the new W."""
+        """Step W and gamma with their gradients, and update u and v to the new W."""
         step, pc = self.assigned.step(rate, active), self.pc
         (self.report,) = step_units(self.rule, [_SteppedWeights(self, gradients, step)])
         if pc.gamma_rule is not None:
@@ -118,7 +117,7 @@ class MaterializedStack(OwnedStack):
     def guard_(self) -> Tensor:
         """Return the largest normalised singular value of each unit, `[batch]`.
 
-        A tracked pair that does not belong to the largest value is replaced
+        Tracked u and v that do not belong to the largest singular value are replaced
         (`Preconditioner.guard_`).
         """
         guard = self.pc.preconditioner.guard_
@@ -134,7 +133,8 @@ class MaterializedStack(OwnedStack):
             yield from zip(self.transfers[part], stack, strict=True)
 
     def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Return the whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
+        """Return the whole matrices `[units, rows, cols]` of a part of the stack, in the dtype of
+        W."""
         matrices = [t.whole(pieces[t.unit.name]) for t in self.transfers[part]]
         return torch.stack(matrices).to(self.weight.dtype)
 
@@ -146,7 +146,7 @@ class MaterializedStack(OwnedStack):
 
 
 class _SteppedWeights(Units):
-    """The weights W of a stack, stepped in place on `gradients` of its units, by name."""
+    """The weights W of a stack, stepped in place with `gradients` by unit name."""
 
     def __init__(
         self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
@@ -157,18 +157,18 @@ class _SteppedWeights(Units):
         self.stack = Stack(weight, weight, owned.state, step)
 
     def take(self, part: slice) -> Stack:
-        """Take views of W and state, and the momentum."""
+        """Return views of W and state, and the momentum."""
         gradient = self.owned.stacked(part, self.gradients)
         stack = self.stack.part(part)._replace(grad=gradient)
         accumulate_(self.owned.rule, [stack.grad], [stack.state], stack.step.active)
         return stack
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Do nothing, as weights and state were stepped in place."""
+        """Do nothing, because weights and state were stepped in place."""
 
 
 class MaterializedUnits:
-    """The PC layers of one step group on one rank, which receives gradients and sends weights."""
+    """The PC layers of one step group that this rank owns."""
 
     def __init__(
         self,
@@ -177,10 +177,10 @@ class MaterializedUnits:
         model: DomainModel,
         options: StepOptions,
     ) -> None:
-        """Plan the exchange of units in `transfers`; owners take W from the masters.
+        """Plan the exchange of units in `transfers`; owners copy W from the master weights.
 
-        Gradients are sent to owners in the exchange's dtype; None keeps their dtype. PC(W) is sent
-        in the parameters' dtype, so that it is equal on all ranks.
+        Gradients are sent to owners in `options.exchange_dtype`; None: in their own dtype. PC(W) is
+        sent in the parameters' dtype, so that it is equal on all ranks.
         """
         self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers
@@ -196,12 +196,12 @@ class MaterializedUnits:
         self._gradients: dict[str, Tensor] | None = None
 
     def _taken(self) -> dict[str, Tensor]:
-        """Send the gradients of PC(W) to the owners and compute the gradients of W and gamma, once
-        per step."""
+        """Send gradients of PC(W) to the owners and return the gradients of W; computed once per
+        step, together with the gradients of gamma."""
         if self._gradients is not None:
             return self._gradients
         shards = self.buffers.gradient_shards()
-        # Gradients of a unit that is one part of this rank's shard are not moved.
+        # The gradient of a unit that is one contiguous part of this rank's shard is not copied.
         gradients = {
             t.unit.name: t.sources[0].of(shards)
             for t in self.owned
@@ -220,7 +220,7 @@ class MaterializedUnits:
         return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
-        """Yield each stack with its units' gradients of W, to measure and scale in place."""
+        """Yield each stack and its gradients of W, which the caller may scale in place."""
         gradients = self._taken()
         for stack in self.stacks:
             yield stack, [gradients[unit.name] for unit in stack.units]
@@ -234,9 +234,9 @@ class MaterializedUnits:
         self.publish()
 
     def publish(self) -> None:
-        """Compute PC(W) of every unit owned here and write it to the masters' shards.
+        """Compute PC(W) of every unit that this rank owns, and write it to the master shards.
 
-        Nonfinite elements are not written, and their units count as refused.
+        Nonfinite elements are not written, and their units are reported as refused.
         """
         masters, some = self.buffers.masters, self.buffers.parameters[0]
         moved: dict[str, Tensor] = {}
@@ -245,8 +245,8 @@ class MaterializedUnits:
             for transfer, effective in stack.effective():
                 finite.append(effective.isfinite().all())
                 if transfer.is_local:
-                    # Values are rounded to the parameters' dtype, as sent values are, so that the
-                    # result does not depend on the choice of owners.
+                    # Like sent values, local values are rounded to the parameters' dtype, so that
+                    # the result does not depend on the choice of owners.
                     piece = effective.to(some.dtype).reshape(-1)
                     for part in transfer.targets:
                         target, new = part.of(masters), narrowed(piece, part.whole)
@@ -268,7 +268,7 @@ class MaterializedUnits:
 def materialized_stack(
     stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
 ) -> MaterializedStack:
-    """Create a new stack from W `[batch, rows, cols]` of its units."""
+    """Create a stack from `weight`, W `[batch, rows, cols]` of its units."""
     pc = stack.assigned.pc
     assert pc is not None
     preconditioner = pc.preconditioner

@@ -1,4 +1,4 @@
-"""Stacks of units of equal shape and rates, with their owner's state and memory.
+"""Stacks of units with equal shape and rates, and the state and memory of a stack's owner.
 
 Independent stacks may be stepped on parallel streams of a GPU.
 """
@@ -24,11 +24,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Number of step groups, and dtypes of sent and kept tensors.
+    """Number of step groups, and dtypes of sent and stored tensors.
 
-    step_groups      largest number of groups of buckets; None as in `BucketLayout.step_groups`
-    exchange_dtype   dtype of sent momentum and updates; None for their own dtype
-    momentum_dtype   dtype of the momentum of whole-matrix rules; None for the masters'
+    step_groups      largest number of groups of buckets; None: see `BucketLayout.step_groups`
+    exchange_dtype   dtype of sent momentum and updates; None: do not convert them
+    momentum_dtype   dtype of the momentum of whole-matrix rules; None: dtype of the master weights
     """
 
     step_groups: int | None = None
@@ -39,17 +39,17 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""A stack with at least this number of elements fills a GPU alone: in tiles of 128 x 128 its
-product has 128 tiles."""
+"""Number of elements from which a single stack fills a GPU: its product has 128 tiles of 128 x
+128."""
 
 
 class Streams:
-    """Streams for independent work.
+    """CUDA streams for independent work.
 
-    Small stacks of small matrices leave most of a GPU idle, so they are spread over streams, which
-    start after the current stream's work and are joined at the end, so that the whole can be
-    recorded as a CUDA graph. Large stacks stay on the current stream: on another stream they would
-    not be faster, and PyTorch's allocator would keep a scratch pool per stream.
+    Small stacks of small matrices leave most of a GPU idle, so they are spread over several
+    streams. These streams start after the current stream's work and are joined at the end, so the
+    work can be captured as a CUDA graph. Large stacks stay on the current stream: they would not be
+    faster on another stream, and PyTorch's allocator would keep a scratch pool per stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,10 +58,10 @@ class Streams:
         ]
 
     def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
-        """Yield the items, whose sizes are in elements of matrices, each with its stream as the
-        current one.
+        """Yield each item, while the item's stream is the current stream.
 
-        Later work on the present stream sees the results.
+        `elements` returns the number of matrix elements of an item. The original stream waits for
+        all items at the end.
         """
         if not self.streams or len(items) < 2:
             yield from items
@@ -78,7 +78,7 @@ class Streams:
             stream.wait_event(began)
             with torch.cuda.stream(stream):
                 yield item
-        # A stream without items is not part of a capture, so a capture must not wait for it.
+        # A stream without items is not captured, so a capture must not wait for it.
         for stream in self.streams[:used]:
             current.wait_stream(stream)
 
@@ -87,16 +87,16 @@ class StackMemory:
     """Memory for the pieces of units, in one block per stack.
 
     Attributes:
-        pieces: `[elements]` of each unit, by name; views.
+        pieces: a view `[elements]` for each unit, by name.
     """
 
     def __init__(
         self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate memory for the units of `stacks`, one shape per stack."""
+        """Allocate memory for the units of `stacks`; the units of a stack have one shape."""
         self.dtype, self.device = dtype, device
         self.pieces: dict[str, Tensor] = {}
-        self._blocks: dict[str, Tensor] = {}  # by the name of the first unit
+        self._blocks: dict[str, Tensor] = {}  # by the name of the stack's first unit
         for transfers in stacks:
             block = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
             self._blocks[transfers[0].unit.name] = block
@@ -104,15 +104,14 @@ class StackMemory:
             self.pieces |= zip(names, block, strict=True)
 
     def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return some matrices `[units, rows, cols]` of a stack, a view if all are `in_order`."""
+        """Return matrices `[units, rows, cols]` of a stack, as a view if all are `in_order`."""
         if all(transfer.in_order for transfer in transfers):
             first = transfers[0].unit
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Write some matrices of a stack; do nothing if `stack` is the view that `assembled`
-        returned."""
+        """Write `stack`, matrices of a stack, to the pieces, unless it is a view of them."""
         if not all(transfer.in_order for transfer in transfers):
             cut_all_(transfers[part], stack, self.pieces)
 
@@ -120,18 +119,19 @@ class StackMemory:
 def cut_all_(
     transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
 ) -> None:
-    """Cut the matrices of `stack` `[units, rows, cols]` into `pieces[name]`, by unit."""
+    """Copy each matrix of `stack` `[units, rows, cols]` to `pieces[name of the unit]`."""
     for transfer, whole in zip(transfers, stack, strict=True):
         transfer.cut_(whole, pieces[transfer.unit.name])
 
 
 @dataclass
 class OwnedStack:
-    """Units of one shape and rule that this rank steps as one stack, with one row of state each.
+    """Units of one shape and rule that this rank steps as one stack.
 
     Attributes:
         transfers: the transfers of the units, in the order of the stack.
-        assigned: assignment of the first unit; other units differ at most in the penalty.
+        assigned: assignment of the first unit; assignments of other units may differ only in the
+            penalty.
         state: the rule's state, tensors `[batch, ...]`.
         report: figures of the last step.
     """
@@ -152,7 +152,7 @@ class OwnedStack:
         return self.assigned.rule
 
     def tensors(self) -> list[Tensor]:
-        """List all tensors that outlive a step."""
+        """Return all tensors that persist between steps."""
         return list(self.state.values())
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
@@ -165,9 +165,9 @@ class OwnedStack:
 def owned_stacks(
     transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
 ) -> list[OwnedStack]:
-    """Group the transfers into stacks with empty state.
+    """Group the transfers into stacks without state.
 
-    Units share a stack if they have equal shapes, rules, rates, and maps to effective weights.
+    Units of a stack have equal shapes, rules, rates, and maps to effective weights.
     """
 
     def kind(transfer: UnitTransfer) -> tuple[object, ...]:
@@ -184,7 +184,7 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the masters' shards; all ranks of the stage call it."""
+    """Gather the weights of stacks from the master shards; call it on all ranks of the stage."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)
@@ -192,7 +192,7 @@ def gathered_weights(
 
 
 class SteppedStack(Units):
-    """A stack that is stepped from `momenta` in `weights`."""
+    """A stack whose `weights` are stepped in place with `momenta`."""
 
     def __init__(
         self, owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step
@@ -202,7 +202,7 @@ class SteppedStack(Units):
         self.owned, self.momenta, self.weights, self.step = owned, momenta, weights, step
 
     def take(self, part: slice) -> Stack:
-        """Assemble matrices from their pieces."""
+        """Return the matrices, assembled from their pieces."""
         transfers = self.owned.transfers
         weight = self.weights.assembled(transfers, part)
         momentum = self.momenta.assembled(transfers, part).to(weight.dtype)
@@ -210,5 +210,5 @@ class SteppedStack(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Cut the new weights into pieces."""
+        """Write the new weights to their pieces."""
         self.weights.write(self.owned.transfers, part, stack.weight)

@@ -1,9 +1,9 @@
-"""The Gram penalty's gradient, added once per step to the loss's gradient.
+"""The gradient of the Gram penalty, added to the gradient of the loss once per step.
 
 The penalty's gradient depends only on the weight, so the unit's owner computes it from the
-parameter that every data-parallel rank holds; for a PC layer this is the effective weight. As an
-owner's update is, it is sent to the ranks whose shards hold the unit's gradient. From the gradient
-norm on, it is treated as part of the loss's gradient.
+parameter, which every data-parallel rank has; for a PC layer the parameter is the effective weight.
+Like an update, the gradient is sent to the ranks whose shards contain the unit's gradient. The
+gradient norm, clipping and the step then treat the sum as the gradient of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ SUMS = 5
 
 @dataclass(frozen=True)
 class PenaltyFigures:
-    """The penalty over all units at one step.
+    """The penalty of all units in one step.
 
     value                coefficient times the sum of the penalties, in nats per token like the loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
     gradient_norm        norm of the gradient of `value`
-    loss_gradient_norm   norm of the loss's gradient over the penalised units
+    loss_gradient_norm   norm of the loss's gradient with respect to the penalised units
     """
 
     value: float
@@ -46,7 +46,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Compute figures from the sums `[SUMS]` over all ranks; waits for the device."""
+        """Compute the figures from `sums` `[SUMS]` over all ranks; waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -54,10 +54,10 @@ class PenaltyFigures:
 def weight_exchange(
     transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume
 ) -> Exchange:
-    """Plan the gather of the weights of units from the model's parameters.
+    """Plan the gather of the units' weights from the model's parameters.
 
-    Every data-parallel rank holds its tensor rank's whole parameters, so an owner receives only the
-    pieces of other tensor-parallel ranks, from its own tensor group.
+    Every data-parallel rank has the whole parameters of its tensor-parallel rank, so an owner
+    receives pieces only from the other ranks of its tensor-parallel group.
     """
     tensor, data_rank = domain.tensor, domain.replicas.rank
 
@@ -88,7 +88,7 @@ class PenalisedUnits:
         weights: Mapping[str, Tensor],
     ) -> None:
         domain, comm_volume = model.domain, model.comm_volume
-        self.exists = bool(transfers)  # needed on every rank of the stage or on none
+        self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers
         self.weights = weights
         self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
@@ -105,7 +105,7 @@ class PenalisedUnits:
     def add_(self, *, enabled: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if `enabled`.
 
-        All ranks of the stage call it together. Returns this rank's sums `[SUMS]` for
+        All ranks of the stage must call this method together. Returns this rank's sums `[SUMS]` for
         `PenaltyFigures` if `measured`, else None.
         """
         if not self.exists:
@@ -138,7 +138,7 @@ class PenalisedUnits:
     ) -> Tensor:
         """Write each unit's gradient to `gradients`.
 
-        Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
+        Returns sums over the stack `[SUMS - 1]`: value, shares, units, squared gradient norms.
         """
         matrices = weights.assembled(transfers)
         matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Routing: a table with the rule and rates of each unit, and the work of its owner."""
+"""Routing: the rule and rates of each unit, as a table, and the work of each unit's owner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from spectral.sharded.placement import Work
 
 @dataclass(frozen=True)
 class PCAssignment:
-    """The map by which a unit's owner computes the model's effective weight from W.
+    """The map with which a unit's owner computes the model's effective weight PC(W) from W.
 
     Attributes:
-        preconditioner: the map.
+        preconditioner: the map from W to PC(W).
         gamma_rule: the elementwise rule of gamma, None if gamma is fixed.
         gamma_lr: peak learning rate of gamma.
         gamma_weight_decay: decoupled decay of gamma, towards 0.
@@ -34,7 +34,7 @@ class PCAssignment:
 
 @dataclass(frozen=True)
 class Penalty:
-    """The penalty term of the loss for a unit: `coefficient` times its Gram penalty.
+    """The penalty term of the loss for a unit: `coefficient` times the unit's Gram penalty.
 
     The other attributes are the settings of `spectral.gram_penalty`.
     """
@@ -45,7 +45,7 @@ class Penalty:
     normalize: Normalize | None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of the gradient: the smaller Gram matrix, and its product with W."""
+        """Return the FLOPs of the gradient: the smaller Gram matrix, and its product with W."""
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 
@@ -55,13 +55,13 @@ class Assignment:
     """Rule, rates, PC map and penalty of a unit.
 
     Attributes:
-        group: matrix, embedding, head or scalar, under which its learning rate is logged.
+        group: matrix, embedding, head or scalar; the learning rate is logged under this name.
         rule_name: key of the rule in `spectral.rules.RULES`.
         rule: the rule with its hyper-parameters.
         lr: peak learning rate of the unit.
         weight_decay: decoupled decay, multiplied by the learning rate.
-        pc: set if the parameter is the effective weight PC(W) of a W that its owner steps.
-        penalty: set if a Gram penalty of the weight is added to the loss.
+        pc: map of a PC layer, whose parameter is PC(W) and whose owner steps W; otherwise None.
+        penalty: Gram penalty of the weight, which is added to the loss; None if there is none.
     """
 
     group: str
@@ -73,28 +73,29 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step of a unit of logical `shape`, which placement balances."""
+        """Return the FLOPs of one step of a unit with the whole `shape`, which placement
+        balances."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> Step:
-        """Return the arguments of a step; `rate` maps a peak to the current learning rate."""
+        """Return the arguments of a step; `rate` maps a peak rate to the current learning rate."""
         return Step(rate(self.lr), self.weight_decay, active)
 
     @property
     def has_owner(self) -> bool:
-        """Whether one rank, its owner, needs the whole unit to step it."""
+        """Whether an owner rank needs the whole unit to step it."""
         return self.rule.whole_matrix or self.pc is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether one rank needs the whole unit, to step it or to penalise it."""
+        """Whether one rank needs the whole unit, to step it or to compute its penalty."""
         return self.has_owner or self.penalty is not None
 
 
 Assign = Callable[[Unit], Assignment]
-"""Map from unit to assignment."""
+"""Function that returns the assignment of a unit."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ class Route:
     """One row of the routing table.
 
     Attributes:
-        lr: peak learning rate of this unit, with the factors of its role and layer.
-        radius, scale: the rule's values for this shape, or None.
-        pc: polynomial of the PC layer, or None.
-        penalty: coefficient of the Gram penalty, or None.
+        lr: peak learning rate of the unit, including the factors of its role and layer.
+        radius, scale: values of the rule for the unit's shape, None if the rule has none.
+        pc: polynomial of the PC layer, None for other units.
+        penalty: coefficient of the Gram penalty, None without penalty.
     """
 
     unit: str
@@ -124,7 +125,7 @@ class Route:
 
 
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Return the row of a unit; `owners` maps matrices to ranks, if known."""
+    """Return the table row of a unit; `owners` maps the names of matrices to known owner ranks."""
     rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix:
@@ -161,14 +162,14 @@ def level_name(pc: PCAssignment) -> str:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Collect cost and holders of every unit with an owner in a stage, by ascending name.
+    """Return cost and holders of every unit with an owner in a stage, by ascending name.
 
     Args:
         units: units of each tensor-parallel rank of the stage, ranks ascending.
         bucket_layout: layout of the stage, the same on every tensor-parallel rank.
         assign: rule and penalty of each unit; elementwise units without a penalty have no owner.
     """
-    cost = cache(Assignment.cost)  # shared by units of one shape
+    cost = cache(Assignment.cost)  # units of one shape share the result
     holders_of: dict[str, dict[int, int]] = {}
     costs: dict[str, float] = {}
     local: dict[str, dict[int, int]] = {}

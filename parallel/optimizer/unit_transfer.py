@@ -1,8 +1,8 @@
-"""Transfer of units: pieces of cut matrices are sent to their owners, and updates are sent back.
+"""Transfer of units: pieces of sharded matrices are sent to owners, and updates are sent back.
 
-A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
-matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
-of the momentum to the owners, another sends the updates back. Owners keep the weights of the
+A matrix may be divided by tensor parallelism and by the boundaries of data-parallel shards. Each
+matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends pieces of
+the momentum to the owners, and another sends the updates back. Owners store the weights of the
 matrices that they step.
 """
 
@@ -21,20 +21,20 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""Who steps a matrix that tensor parallelism cuts: its owner, or each rank, which treats its piece
-as a separate matrix. The latter changes the mathematics."""
+"""How a tensor-parallel matrix is stepped. owner: its owner steps the whole matrix; shardwise: each
+rank steps its piece as a separate matrix, which changes the mathematics."""
 
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Positions of a unit's pieces, and its owner; the same on every rank of a stage.
+    """Positions of a unit's pieces, and the unit's owner; the same on every rank of a stage.
 
-    Parts are in the shards of the buckets, and in the concatenation of the unit's flattened pieces.
+    A part is a range of a bucket's shard, and a range of the unit's concatenated, flattened pieces.
 
     owner          rank within the stage: tensor rank + tensor size * data rank
-    tensor_ranks   tensor-parallel ranks whose pieces make up the unit; all of them if it is cut
-    targets        the sources; for a replicated unit all copies, which get the update of the
-                   owner's copy
+    tensor_ranks   tensor-parallel ranks with the pieces of the unit; all ranks if it is sharded
+    targets        equal to the sources; for a replicated unit all copies, which get the update of
+                   the owner's copy
     """
 
     unit: Unit
@@ -42,26 +42,26 @@ class UnitTransfer(Transfer):
 
     @property
     def pieces(self) -> int:
-        """Number of tensor-parallel pieces that make up the unit."""
+        """Number of tensor-parallel pieces of the unit."""
         return len(self.tensor_ranks)
 
     @property
     def in_order(self) -> bool:
-        """Whether the concatenated pieces are the whole matrix."""
+        """Whether the concatenated pieces are the matrix in row-major order."""
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in the matrix's order; two axes stand for the cut
-        axis."""
+        """View flattened pieces `[elements]` in the matrix's order; the sharded axis is split into
+        two axes."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 
     def whole(self, pieces: Tensor) -> Tensor:
-        """Return the matrix `[rows, cols]` of flattened pieces, a view if they are `in_order`."""
+        """Return the matrix `[rows, cols]` of flattened pieces, as a view if `in_order`."""
         return self.logical(pieces).reshape(self.unit.shape)
 
     def cut_(self, whole: Tensor, pieces: Tensor) -> None:
-        """Cut a matrix `[rows, cols]` into flattened pieces: the inverse of `whole`."""
+        """Copy a matrix `[rows, cols]` to flattened pieces: the inverse of `whole`."""
         target = self.logical(pieces)
         target.copy_(whole.reshape(target.shape))
 
@@ -74,7 +74,7 @@ def plan_transfers(
     Args:
         stage_units: the units of each tensor-parallel rank of the stage, ranks ascending.
         bucket_layout: layout of the stage.
-        owners: rank within the stage by unit name; units without an entry are left out.
+        owners: rank within the stage, by unit name; units without an entry are omitted.
     """
     tensor_size = len(stage_units)
     all_tensor_ranks = tuple(range(tensor_size))
@@ -111,7 +111,10 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Declare each tensor-parallel piece of a cut `matrix` as a separate unit."""
+    """Return the units, with each piece of a sharded matrix as a separate unit.
+
+    Only units for which `matrix` returns True are replaced.
+    """
     size = len(stage_units)
     return [
         [

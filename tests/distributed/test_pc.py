@@ -79,8 +79,8 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
     *found, same, more, fewer = [*loaded(2, shared), *loaded(1, [*back, *other])]
     assert same == whole["sphere"]  # bit for bit
     rest = "; layers.0.down, for example, is only in the"
-    assert f"PC layers and the model 0{rest} checkpoint" in more
-    assert "it has 0 PC layers and the model " in fewer and f"{rest} model" in fewer
+    assert f"PC layers, but the model has 0{rest} checkpoint" in more
+    assert "it has 0 PC layers, but the model has " in fewer and f"{rest} model" in fewer
     for (name, _), losses in zip([*shared, back[0]], found, strict=True):
         # The first loss is of the loaded weights; later steps sum in another order.
         assert losses[0] == pytest.approx(whole[name][0], rel=1e-6)

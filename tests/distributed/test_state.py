@@ -154,10 +154,10 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(results):
     said = {case: answer["said"] for case, answer in results["refused"].items()}
     assert "weight/layers.2.q.0 is missing" in said["missing unit"]
     assert (
-        "weight/layers.0.gate has shape (48, 32), the model's has (64, 32)" in said["other shape"]
+        "weight/layers.0.gate has shape (48, 32), but (64, 32) in the model" in said["other shape"]
     )
     assert "optimizer/layers.0.q.0/u is missing" in said["other rule"]
-    assert "has dtype torch.float32, the model's has torch.float64" in said["other dtype"]
+    assert "has dtype torch.float32, but torch.float64 in the model" in said["other dtype"]
     assert "the model has no weight/layers.2.q.0" in said["unit too many"]
 
 

@@ -83,12 +83,12 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint: Path)
     forge(checkpoint, "state/.metadata", pickle.dumps(index))
     info = read_checkpoint(checkpoint)
     found = sorted(problems(info))
-    assert [text for text in found if "names other.distcp" in text or "not a file of" in text]
+    assert [text for text in found if "names other.distcp" in text or "not a file in" in text]
     for ranks in (1, 3):
         shares = [slice(rank, None, ranks) for rank in range(ranks)]
         assert sorted(text for share in shares for text in problems(info, share)) == found
     if name != "other.distcp":
-        with pytest.raises(UnsafeIndexError, match="is not a file of its folder"):
+        with pytest.raises(UnsafeIndexError, match="is not a file in its folder"):
             read_index(info.state)
         with pytest.raises(BrokenCheckpointError):
             StoredTensors(info.state)
@@ -127,7 +127,7 @@ def test_an_index_of_an_older_python_is_read(checkpoint: Path) -> None:
 )
 def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint: Path) -> None:
     (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(*call)))
-    with pytest.raises(UnsafeIndexError, match="is not trusted: it asks for the attribute '"):
+    with pytest.raises(UnsafeIndexError, match="is not trusted: it refers to the attribute '"):
         read_index(checkpoint / "state")
 
 
