@@ -1,5 +1,5 @@
 """Measurements for monitors of a run: whole matrices, activations, gradients of micro-batches.
 
-Nothing here changes the results of a run; training/monitor computes the figures. Start with
-unit_gather.py.
+Measurements do not change the results of a run; training/monitor computes the figures. Read
+unit_gather.py first.
 """

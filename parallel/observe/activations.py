@@ -1,8 +1,8 @@
-"""Activations and gradients of a monitored step: Gram matrices, sizes, attention scores.
+"""Activations of a monitored step: Gram matrices, sizes, attention scores.
 
-The inputs of every weight are summed to their Gram matrix A A^T, a few thousand tokens at a time;
-no activation is kept. Hooks exist only in monitored steps and change no values. Recomputed passes
-are counted once, in the pass before backward.
+The Gram matrix A A^T of each weight's inputs A is accumulated for a few thousand tokens at a time;
+no activations are stored. Hooks exist only in monitored steps and change no values. With
+recomputation, only the pass before backward is counted.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,7 +23,7 @@ from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
 CHUNK = 4096
-"""Number of tokens whose inputs are converted to float32 together."""
+"""Number of tokens whose inputs are converted to float32 at a time."""
 
 EMBEDDING = "embedding"
 
@@ -32,10 +32,10 @@ EMBEDDING = "embedding"
 class Inputs:
     """Sums over tokens of a parameter's inputs A `[inputs, tokens]`.
 
-    gram     A A^T `[inputs, inputs]`, or this rank's rows of it before `ActivationWatch.inputs` if
-             tensor parallelism cuts A; for the embedding, the count of each token, `[rows]`
+    gram     A A^T `[inputs, inputs]`; if A is sharded, this rank's rows until
+             `ActivationWatch.inputs` gathers all rows; for the embedding, token counts `[rows]`
     tokens   number of tokens, `[]`
-    cut      the ranks that share A, None if it is whole
+    cut      the ranks that share A, None if this rank has the whole A
     """
 
     gram: Tensor
@@ -45,7 +45,7 @@ class Inputs:
 
 @dataclass
 class Size:
-    """Statistics of a tensor's entries: the sum of squares, the number, the largest."""
+    """Sum of squares, number, and largest absolute value of a tensor's entries."""
 
     square: Tensor
     number: Tensor
@@ -102,8 +102,8 @@ class ActivationWatch:
     def inputs(self) -> dict[str, Inputs]:
         """Return the inputs of each watched parameter over the global batch.
 
-        All ranks of a stage call it together. Inputs that every tensor-parallel rank sees are
-        counted once per rank, in both `gram` and `tokens`.
+        All ranks of a stage must call this method together. Inputs that are equal on all
+        tensor-parallel ranks are counted once per rank, in both `gram` and `tokens`.
         """
         units = {unit.parameter: unit for unit in self.model.units}
         for name, seen in self.seen.items():
@@ -118,7 +118,7 @@ class ActivationWatch:
     def blocks(self) -> dict[str, dict[str, float]]:
         """Return sizes and scores by layer or "embedding", on the first rank of each stage.
 
-        All ranks of a stage call it together; other ranks return an empty result.
+        All ranks of a stage must call this method together; other ranks get an empty result.
         """
         stage = self.groups.dense.stage
         figures: dict[str, dict[str, float]] = {}
@@ -148,7 +148,7 @@ class ActivationWatch:
         done = set()
         for part in self.model.domains:
             for unit in part.units:
-                # A tied head has no figures of its inputs, on any layout.
+                # The inputs of a tied head are not measured, on any layout.
                 watched = unit.layer in layers or (unit.layer is None and not unit.is_copy)
                 if unit.is_matrix and watched and unit.parameter not in done:
                     done.add(unit.parameter)
@@ -209,7 +209,7 @@ class ActivationWatch:
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
             if inputs and len(args) > 1:
-                return  # terms of a sum that the next norm is called on
+                return  # two terms; the norm is called again with their sum
             seen = first(args, kwargs) if inputs else output
             if torch.is_grad_enabled():
                 size.add(seen[0] if isinstance(seen, tuple) else seen)
@@ -227,7 +227,7 @@ def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
     """Return the input of the weight of `module`, given the module's input `seen`.
 
-    Transformer Engine's linear layers contain the norm before them.
+    Transformer Engine's linear layers contain the preceding norm.
     """
     gain = getattr(module, "layer_norm_weight", None)
     if gain is None:
@@ -236,7 +236,7 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """Add the products of this rank's inputs `seen` `[..., inputs]` with all inputs."""
+    """Add the products of this rank's inputs `seen` `[..., inputs]` with all ranks' inputs."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):
@@ -248,7 +248,7 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
     """Count the tokens `seen` `[b, s]`."""
     flat = seen.flatten()
-    # Integers sum exactly in any order; bincount would wait for the device.
+    # Sums of integers are exact in any order; bincount would wait for the device.
     inputs.gram.scatter_add_(0, flat, torch.ones_like(flat, dtype=inputs.gram.dtype))
     inputs.tokens += seen.numel()
 

@@ -1,10 +1,10 @@
 """Gradients of single micro-batches and their inner products, from which the gradient noise of a
 step is computed.
 
-The samples are the first micro-batches of the global batch, on every layout. Each rank keeps the
+On every layout, the samples are the first micro-batches of the global batch. Each rank stores the
 gradients of its own samples until the end of the backward pass. Then, one parameter at a time, all
-replicas receive all samples, and only the products `[samples, samples]` of each matrix are kept.
-Expert-parallel experts are skipped: their gradients mix micro-batches of several ranks.
+replicas receive all samples, and only the products `[samples, samples]` of each matrix are stored.
+Expert-parallel experts are skipped, because their gradients mix micro-batches of several ranks.
 """
 
 from typing import Final
@@ -18,23 +18,23 @@ from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
 
 OBSERVER: Final = "gradient samples"
-"""Name of the observer; as it is always the same, the next step's samples replace samples that were
-never read."""
+"""Name of the observer. Because the name is constant, the next step's samples replace samples that
+were never read."""
 
 
 class GradientSamples:
-    """Keeps the gradients of this rank's samples of one step."""
+    """Gradients of this rank's samples of one step."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, *, microbatches: int, samples: int
     ) -> None:
-        """Start to keep gradients.
+        """Start to store gradients.
 
         Args:
             model: the model with the observed gradients.
             groups: process groups of the model.
             microbatches: micro-batches of a step on one rank.
-            samples: micro-batches of the global batch to keep, at most all of them.
+            samples: number of samples of the global batch; at most all its micro-batches are used.
         """
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
@@ -60,8 +60,8 @@ class GradientSamples:
     def products(self) -> dict[str, Tensor]:
         """Return inner products `[samples, samples]`, float64, of each unit's gradients.
 
-        Every rank with a part of a unit gets its products; all ranks of a stage call it together.
-        The samples are dropped.
+        All ranks of a stage must call this method together; every rank with a part of a unit gets
+        the unit's products. The samples are freed.
         """
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)

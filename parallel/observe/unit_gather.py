@@ -1,11 +1,11 @@
-"""The unit gather: weights, gradients and updates as whole matrices, each on one rank, for
+"""The unit gather: whole matrices of weights, gradients and updates, each on one rank, for
 inspection.
 
-The singular values of a matrix do not follow from the singular values of its pieces. Therefore one
-rank, the inspection rank, inspects each whole matrix. Any tensor in the ranks' shards can be
-gathered. The matrices are sent as in a step, but in their own dtype, and in rounds that fit the
-memory of each rank. Matrices of one parameter share an inspection rank, which therefore also has
-their common activations.
+The singular values of a matrix cannot be computed from the singular values of its pieces. Therefore
+each whole matrix is gathered on one rank, its inspection rank. Any tensor that is stored in shards
+can be gathered. Matrices are sent as in a step, but in their own dtype, and in rounds that fit into
+each rank's memory. Matrices of one parameter have the same inspection rank, so that this rank alone
+needs their common activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Choose which of the `ranks` of a stage inspects the matrices of each parameter.
+    """Choose the inspection rank of each parameter's matrices, among the `ranks` of a stage.
 
-    `units` are the units of each tensor-parallel rank. The costliest parameters are placed first,
-    on the rank with the smallest load so far.
+    `units` are the units of each tensor-parallel rank. Parameters are placed in the order of
+    descending cost, each on the rank with the smallest load so far.
     """
     costs: dict[str, int] = {}
     for members in units:
@@ -44,10 +44,10 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
 def inspection_rounds(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
 ) -> list[dict[str, int]]:
-    """Divide the matrices of a stage into rounds, mappings of unit names to inspection ranks.
+    """Divide the matrices of a stage into rounds; a round maps unit names to inspection ranks.
 
-    A round contains matrices of one bucket and, on each rank, at most `elements` elements or a
-    single matrix. The other arguments are as for `inspection_ranks`.
+    A round contains matrices of one bucket, and on each rank at most `elements` elements or a
+    single matrix. `inspection_ranks` describes the other arguments.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -75,7 +75,7 @@ def inspection_rounds(
 MOMENTUM: Final = "momentum"
 """Name of the momentum in the state of every rule with momentum."""
 Shards = list[list[Tensor]]
-"""Per domain and bucket, this rank's shard of a tensor of the weights' shape."""
+"""This rank's shards, by domain and bucket, of tensors with the shapes of the weights."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Inspection:
 class Snapshot:
     """A snapshot of the weights.
 
-    shards   the masters; for a PC layer the masters of PC(W)
+    shards   master shards; for a PC layer they contain PC(W)
     whole    W `[rows, cols]` of the PC layers that this rank steps, by unit name
     """
 
@@ -102,7 +102,7 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """Return a snapshot of the present weights; with `copy` it outlives the next step."""
+    """Return a snapshot of the current weights; with `copy` the next step does not change it."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
@@ -115,7 +115,7 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Return the present gradient shards.
+    """Return the current gradient shards, as copies if `copy`.
 
     Before the optimizer's step, the gradient of a PC layer is the gradient of PC(W).
     """
@@ -126,8 +126,8 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta, 0 for rules without momentum; for a PC layer, W's
-    momentum."""
+    """Return a snapshot of the momenta, which are 0 for rules without momentum; `whole` contains
+    the momenta of W of PC layers."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {
@@ -145,7 +145,7 @@ def momenta(optimizer: DistributedOptimizer) -> Snapshot:
 
 
 class UnitGather:
-    """The unit gathers of all domains of this rank's pipeline stage, planned once."""
+    """Gathers of whole matrices for all domains of this rank's pipeline stage, planned once."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
         """Plan the gathers; a rank inspects at most `elements` elements or one matrix at a time."""
@@ -164,8 +164,8 @@ class UnitGather:
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
         """Gather every matrix and yield this rank's matrices in stacks of equal shape.
 
-        `arrays` are the shards to gather, by name. All ranks of the stage call it together. The
-        matrices of an inspection are dropped when the next one is requested.
+        `arrays` are the shards to gather, by name. All ranks of the stage must call this method
+        together. The matrices of an inspection are freed when the next inspection is requested.
         """
         for index, bucket, stacks, exchange in self.plans:
             gathered = {}

@@ -1,5 +1,5 @@
-"""Detects weights that change between steps, for instance by bits flipped in memory or in a
-transfer, and copies of a weight that differ between ranks."""
+"""Detection of weights that change between steps, for instance by bit flips in memory or in a
+transfer, and of weights whose copies differ between ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,7 +64,10 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
-    """A collective: return the findings of all ranks in one line, or "" if there are none."""
+    """Return the findings of all ranks in one line, or "" if there are none.
+
+    All ranks must call this function together.
+    """
     of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
     return ", ".join(of_all[:SHOWN]) + more
@@ -103,8 +106,8 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """A part of a bucket of weights, as flat memory.
 
-    slots   slots of the weights in the bucket that contains this memory
-    first   first element of this memory in the bucket
+    slots   slots of all weights in the bucket
+    first   position of the memory's first element in the bucket
     """
 
     kind: str
@@ -125,10 +128,11 @@ class _Watched:
 
 
 class WeightWatch:
-    """Sums of all weights of one rank, taken after each step and compared before the next.
+    """Sums of the bits of all weights on one rank, computed after each step and compared before the
+    next step.
 
-    The sums cover the parameters, this rank's shards of the masters, and the weights that owners of
-    matrices keep. Each step reads them twice and waits for its new weights.
+    The sums include the parameters, this rank's master shards, and the weights of the matrices that
+    this rank owns. Each step reads these weights twice and waits for its new weights.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -158,7 +162,7 @@ class WeightWatch:
             changed |= chunk_sums(watched.flat) != before
 
     def forget(self) -> None:
-        """Accept the next weights as unchanged, for instance after loading a checkpoint."""
+        """Discard the recorded sums, for instance after loading a checkpoint."""
         self.sums, self.changed = [], []
 
     @torch.no_grad()
@@ -166,7 +170,8 @@ class WeightWatch:
         """Raise DisagreementError on every rank if weights have changed or copies differ on any
         rank.
 
-        This is a collective and waits for the device. The error names ranks, hosts and weights.
+        All ranks must call this method together; it waits for the device. The error names ranks,
+        hosts and weights.
         """
         self.compare()
         same = iter((~torch.cat(self.changed)).tolist())
@@ -175,7 +180,7 @@ class WeightWatch:
         summary = summary_of_all(f"{me}: {name}" for name in changed)
         if summary:
             raise DisagreementError(
-                f"weights have changed between steps: {summary}; earlier checkpoints are sound, "
+                f"weights have changed between steps: {summary}; earlier checkpoints are correct, "
                 "but that rank's memory may be faulty"
             )
         check_replicas(self.optimizer.model)

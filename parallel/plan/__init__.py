@@ -1,4 +1,4 @@
-"""The plan of a run on N ranks, computed without running it: placement, sent bytes, memory.
+"""The plan of a run on N ranks, computed without starting the run: placement, sent bytes, memory.
 
-Nothing here touches a device or a process group. Start with planner.py.
+The package uses no device and no process group. Read planner.py first.
 """

@@ -1,6 +1,6 @@
-"""Memory of one rank by kind, and the bytes of activations that it stores and sends.
+"""Memory of one rank by kind, and the bytes of activations that the rank stores and sends.
 
-Nothing is run; activations are estimates.
+The bytes of activations are estimates.
 """
 
 from collections import Counter
@@ -36,25 +36,25 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Largest memory needed at any time.
+        """Peak memory in bytes.
 
-        Activations are freed before the optimizer's step needs its buffers. The Gram penalty's
-        buffers are not counted; a rehearsal shows them.
+        Activations are freed before the optimizer's step allocates its buffers. The buffers of the
+        Gram penalty are not included; a rehearsal shows them.
         """
         permanent = self.weights + self.gradients + self.master + self.state
         return permanent + max(self.activations, self.buffers)
 
 
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:
-    """Return the bytes that a rank with these chunks keeps for the backward pass.
+    """Return the bytes of activations on a rank with these chunks.
 
-    They are the activations of `in_flight` micro-batches, plus the temporary memory of one
-    micro-batch. Until the loss is computed this is the head's memory; later it is a layer's
-    gradients and recomputed activations in the layer's backward pass. The larger of the two counts.
-    The head saves its norm, float32 logits, and logits of the model's dtype; with `loss_chunk` it
-    holds float32 logits and their softmax for one chunk at a time. With `recompute` selective the
-    feed-forward blocks save only their routed experts' tensors; with full, a layer saves only its
-    input.
+    The result is the saved activations of `in_flight` micro-batches plus the temporary memory of
+    one micro-batch. Temporary memory is the larger of the head's memory, which is needed until the
+    loss is computed, and a layer's gradients and recomputed activations in its backward pass. The
+    head saves its norm, float32 logits, and logits in the model's dtype; with `loss_chunk` it needs
+    float32 logits and their softmax for one chunk at a time. With selective recomputation,
+    feed-forward blocks save only tensors of routed experts; with full recomputation, a layer saves
+    only its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -74,7 +74,7 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
     if any(part.head for part in chunks):
         rows, chunk = model.padded_vocab // inputs.tensor, inputs.loss_chunk
         logit_bytes = 8 if chunk is not None else 4 + itemsize % 4
-        logit_bytes += 0 if model.final_softcap is None else 4  # the slope of the cap
+        logit_bytes += 0 if model.final_softcap is None else 4  # the slope of the soft cap
         head = 2 * tokens * stream * itemsize
         head += logit_bytes * tokens * (rows if chunk is None else min(rows, chunk))
     return int(tokens * itemsize * kept * in_flight) + max(head, tokens * itemsize * once)
@@ -83,13 +83,13 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
     """Return the number of elements per token that a layer saves for its backward pass.
 
-    They are the inputs and outputs of both norms (cut only by sequence parallelism), attention's
-    tensors (q, k, v, its output, rotated q and k, a copy of normalised grouped queries, and keys
-    and values of the other context ranks) and the gated block's tensors (gate, up, the activation,
-    a copy of up, their product; compiled or with a gradient kernel only gate, up and product; with
-    a shared gate, the output of shared experts). All experts of a token, and the copies of the
-    token that they receive, count as if they were on the token's rank; each tensor-parallel rank
-    sends its share of the tokens to experts.
+    The elements are inputs and outputs of both norms (sharded only by sequence parallelism); q, k,
+    v, the attention output, rotated q and k, a copy of normalised grouped queries, and keys and
+    values of other context ranks; and the tensors of the gated block: gate, up, the activation, a
+    copy of up, and the product of activation and up (only gate, up and the product if compiled or
+    with a gradient kernel). With a shared gate the output of shared experts is added. All experts
+    of a token, and its copies for these experts, are counted on the token's rank; each
+    tensor-parallel rank sends its share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
@@ -99,7 +99,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     width += (inputs.context - 1) * model.query_groups * sizes // tensor  # of other ranks' tokens
     family = FAMILIES[model.family]
     if family.post_norms:
-        width += 2 * stream  # their inputs
+        width += 2 * stream  # inputs of these norms
     if family.zero_centered_gains:  # inputs and normalised values, in float32
         width += 3 * stream * (4 if family.post_norms else 2)
     if model.qk_norm and model.query_groups != model.heads:
@@ -121,10 +121,10 @@ def _block_copies(shape: StepShape) -> int:
 
 
 def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
-    """Return the width on one rank of a token's feed-forward block in `layer`, or of its routed
-    experts.
+    """Return the hidden size, on one rank, of a token's feed-forward block in `layer`, or of its
+    routed experts only.
 
-    Narrower parts of an expert have proportionally more rows.
+    Parts of a sharded expert are narrower, but process proportionally more rows.
     """
     moe, tensor = shape.model.mixture(layer), shape.inputs.tensor
     if moe is None:
@@ -136,8 +136,8 @@ def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
     """Return the temporary bytes of attention scores without a fused kernel.
 
-    They are four float32 copies of one block's scores, in the backward pass; `tokens` is the number
-    of tokens of a micro-batch.
+    The backward pass needs four float32 copies of one block's scores; `tokens` is the number of
+    tokens of a micro-batch.
     """
     if not model.explicit_scores:
         return 0
@@ -165,14 +165,14 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Modelled time."""
+        """Modelled seconds."""
         return self.links.seconds(self.size, self.across, self.calls)
 
 
 def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
-    """Return the activation traffic of a rank of a pipeline stage, without empty kinds.
+    """Return the nonzero activation traffic of a rank of a pipeline stage, by kind.
 
-    Recomputation repeats the forward pass's traffic.
+    Recomputation repeats the traffic of the forward pass.
     """
     kinds = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
     kinds += _experts(shape, stage)
@@ -180,12 +180,12 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:
-    """Return all-gathers and reduce-scatters of tensor-parallel matrices, or all-reduces without
-    sequence parallelism.
+    """Return the traffic of tensor parallelism: all-gathers and reduce-scatters, or all-reduces
+    without sequence parallelism.
 
-    Under sequence parallelism a column-parallel matrix gathers its inputs in forward and backward,
-    and scatters their gradients; a row-parallel matrix scatters its outputs and gathers their
-    gradients.
+    Under sequence parallelism, a column-parallel layer all-gathers its inputs in forward and
+    backward, and reduce-scatters their gradients; a row-parallel layer reduce-scatters its outputs
+    and all-gathers their gradients.
     """
     inputs, links = shape.inputs, shape.links("tensor")
     sequence = inputs.sequence_parallel
@@ -198,7 +198,7 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
             again = inputs.recompute == "full" or (inputs.recompute == "selective" and weight.block)
             column = weight.cut == "rows"
             once = (3 if column else 2) + again
-            if not sequence:  # an all-reduce sends twice
+            if not sequence:  # an all-reduce sends as much as both
                 once = 2 if column else 2 * (1 + again)
             side = weight.cols if column else weight.rows
             times[side] = times.get(side, 0) + once
@@ -219,8 +219,8 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
 
 
 def _context(shape: StepShape, stage: int) -> Traffic:
-    """Return the traffic of keys and values, which are gathered forward, and of their gradients,
-    which are scattered backward."""
+    """Return the traffic of keys and values, which are all-gathered in forward, and of their
+    gradients, which are reduce-scattered in backward."""
     model, inputs, links = shape.model, shape.inputs, shape.links("context")
     heads = model.heads if model.latent is not None else model.query_groups
     width = heads * (model.head_size + model.value_head_size) // inputs.tensor
@@ -241,7 +241,7 @@ def _pipeline(shape: StepShape, stage: int) -> Traffic:
 
 
 def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:
-    """Return the traffic of tokens and their gradients to experts and back."""
+    """Yield the traffic of tokens and their gradients to experts and back."""
     moe, inputs, links = shape.model.moe, shape.inputs, shape.links("expert")
     if moe is None or links.size == 1:
         return

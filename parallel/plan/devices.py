@@ -1,9 +1,9 @@
-"""GPUs for plans and rehearsals, and the time of their launches and collectives.
+"""GPUs for plans and rehearsals, and modelled times of launches and collectives.
 
-The time is a roofline with stated constants, not a measurement. Plans, which count a step's work
-from its config, and rehearsals, which count the program's launches, share this model of time. A
-launch takes the longest of three times: its bytes at the device's copy rate, its FLOPs at the share
-of the peak that their kind reaches, and the least time of a launch.
+Times come from a roofline model with stated constants, not from measurements. Plans, which compute
+a step's work from its config, and rehearsals, which count the program's launches, use the same
+model. The time of a launch is the largest of three times: its bytes divided by the device's copy
+rate, its FLOPs divided by the FLOP/s that such an operation reaches, and the minimum launch time.
 """
 
 import re
@@ -23,41 +23,41 @@ fragmentation."""
 
 
 OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
-"""Types of the operands of products."""
+"""Operand types of matrix products."""
 
 
 class Device(Section):
-    """One GPU and the node it is in. Rates are per second."""
+    """A GPU and its node. Rates are per second."""
 
     name: str
     """Name, as CUDA reports it."""
     memory_bytes: Count
-    """Bytes that CUDA reports, before anything is allocated."""
+    """Bytes of memory that CUDA reports before any allocation."""
     capability: tuple[int, int]
     """Compute capability."""
     processors: Count
     """Number of streaming multiprocessors."""
     copy_rate: Positive
-    """Bytes that a copy kernel reads and writes."""
+    """Bytes per second that a copy kernel reads and writes, added up."""
     peak: dict[str, Positive]
-    """FLOPs of dense products by type of the operands, one of `OPERANDS`."""
+    """FLOP/s of dense products, by operand type in `OPERANDS`."""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.75
     """Share of `peak` that a large product reaches."""
     launch_seconds: Positive = 5e-6
-    """Least time of a kernel that the host launches."""
+    """Minimum time of a kernel that the host launches."""
     graph_seconds: Positive = 1.5e-6
-    """Least time of a kernel that a graph launches."""
+    """Minimum time of a kernel that a CUDA graph launches."""
     node_size: Count = 8
     """Number of GPUs in a node."""
     node_rate: Positive = 400e9
-    """Bytes that a GPU sends to others of its node."""
+    """Bytes per second that a GPU sends to other GPUs of its node."""
     network_rate: Positive = 45e9
-    """Bytes that a GPU sends to other nodes."""
+    """Bytes per second that a GPU sends to other nodes."""
     latency_seconds: Positive = 20e-6
-    """Least time of a collective."""
+    """Minimum time of a collective."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the types of the operands."""
+        """Check the operand types of `peak`."""
         wrong = (self.peak.keys() ^ {*OPERANDS}) - {"fp8"}
         rule = f"must have the keys {', '.join(OPERANDS)}, of which fp8 may be missing"
         yield "peak", wrong, f"{rule}, got {', '.join(self.peak)}"
@@ -68,9 +68,9 @@ class Device(Section):
         return int(self.memory_bytes * (1 - RESERVE))
 
 
-# Peaks are those of NVIDIA's data sheets without sparsity; float32 is the peak of CUDA cores, which
-# float32 products use unless TF32 is allowed. The H100's copy rate was read on a device (3.0 of
-# 3.35 TB/s); the others have the same share of their data sheets' bandwidth.
+# Peaks are from NVIDIA's data sheets, without sparsity; fp32 is the peak of CUDA cores, which
+# compute float32 products unless TF32 is allowed. The H100's copy rate was read on a device (3.0 of
+# 3.35 TB/s); the other copy rates are the same share of the bandwidth in the data sheets.
 DEVICES: Final[Mapping[str, Device]] = {
     "h100": Device(
         name="NVIDIA H100 80GB HBM3",
@@ -139,37 +139,34 @@ def peak_flops(device_name: str) -> float | None:
 
 
 HALF_SIZE: Final = 64
-"""Length of a side at which a product on tensor cores reaches half of the share of the peak that a
-large product reaches."""
+"""Side length at which a matrix product on tensor cores reaches half the FLOP/s of a large
+product."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
-"""Operands of products on tensor cores."""
+"""Operand types of products on tensor cores."""
 ATTENTION: Final = 0.45
 """Share of the peak that fused attention reaches, as published for H100 (cuDNN, FlashAttention-3)
-and A100 (FlashAttention-2), both causal with heads of 128."""
+and A100 (FlashAttention-2), both causal with head dimension 128."""
 OLDER_ATTENTION: Final = 0.32
 """Share of the peak for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et
 al., "FlashAttention-3", 2024, figure 5) and backward passes about 300."""
 EXPLICIT_ATTENTION: Final = 0.1
-"""Share of the peak for scores computed block by block."""
+"""Share of the peak for attention whose scores are computed block by block."""
 SYMMETRIC: Final = 0.45
 """Share of the peak for the Triton kernels of symmetric products, measured on an H200 for matrices
 of at least 4,096 rows, or 32 matrices of 2,048 rows (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
 """Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
-measured in float64 in SSO's step on an H200. Columns are processed in sequence, so the share is
-proportional to the rows of smaller matrices."""
+measured in float64 in SSO's step on an H200. For fewer rows the share is proportional to the number
+of rows, because columns are processed in sequence."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Seconds per row of an eigenvalue problem, whose columns need many small kernels in sequence. An
-estimate: 2,048 rows take 0.25 s."""
+"""Seconds per row of an eigenvalue problem, whose columns need many small kernels in sequence. This
+is an estimate: 2,048 rows take 0.25 s."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a group of `size` ranks, whose neighbours are `stride` ranks apart.
-
-    per_node   ranks of the group in one node
-    """
+    """The links of a group of `size` ranks whose global ranks differ by multiples of `stride`."""
 
     size: int
     stride: int
@@ -198,7 +195,7 @@ class Links:
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
         """Return the seconds of `calls` collectives in which a rank sends `size` bytes in total.
 
-        A share `across` of them leaves the node, through this rank's own network adapter.
+        A share `across` of the bytes leaves the node, through this rank's own network adapter.
         """
         if self.size == 1 or size == 0:
             return 0.0
@@ -209,7 +206,7 @@ class Links:
 
 
 def product_share(device: Device, operands: str, sides: Sequence[float]) -> float:
-    """Return the share of the peak that a product of these sides reaches."""
+    """Return the share of the peak that a product with these side lengths reaches."""
     share = device.efficiency
     for side in sides if operands in TENSOR_CORES else ():
         share *= side / (side + HALF_SIZE)
@@ -232,10 +229,10 @@ class Work:
     """The work of an operation on a device.
 
     size       moved bytes
-    operands   type of its operands, a key of `Device.peak`
-    share      share of the peak, None for a large product's
+    operands   operand type, a key of `Device.peak`
+    share      share of the peak that the operation reaches; None: `Device.efficiency`
     kernels    number of launches
-    waiting    seconds of sequential steps of any size
+    waiting    minimum seconds of sequential steps
     """
 
     size: float
@@ -247,7 +244,7 @@ class Work:
 
 
 def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> float:
-    """Return the time of an operation."""
+    """Return the seconds of an operation."""
     least = work.kernels * (device.graph_seconds if in_graph else device.launch_seconds)
     share = device.efficiency if work.share is None else work.share
     return max(
@@ -259,7 +256,7 @@ def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> flo
 
 
 def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
-    """Return the time of `[rows, inner] @ [inner, cols]`."""
+    """Return the seconds of `[rows, inner] @ [inner, cols]`."""
     if not rows:
         return 0.0
     share = product_share(device, operands, (rows, inner, cols))
@@ -267,7 +264,7 @@ def product_seconds(device: Device, operands: str, rows: float, inner: float, co
 
 
 def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:
-    """Return the time of a collective in which a rank sends `size` bytes within `ranks`."""
+    """Return the seconds of a collective in which each of `ranks` sends `size` bytes."""
     links = Links(len(ranks), abs(ranks[1] - ranks[0]), device)
     across = links.all_to_all_across if kind == "all_to_all" else links.ring_across
     return links.seconds(size, across)

@@ -24,7 +24,7 @@ Owners = Mapping[str, int]
 
 @lru_cache(maxsize=1024)
 def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the bytes of a rule's state of one matrix, by name."""
+    """Return the bytes of a rule's state for one matrix, by the name of the tensor."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return {name: tensor.nbytes for name, tensor in state.items()}
 
@@ -33,7 +33,7 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
     """Return the bytes of a whole-matrix rule's state on a unit's owner, such as cached singular
     vectors.
 
-    Momentum is not counted, as it is in the shards.
+    Momentum is not included, because it is stored in the shards.
     """
     state = state_of_matrix(rule, shape)
     return sum(size for name, size in state.items() if name not in rule.elementwise_state)
@@ -41,10 +41,10 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
-    """Return the bytes that the owner of a PC layer keeps.
+    """Return the bytes that the owner of a PC layer stores.
 
-    They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
-    gradient.
+    The owner stores W, the whole state of the rule, the tracked singular vectors, and gamma with
+    its state and gradient.
     """
     assert assigned.pc is not None
     rows, cols = shape
@@ -94,8 +94,8 @@ class DomainPlan:
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
         """Return the bytes that each rank sends per step, by kind of communication.
 
-        They are counted as in `collectives.CommVolume`: for ring algorithms, without a rank's own
-        elements, and without the Gram penalty.
+        Bytes are counted as in `collectives.CommVolume`, for ring algorithms and without a rank's
+        own elements. The Gram penalty is not included.
         """
         inputs = self.inputs
         ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
@@ -139,7 +139,7 @@ class DomainPlan:
         return state
 
     def kept(self, owners: Owners) -> np.ndarray:
-        """Bytes of weights on each owner (`StepGroup.kept`)."""
+        """Return the bytes of weights that each rank stores as an owner (`StepGroup.kept`)."""
         kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
         for work in self.stepped:
             unit = self.whole[work.name]
@@ -150,7 +150,7 @@ class DomainPlan:
         return kept
 
     def transient(self, owners: Owners) -> int:
-        """Return the transient bytes of the largest step group, on its fullest rank."""
+        """Return the transient bytes of a step group, the largest for any group and rank."""
         # Elements that each rank owns, and that it sends or receives, `[step groups, stage ranks]`.
         count = max(self._step_group.values()) + 1
         owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The plan of a run on N ranks, computed without running it.
+"""The plan of a run on N ranks, computed without starting the run.
 
 Bucket layout and placement are computed by the functions that a run uses, so bytes, loads and
-padding are exact. Activations and transient buffers are estimates, and times come from a model
+padding are exact. Activations and transient buffers are estimates, and times are modelled
 (step_time.py).
 """
 
@@ -28,22 +28,22 @@ from spectral.sharded.placement import Placement, place
 class StagePlan:
     """The plan of one pipeline stage.
 
-    Ranks differ: unless stated otherwise, loads, state and bytes are the largest of any rank.
+    Unless stated otherwise, loads, state and bytes are maxima over the ranks of the stage.
 
     parameters         elements on each rank, without padding
     buckets            number of buckets
-    padding            elements that belong to no parameter
+    padding            padding elements
     elements           elements of a rank's shards
     units              matrices with an owner
-    load_max           FLOPs of the busiest rank
-    load_mean          FLOPs of a rank, mean over the stage
-    sent               bytes per step of the busiest rank, for each kind of communication
-    reduced, gathered  bytes of these in reduce-scatters and all-gathers, by domain
-    sent_max           largest bytes per step of a rank, without the Gram penalty
-    sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
-    state_max          bytes of masters and state on the fullest rank
-    state_mean         bytes of masters and state, mean over the stage
-    memory             memory of the fullest rank
+    load_max           largest FLOPs of the optimizer on a rank
+    load_mean          mean FLOPs of the optimizer on a rank
+    sent               bytes that a rank sends per step, by kind of communication
+    reduced, gathered  bytes that a rank sends in reduce-scatters and in all-gathers, by domain
+    sent_max           bytes that a rank sends per step in all kinds, without the Gram penalty
+    sent_adamw         `sent_max` of AdamW with ZeRO-1 on the same ranks, without padding
+    state_max          largest bytes of masters and state on a rank
+    state_mean         mean bytes of masters and state on a rank
+    memory             memory of a rank
     traffic            all bytes that a rank sends per step by kind, including activations
     """
 
@@ -79,12 +79,12 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest load over mean load; 1 if there is no load."""
+        """Largest load divided by mean load; 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
 
     @property
     def sent_ratio(self) -> float:
-        """Sent bytes over the bytes of AdamW with ZeRO-1; 1 if neither sends any."""
+        """`sent_max` divided by `sent_adamw`; 1 if AdamW sends nothing."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
@@ -93,7 +93,7 @@ class Plan:
     """The plan of a run on `gpus` devices.
 
     model_flops   FLOPs of the forward and backward passes per step and rank
-    time          modelled, of a step
+    time          modelled time of a step
     """
 
     gpus: int
@@ -108,22 +108,22 @@ class Plan:
 
     @property
     def heaviest(self) -> StagePlan:
-        """The stage with the largest memory."""
+        """Stage with the largest memory per rank."""
         return max(self.stages, key=lambda stage: stage.memory.total)
 
     @property
     def memory(self) -> Memory:
-        """Largest memory of a stage."""
+        """Memory of a rank of the heaviest stage."""
         return self.heaviest.memory
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has enough memory, with the reserve."""
+        """Whether every rank has enough memory, including the reserve."""
         return self.memory.total <= self.device.room
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of a device."""
+        """Peak FLOP/s of a device."""
         return self.device.peak[self.operands]
 
     @property
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the devices' peak FLOPs in the modelled time."""
+        """Model FLOPs divided by the devices' peak FLOPs in the modelled time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Plan:
 
 
 def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options: Any) -> Plan:
-    """Plan a run.
+    """Return the plan of a run.
 
     Args:
         shape: model, layout, batch and devices.
@@ -173,7 +173,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
 
 
 def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
-    """Return the plan of a stage with activations and all traffic."""
+    """Return the plan of a stage, completed by activations and all traffic."""
     traffic = activation_traffic(shape, stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
@@ -209,7 +209,8 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Plan one stage from the units of its tensor-parallel ranks; see `completed`."""
+    """Return the plan of a stage from the units of its tensor-parallel ranks; `completed` adds the
+    rest."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -262,8 +263,8 @@ class _Placed:
     """A domain of a stage with its owners.
 
     The stage has `repeats` sets of the domain's ranks, which differ only in their previous loads
-    `base` `[stage ranks]`; the sets take groups of `tensor` neighbouring ranks in turn. Arrays are
-    `[stage ranks]`.
+    `base` `[stage ranks]`; groups of `tensor` consecutive ranks are assigned to the sets in turn.
+    Arrays are `[stage ranks]`.
     """
 
     def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:

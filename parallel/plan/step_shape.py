@@ -1,4 +1,4 @@
-"""The inputs of a plan: layers as matrix products, their layout, the batch and the devices."""
+"""The inputs of a plan: layers as matrix products, the layout, the batch and the devices."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
 
 Cut = Literal["rows", "cols"] | None
-"""Axis that tensor parallelism cuts: rows of a column-parallel weight, cols of a row-parallel
+"""Axis that tensor parallelism shards: rows of a column-parallel weight, cols of a row-parallel
 weight."""
 
 BLOCK: Final = ("gate", "up", "gate_up", "down")
@@ -29,12 +29,12 @@ BLOCK: Final = ("gate", "up", "gate_up", "down")
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """One parameter `[rows, cols]`, the product of its inputs of width cols.
+    """One weight `[rows, cols]`, which multiplies inputs of width cols.
 
     cut      see `Cut`
-    expert   whether it belongs to a routed expert, of which a layer has `experts`
-    block    whether it belongs to a dense or shared feed-forward block
-    router   whether it is a router, which multiplies in float32
+    expert   whether the weight is a part of a routed expert
+    block    whether the weight is a part of a dense or shared feed-forward block
+    router   whether the weight is a router, whose product is in float32
     """
 
     rows: int
@@ -56,7 +56,7 @@ class LayerWeight:
 class Layer:
     """The weights of one layer, with a single routed expert, and the elements of its vectors.
 
-    Gains are whole on each rank; tensor parallelism cuts biases.
+    Gains are replicated; biases are sharded over tensor-parallel ranks.
     """
 
     weights: tuple[LayerWeight, ...]
@@ -75,7 +75,7 @@ class Layer:
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:
-    """Return the weights of layer number `layer`; layers of one kind share the result."""
+    """Return the weights of layer `layer`; layers of the same kind share the result."""
     moe = model.mixture(layer)
     return _kind(model, 0 if moe is None else moe.dense_layers)
 
@@ -125,14 +125,14 @@ Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
 class PlanInputs(Layout):
     """The layout, the dtypes, and options of buckets and placement.
 
-    data             ranks that hold copies of the dense parameters: data x context
+    data             number of copies of the dense parameters: data- times context-parallel size
     recompute        activations that the backward pass recomputes
-    loss_chunk       vocabulary entries of a rank whose logits are in memory at a time, None for all
+    loss_chunk       vocabulary entries of a rank whose logits are in memory at a time; None: all
     fused_loss       whether Liger's kernels compute the loss, without chunks
     compiled         whether norms, rotations and activations are fused by torch.compile
     fused_backward   whether kernels compute the gradients of gated blocks and of heads
     dtype            dtype of weights and activations; gradients and masters are float32
-    rule_operands    type of the operands of the rules' products, a key of `Device.peak`
+    rule_operands    operand type of the rules' products, a key of `Device.peak`
     exchange_bytes   bytes per sent element of momentum and update
     step_groups      see `BucketLayout.step_groups`
     """
@@ -159,9 +159,9 @@ class PlanInputs(Layout):
     ) -> Iterator[tuple["Replicas", "PlanInputs", list[list[Unit]], int]]:
         """Return `(name, inputs, units, repeats)` of a stage's dense units and experts, if any.
 
-        `units` are the units of each tensor-parallel rank. A domain covers the data x tensor ranks
-        of its inputs, and the stage has `repeats` such sets; rank r of the stage belongs to set `r
-        // tensor % repeats`.
+        `units` are the units of each tensor-parallel rank. A domain has copies or shards on data x
+        tensor ranks of its inputs, and the stage consists of `repeats` such sets of ranks; rank r
+        of the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:
@@ -182,11 +182,12 @@ class PlanInputs(Layout):
 class StepShape:
     """One step of a run.
 
-    micro_batch      sequences of a forward and backward pass on one rank
+    micro_batch      sequences per micro-batch
     sequence_length  tokens of a whole sequence
-    microbatches     passes of a rank in a step
-    operands         type of the operands of large products, a key of `Device.peak`
-    attended         length of equal documents to which attention is limited; None: the sequence
+    microbatches     micro-batches per rank and step
+    operands         operand type of large products, a key of `Device.peak`
+    attended         length of documents, all of equal length, within which tokens attend; None:
+                     tokens attend within the whole sequence
     """
 
     model: ModelConfig
@@ -205,12 +206,12 @@ class StepShape:
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens of a micro-batch outside the tensor-parallel matrices of one rank."""
+        """Number of tokens of a micro-batch on one rank, outside tensor-parallel layers."""
         return self.tokens // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def stream(self) -> int:
-        """Number of residual-stream elements per token outside the tensor-parallel matrices."""
+        """Number of residual-stream elements on one rank, per token of `tokens`."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
@@ -225,7 +226,7 @@ class StepShape:
         return _chunks(self.model.layers, self.inputs, stage)
 
     def kinds(self, stage: int) -> dict[int, int]:
-        """Return one layer per kind in a stage, with the number of layers of this kind."""
+        """Return the first layer of each kind in a stage, with the number of layers of the kind."""
         return _kinds(self.model, self.chunks(stage))
 
     def in_flight(self, stage: int) -> float:

@@ -1,10 +1,11 @@
-"""The modelled time of a step: a roofline with stated constants, not a measurement.
+"""The modelled time of a step: a roofline model with stated constants, not a measurement.
 
-The time of a product is its FLOPs divided by the FLOP/s that its shape reaches; the time of any
-other operation is its bytes divided by the copy rate, and at least the time of a launch.
-Communication's time is its bytes over the rate of its slowest link. Communication of activations is
-not hidden behind computation; gradients are hidden behind the backward pass of the last
-micro-batch, and weights behind the forward pass of the first.
+The time of a matrix product is its FLOPs divided by the FLOP/s that its shape reaches; the time of
+any other operation is its bytes divided by the copy rate, and at least the time of a launch. The
+time of communication is its bytes divided by the rate of the slowest link. Communication of
+activations does not overlap with computation; reduce-scatters of gradients overlap with the
+backward pass of the last micro-batch, and all-gathers of weights with the forward pass of the first
+micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,17 +27,17 @@ STEP_BYTES: Final = 34
 """Bytes that the optimizer moves per element of a shard: it reads and writes masters, gradients,
 momentum, and a second moment or a copy in float32, and writes the new weight."""
 MATRIX_BYTES: Final = 105
-"""Additional bytes per element for matrix rules: momentum, its exchange, the update."""
+"""Additional bytes per element for whole-matrix rules: momentum, exchange of momentum, update."""
 
 
 class Passes(NamedTuple):
-    """Elements moved per token for each element of a width.
+    """Number of elements that move per token, divided by the width of the tensor.
 
     stream      residual stream: two norms, two sums, and their gradients
     queries, keys   queries and keys: rotation, copies, and their gradients
     head_norm   normalised queries and keys
     gated, plain    feed-forward block with and without a gate
-    routed      each of a token's experts
+    routed      routed experts, per expert of a token
     """
 
     stream: float
@@ -57,17 +58,17 @@ gradients of queries, keys and values written as one tensor."""
 DISPATCHED: Final = 11
 """Passes over the residual stream per expert of a token."""
 ARRIVED: Final = 8
-"""Passes per expert of a token if a rank has several experts, sorts received tokens by expert, and
-sorts the results back."""
+"""Passes per expert of a token on a rank with several experts, which sorts received tokens by
+expert and restores the order of the results."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18
 """Additional passes over the residual stream in a layer with experts."""
 SCORES: Final = 150
-"""Passes over the keys of each head if scores are computed block by block."""
+"""Passes over the keys of each head, if scores are computed block by block."""
 PACKED: Final = 8
-"""Passes over queries and keys if documents share sequences: copies of queries, keys, values and
-outputs in the order of the sequences, and of their gradients."""
+"""Passes over queries and keys if documents are packed: copies of queries, keys, values and outputs
+in the order of the sequences, and copies of their gradients."""
 ENDS: Final = 12
 """Passes over the residual stream for the embedding or the final norm."""
 LOGITS: Final = 61
@@ -75,21 +76,21 @@ LOGITS: Final = 61
 FUSED_LOGITS: Final = 22
 """Bytes per logit with Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
-"""Bytes per parameter of the embedding and experts that move when a micro-batch's gradient is added
-to the float32 sum; the products of other parameters accumulate gradients."""
+"""Bytes that move per parameter of the embedding and experts when a micro-batch's gradient is added
+to the float32 sum; other gradients are accumulated within matrix products."""
 STACKED: Final = 8
-"""Bytes per parameter of an expert, as a layer's experts are copied to one stack."""
+"""Bytes that move per parameter of an expert when a layer's experts are copied to one stack."""
 FORWARD: Final = 0.4
-"""Share of these bytes in the forward pass."""
+"""Share of moved bytes in the forward pass."""
 
 
 @dataclass(frozen=True)
 class StageTime:
     """Seconds per micro-batch on one rank of a stage.
 
-    forward, backward   computing
-    recompute           recomputing
-    tensor, context, expert, pipeline   sending activations, forward and backward
+    forward, backward   computation
+    recompute           recomputation
+    sending             communication of activations, forward and backward, by kind
     """
 
     forward: float
@@ -99,7 +100,7 @@ class StageTime:
 
     @property
     def total(self) -> float:
-        """Time of one micro-batch."""
+        """Seconds of one micro-batch."""
         return self.forward + self.backward + self.recompute + sum(self.sending.values())
 
 
@@ -108,11 +109,11 @@ class StepTime:
     """Modelled seconds of a step on the slowest rank.
 
     forward, backward, recompute   computation of all micro-batches
-    activations   sending activations
-    bubble        waiting for other stages
-    gradients     reduce-scatters not hidden by the backward pass, and a tied embedding's sum
-    weights       all-gathers not hidden by the forward pass
-    exchange      sending momentum to owners and updates back
+    activations   communication of activations
+    bubble        wait for other pipeline stages
+    gradients     reduce-scatters without overlap, and the sum of a tied embedding's gradients
+    weights       all-gathers without overlap
+    exchange      exchange of momentum and updates between shards and owners
     optimizer     steps of the rules
     """
 
@@ -136,9 +137,9 @@ class StepTime:
 class OptimizerLoad:
     """The optimizer's work per step on the busiest rank of a stage.
 
-    flops      FLOPs of its matrices
-    elements   elements of its shards
-    gradients, weights   bytes reduced and gathered over the replicas of each domain
+    flops      FLOPs of the rules of the rank's matrices
+    elements   elements of the rank's shards
+    gradients, weights   bytes of reduce-scatters and of all-gathers over the replicas, by domain
     exchanged  bytes of momentum and updates between owners and shards
     tied       bytes of a tied embedding's gradient between the first and the last stage
     """
@@ -181,8 +182,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the time of a weight's product with the inputs of one micro-batch; for an expert's
-    weight, of the products of all experts of a rank."""
+    """Return the seconds of a weight's product with the inputs of one micro-batch; for an expert's
+    weight, the sum over all experts of a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -197,7 +198,7 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
 
 
 def attention_seconds(shape: StepShape, layer: int) -> float:
-    """Return the time of a layer's forward attention of one micro-batch."""
+    """Return the seconds of attention in a layer's forward pass of one micro-batch."""
     model, inputs, share = shape.model, shape.inputs, ATTENTION
     length: float = shape.sequence_length
     if model.explicit_scores:  # masked scores are computed too
@@ -211,8 +212,8 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return the numbers of elements of a rank on a stage, for dense parameters and routed
-    experts."""
+    """Return the number of elements of dense parameters, and of routed experts, on a rank of a
+    stage."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
     for layer, number in shape.kinds(stage).items():
@@ -271,9 +272,9 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
 
 
 def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
-    """Return the time of a step, given the optimizer's work on each stage.
+    """Return the time of a step, given the optimizer's load on each stage.
 
-    All stages wait for the slowest optimizer.
+    All stages wait for the stage with the slowest optimizer step.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     slowest = max(times, key=lambda stage: stage.total)
@@ -294,7 +295,7 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
 
 
 def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
-    """Return the time that a rank of the slowest stage waits for others."""
+    """Return the seconds for which a rank of the slowest stage waits for other stages."""
     totals = [stage.total for stage in times]
     return (sum(totals) - max(totals)) / shape.inputs.virtual_pipeline
 
@@ -321,12 +322,12 @@ def optimizer_parts(
 
 
 def rule_seconds(shape: StepShape, flops: float) -> float:
-    """Return the time of the products of the matrices' rule."""
+    """Return the seconds of the rules' matrix products."""
     return flops / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
 
 
 def least_permanent(shape: StepShape, stage: int) -> int:
-    """Return the bytes of weights, gradients and masters of a stage, without padding."""
+    """Return the bytes of weights, gradients and masters on a rank of a stage, without padding."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     copies = shape.links("experts").size
@@ -335,7 +336,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether the least memory of every stage fits into `room` bytes."""
+    """Return whether the minimum memory of every stage fits into `room` bytes per rank."""
     return all(
         least_permanent(shape, stage) + stage_activations(shape, stage) <= room
         for stage in range(shape.inputs.pipeline)
@@ -343,9 +344,10 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 
 
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
-    """Return a lower bound of the step time of this layout's plans.
+    """Return a lower bound in seconds for the step of any plan with this layout.
 
-    `owned_flops` are the FLOPs of all matrices' rules, at best divided equally.
+    `owned_flops` are the FLOPs of the rules of all matrices; for the bound, ranks share them
+    equally.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
