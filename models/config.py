@@ -26,7 +26,7 @@ Rows = Annotated[int, Field(ge=1, le=1 << 26)]
 Parts = Annotated[int, Field(ge=1, le=1 << 14)]
 
 MOST_IN_ALL_LAYERS: Final = 1 << 18
-"""Limit on the number of heads in all layers, and on the number of experts in all layers."""
+"""Limit on the number of heads, and on the number of experts, summed over all layers."""
 
 
 LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
@@ -36,8 +36,8 @@ class InitConfig(Section):
     """Initialisation of weights."""
 
     std: Positive | None = 0.02
-    """Standard deviation of the normal distribution of initial matrices, except embedding and head;
-    null = `min(1, sqrt(rows / cols)) / sqrt(cols)` for each matrix, as in spectral muP."""
+    """Standard deviation of the normally distributed initial weights of all matrices except
+    embedding and head; null = `min(1, sqrt(rows / cols)) / sqrt(cols)`, as in spectral muP."""
     spectral: bool = True
     """Rescale all matrices except embedding and head to the spectral norm `radius`, as in the SSO
     paper."""
@@ -77,7 +77,7 @@ class MoEConfig(Section):
     """Number of shared experts, which process every token; they are fused into one expert with the
     hidden size `shared_experts * expert_ffn`."""
     shared_gate: bool = False
-    """Multiply the shared experts' output by a sigmoid gate, computed from the token."""
+    """Multiply the shared experts' output by a learned sigmoid gate of the token."""
     dense_layers: Whole = 0
     """Number of first layers with a dense feed-forward block of hidden size `ffn` instead of
     experts."""
@@ -88,21 +88,21 @@ class MoEConfig(Section):
     """Number of equal groups of experts; a token is routed to experts in its `top_groups` best
     groups."""
     top_groups: Parts = 1
-    """Number of expert groups per token: those with the largest sum of their `top_k / top_groups`
-    best scores."""
+    """Number of expert groups per token; the groups with the largest sum of their `top_k /
+    top_groups` best scores are chosen."""
     routed_scale: Positive | None = None
     """Factor that multiplies the sum of the routed experts' outputs; null = the SSO paper's factor,
     which gives this sum the variance of the shared experts' sum."""
     expert_bias: bool = True
-    """Balance the load without a loss: add a bias per expert to the scores when experts are
-    chosen."""
+    """Balance the experts' load without an auxiliary loss: add a bias per expert to the scores for
+    the choice of experts."""
     expert_bias_rate: AtLeast0 = 1e-3
     """Amount by which an expert's bias rises or falls in each optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = off."""
     global_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over the global batch, which uses the load of the
-    previous step; 0 = off."""
+    """Coefficient of the load-balancing loss over the global batch; 0 = off. The loss uses the load
+    of the previous step."""
     z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = off."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
@@ -169,7 +169,7 @@ class RopeScalingConfig(Section):
     """yarn: factor that multiplies rotated queries and rotated keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that the keys that `kind` requires are set, and that unused keys are not."""
+        """Check that the keys required by `kind` are set, and that unused keys are not set."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"
         for key, needed in kinds.items():
@@ -253,9 +253,9 @@ class ModelConfig(Section):
     """Library of attention and linear layers: PyTorch (sdpa), or Transformer Engine, which must be
     installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel for attention_backend sdpa. auto: a kernel of PyTorch; flash_attention_3 or
-    flash_attention_4: this FlashAttention package, for bf16 on GPUs. auto uses neither package,
-    because their speed was not measured."""
+    """Kernel for attention_backend sdpa. auto: a kernel of PyTorch; other values: the
+    FlashAttention package of this name, for bf16 on GPUs. auto uses neither package, because their
+    speed was not measured."""
 
     def checks(self) -> Iterator[Check]:
         """Check the conditions that apply to every family."""
@@ -287,12 +287,12 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads, also if `kv_heads` is null."""
+        """Number of key/value heads: `kv_heads`, by default `heads`."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Dimension of a query or key head, also if `head_dim` is null."""
+        """Dimension of a query or key head: `head_dim`, by default hidden / heads."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim

@@ -55,7 +55,7 @@ class Family:
     latent: bool = False
     """Whether attention is multi-head latent attention."""
     zero_centered_gains: bool = False
-    """Whether norms multiply by 1 + gain, with gains initially 0, instead of gains initially 1."""
+    """Whether norms multiply by 1 + gain (gain initially 0) instead of by gain (initially 1)."""
     post_norms: bool = False
     """Whether norms also follow attention and the feed-forward block."""
     scaled_embedding: bool = False
@@ -110,7 +110,7 @@ class Family:
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-        """Return the roles of matrices in forward order, then of gains and biases, then head."""
+        """Return the roles: matrices in forward order, then gains and biases, then the head."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
             replace(model, vocab_size=1),  # any size, because the vocabulary may not be known yet
@@ -254,7 +254,7 @@ def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
 
 
 def active_by_role(model: ModelConfig, units: Sequence[Unit]) -> Counter[str]:
-    """Count the parameters of each role that one token uses."""
+    """Return, for each role, the number of parameters that one token uses."""
     counts: Counter[str] = Counter()
     for unit in units:
         counts[unit.role] += unit.numel

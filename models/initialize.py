@@ -1,4 +1,4 @@
-"""Initial weights, which do not depend on the layout: each unit is drawn from its name and seed."""
+"""Initial weights, which do not depend on the layout: a unit's name seeds its random numbers."""
 
 import hashlib
 import math

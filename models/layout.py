@@ -25,7 +25,7 @@ class Layout:
     expert             ranks that share the experts of a layer
     expert_tensor      ranks that share each routed expert
     sequence_parallel  whether activations between tensor-parallel blocks are sharded
-    first_stage_layers, last_stage_layers   None: as many layers as each other stage
+    first_stage_layers, last_stage_layers   number of layers; None: as many as in the other stages
     """
 
     tensor: int = 1

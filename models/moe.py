@@ -61,8 +61,8 @@ def transformer_config(
         moe_shared_expert_gate=moe.shared_gate,
         moe_router_topk=moe.top_k,
         moe_router_score_function=moe.score,
-        # Softmax over the top-k logits equals the renormalised softmax over all logits; for top_k 1
-        # it would always be 1.
+        # Softmax over the top-k logits equals the renormalised softmax over all logits; for a
+        # single logit the softmax would always be 1.
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,

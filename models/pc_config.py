@@ -67,7 +67,7 @@ class PCConfig(Section):
     largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
     = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
-    """Levels that differ for some roles or layers, by names of your choice."""
+    """Overrides of the level for some roles or layers, under names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
     """Polynomial of the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10

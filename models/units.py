@@ -100,7 +100,8 @@ class Unit:
     def summed_over_tensor(self, sequence_parallel: bool) -> bool:
         """Return whether the gradient must be summed over tensor-parallel ranks.
 
-        Sequence parallelism is a reason, because each rank processes a part of the sequence.
+        Under sequence parallelism, gradients of replicated units must be summed, because each rank
+        processes a part of the sequence.
         """
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens

@@ -31,8 +31,8 @@ from parallel.storage.stage_units import declare_stage_units, named_parameters, 
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Function of a micro-batch's token losses that returns its scalar loss and the figures to collect.
-Token losses are `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
+"""Function that returns a micro-batch's scalar loss and the figures to collect, given token losses
+`[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
 
 Batch = dict[str, Any]
 """A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]` for training or validation; `documents`
@@ -76,7 +76,7 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank reports `unit`; the rank must have at least a part of it."""
+        """Return whether this rank, which must have a part of `unit`, reports the unit."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return `relu(x)^2` elementwise (So et al., 2021); Megatron's function would be compiled."""
+    """Return `relu(x)^2` elementwise (So et al., 2021), uncompiled unlike Megatron's function."""
     return F.relu(x).square()
 
 
@@ -82,7 +82,7 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
-"""Gate functions that the kernel supports, and whether the function uses tanh."""
+"""Gate functions that the kernel supports, and whether each function uses tanh."""
 
 
 def with_one_gradient(

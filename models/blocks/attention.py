@@ -267,7 +267,7 @@ def causal_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            from torch.nn.attention.bias import causal_lower_right  # loads the compiler
+            from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler
 
             mask = causal_lower_right(q.shape[2], k.shape[2])
             out = F.scaled_dot_product_attention(

@@ -56,7 +56,7 @@ class Fused:
         self.backend = backend
         self.backward = backward
         if backend is not None:
-            import torch._dynamo.config as dynamo  # imported here, as it takes a second
+            import torch._dynamo.config as dynamo  # imported here: the import takes a second
 
             # torch.compile accepts this limit as a keyword only from torch 2.13 on.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
@@ -68,7 +68,7 @@ class Fused:
         """Return the compiled `function`, shared by all modules, or `function` itself if there is
         no backend.
 
-        `dynamic` compiles a function for any number of tokens.
+        With `dynamic`, one graph supports all numbers of tokens.
         """
         if self.backend is None:
             return function

@@ -108,7 +108,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return self._exchange(hidden_states), self._exchange(probs)
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
-        """Copy the row counts `[ranks, local experts]` to the host, which waits for the device."""
+        """Return the row counts `[ranks, local experts]` on the host; this waits for the device."""
         rows: list[Counts] = torch.stack(counts).tolist()
         return rows
 
@@ -151,7 +151,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return collect(hidden_states, order, self.config.moe_router_topk).view(self.shape)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange rows between ranks; every rank with a part of an expert gets all its rows."""
+        """Exchange rows between ranks; a row is sent to all ranks with a part of its expert."""
         if self.tp_size > 1:
             parts = rows.split(self.sent[:: self.tp_size])
             rows = torch.cat([part for part in parts for _ in range(self.tp_size)])
@@ -208,7 +208,8 @@ class _Moved(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts with grouped matrix products, which many small experts need to fill a GPU.
+    """Megatron's experts with grouped matrix products: products of single small experts would not
+    fill a GPU.
 
     The parameters are the same as Megatron's: one matrix per expert and product.
     """
@@ -248,7 +249,7 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Function that stacks the weights in each pass: a saved stack would double their memory."""
+    """Function that stacks the weights in each pass: saved stacks would double weight memory."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

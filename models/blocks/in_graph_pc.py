@@ -90,7 +90,7 @@ class UnitWeight(EffectiveWeight):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """Update u and v to the `weight` after an optimizer step.
+        """Update u and v for `weight`, the new weight after an optimizer step.
 
         Nothing changes if `active`, a 0-d bool tensor, is False.
         """
@@ -126,7 +126,7 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """Return the whole unit `[rows, cols]`, gathered from the tensor-parallel ranks' pieces.
 
     The gradient of the whole unit must be equal on all ranks of `tensor`; backward returns this
-    rank's piece of it.
+    rank's piece of this gradient.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention with Megatron's linear layers and tensor and context parallelism."""
+"""Multi-head latent attention on Megatron's linear layers, with tensor and context parallelism."""
 
 from collections.abc import Callable
 

@@ -3,7 +3,7 @@ residual sum.
 
 Megatron adds a block's output to the residual stream in one pass over memory, and normalises the
 sum in a second pass; autograd adds the two gradients of the sum in a third pass. If fused, RMSNorm
-also computes the sum, and stores the normalised sum until it is called on the sum.
+also computes the sum, and stores the normalised sum for its next call.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + epsilon) * gain`: x is `[..., d]`, gain `[d]`, the mean over
-    d."""
+    """Return `x / sqrt(mean(x^2) + epsilon) * gain` for `x` `[..., d]` and `gain` `[d]`; the mean
+    is over d."""
     return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
@@ -48,8 +48,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     The norm multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm
     supports neither zero-centered gains nor sequence parallelism. Sequence parallelism needs a flag
-    on the gain, because finalize_model_grads must all-reduce its gradient over the parts of the
-    sequence.
+    on the gain, because finalize_model_grads must all-reduce the gain's gradient over the parts of
+    the sequence.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class NormedRowParallelLinear(RowParallelLinear):
     """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks; under sequence
-    parallelism it is applied to this rank's part of the sequence."""
+    parallelism the norm is applied to this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -102,8 +102,8 @@ def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple
 def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of each of the two terms of `total` `[..., d]`, which are equal, and the
-    gradient of the gain `[d]`."""
+    """Return the gradient of either term of the sum `total` `[..., d]`, and the gradient of the
+    gain `[d]`."""
     of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
     return of_total + of_sum, of_gain
 
@@ -143,7 +143,7 @@ class _NormedSum(torch.autograd.Function):
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return a bias-dropout-add function for Megatron whose sum is computed by `norm`, the next
+    """Return a bias-dropout-add function for Megatron that computes the sum with `norm`, the next
     norm."""
 
     def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:

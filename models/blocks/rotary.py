@@ -110,7 +110,7 @@ def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Te
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `heads * cos + swapped * sin`, where `swapped` is `heads` `[..., d]` with swapped
-    halves, and the first half of `sin` is negated. With `-sin` the rotation is inverse."""
+    halves, and the first half of `sin` is negated. `-sin` gives the inverse rotation."""
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 

@@ -101,7 +101,7 @@ def forget_earlier_models() -> None:
     """Clear Megatron's per-process state of an earlier model.
 
     Megatron's record of balancing losses has one entry per layer of the earlier model. The shape of
-    the scale of these losses depends on whether it was first used inside or outside a schedule.
+    these losses' scale depends on whether the scale was first used inside or outside a schedule.
     """
     take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None

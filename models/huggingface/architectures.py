@@ -106,7 +106,7 @@ PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_atten
 
 
 def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each setting, experts excluded, that DeepSeek's class lacks.
+    """Yield (rule, value) for each setting that DeepSeek's class does not support, except experts.
 
     For example `("norm_epsilon must be 1e-06", "1e-05")`.
     """
@@ -115,7 +115,8 @@ def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each setting of experts that DeepSeek's and GLM's classes lack."""
+    """Yield (rule, value) for each setting of experts that neither DeepSeek's nor GLM's class
+    supports."""
     if moe.score != "sigmoid":
         yield "score must be sigmoid", moe.score
     if moe.shared_gate:
@@ -126,8 +127,8 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for settings that rank groups of experts otherwise than by their two best
-    experts."""
+    """Yield (rule, value) for settings under which expert groups are not ranked by their two best
+    experts, as in transformers."""
     groups, used = moe.expert_groups, moe.top_groups
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
@@ -173,7 +174,7 @@ class Architecture:
 
     name        name of the class, e.g. LlamaForCausalLM
     model_type  name of the class in config.json
-    settings    function that returns a model's entries of config.json that not all classes have
+    settings    function that returns a model's class-specific entries of config.json
     norms       transformers' names of a layer's norms, by declared name
     qk_norm     whether query and key heads are normalised, None if both are possible
     head_sizes  whether the head dimension may differ from hidden / heads

@@ -18,7 +18,7 @@ ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
 """Keys whose place in config.json differs between versions of transformers."""
 
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
-"""Values of rare keys with which tokens do not attend to later tokens."""
+"""Rare keys of config.json, and their values for causal attention."""
 
 
 class InexpressibleError(ValueError):

@@ -1,8 +1,8 @@
 """Mapping between parts of this project's parameters and tensors of a Hugging Face model.
 
 As in megatron-core, one parameter of this project contains the query, key and value heads of all
-groups, and another contains gate and up. A Hugging Face model has separate tensors. One list is the
-source of export and import.
+groups, and another contains gate and up. A Hugging Face model has separate tensors. Export and
+import use the same list.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SCORE_BIAS = ".e_score_correction_bias"
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of the Hugging Face model, and the part of this project's parameter that it equals.
+    """A tensor of the Hugging Face model, and the equal part of one of this project's parameters.
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`

@@ -100,12 +100,12 @@ class StateError(ValueError):
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load the state of model and optimizer, which was saved on any layout, in place.
+    """Load a state of model and optimizer in place; the state may be from any layout.
 
     All ranks must call this function together. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank. Before anything changes: tensors are missing, superfluous, or
+        StateError: on every rank. Before anything changes: tensors are missing or unexpected, or
             have another shape or dtype. During loading: tensors cannot be read, or counters that
             must be equal differ.
     """
@@ -347,7 +347,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set the counters of every region to the loaded counters of its units.
 
-    Yields a sentence for each unit whose counter differs from that of the region's first unit.
+    Yields a sentence for each unit whose counter differs from the first counter of its region.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):

@@ -64,7 +64,7 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors that this rank saves to host memory, and return the plan of the write.
+        """Copy the tensors that this rank must save to host memory; return the rank's save plan.
 
         All ranks must call this method together, with the same tensors in `state` in every call.
         """
@@ -119,7 +119,7 @@ class StateWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
     def own_plan(self, plan: SavePlan) -> SavePlan:
-        """Return `plan` with this rank's number, which is a part of its file names."""
+        """Return `plan` with this rank's number, which torch uses in file names."""
         before = [SavePlan([])] * dist.get_rank()
         return self.prepare_global_plan([*before, plan])[-1]
 
@@ -232,7 +232,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Write all files in the writer process, and send a Written, an error or its text."""
+    """Write all files in the writer process; send a `Written`, an exception or an error's text."""
     receiver.close()
     # The training process handles the run's signals; only SIGKILL ends the writer process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):

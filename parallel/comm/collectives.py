@@ -60,7 +60,7 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds within which a failed collective fails on all ranks that wait in it."""
+"""Seconds after a rank's error within which all ranks in the same collective get an error."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
@@ -113,7 +113,7 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start an in-place all-gather of the ranks' shards of `flat`; returns as `reduce_scatter_`."""
+    """Start an in-place all-gather of the ranks' shards of `flat`; see `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 

@@ -117,7 +117,7 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers of each pipeline stage, given that of the first or last stage.
+    """Return each pipeline stage's number of layers; the layout sets the first or last number.
 
     Raises ValueError if the other stages cannot share the remaining layers equally.
     """

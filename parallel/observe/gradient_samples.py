@@ -34,7 +34,7 @@ class GradientSamples:
             model: the model with the observed gradients.
             groups: process groups of the model.
             microbatches: micro-batches of a step on one rank.
-            samples: number of samples of the global batch; at most all its micro-batches are used.
+            samples: number of samples, limited to the micro-batches of the global batch.
         """
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches

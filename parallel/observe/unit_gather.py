@@ -4,8 +4,8 @@ inspection.
 The singular values of a matrix cannot be computed from the singular values of its pieces. Therefore
 each whole matrix is gathered on one rank, its inspection rank. Any tensor that is stored in shards
 can be gathered. Matrices are sent as in a step, but in their own dtype, and in rounds that fit into
-each rank's memory. Matrices of one parameter have the same inspection rank, so that this rank alone
-needs their common activations.
+each rank's memory. Matrices of one parameter have the same inspection rank, so that only this rank
+needs the parameter's input activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Snapshot:
     """A snapshot of the weights.
 
     shards   master shards; for a PC layer they contain PC(W)
-    whole    W `[rows, cols]` of the PC layers that this rank steps, by unit name
+    whole    W `[rows, cols]` of the PC layers that this rank owns, by unit name
     """
 
     shards: Shards

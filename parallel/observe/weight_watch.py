@@ -170,8 +170,8 @@ class WeightWatch:
         """Raise DisagreementError on every rank if weights have changed or copies differ on any
         rank.
 
-        All ranks must call this method together; it waits for the device. The error names ranks,
-        hosts and weights.
+        All ranks must call this method together. The method waits for the device. The error names
+        ranks, hosts and weights.
         """
         self.compare()
         same = iter((~torch.cat(self.changed)).tolist())

@@ -1,4 +1,4 @@
-"""The distributed optimizer: every matrix is stepped once, by the rank that owns it.
+"""The distributed optimizer: every matrix is updated once per step, by the rank that owns it.
 
 The elementwise state of a parameter is sharded equally over ranks; domain_optimizer.py describes a
 step. Dense parameters and experts are two domains, which are replicated over different ranks.
@@ -50,7 +50,7 @@ class GradientNorm:
 
 
 class DistributedOptimizer:
-    """Optimizer that steps every unit of the model once, with the rule of the unit's role."""
+    """Optimizer that updates every unit of the model with the rule of the unit's role."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class DistributedOptimizer:
     ) -> None:
         """Combine the domains of a model.
 
-        `owners` maps the name of each matrix of this rank's pipeline stage to the global rank that
-        steps it. With `overlap_gather`, `step` returns before all new weights have arrived; each
+        `owners` maps the name of each matrix of this rank's pipeline stage to the global rank of
+        the owner. With `overlap_gather`, `step` returns before all new weights have arrived; each
         module waits for its weights before its next forward pass, and `model.wait_for_weights`
         waits for all weights.
         """
@@ -74,12 +74,12 @@ class DistributedOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """All stacks of matrices that this rank steps."""
+        """All stacks of matrices that this rank owns."""
         return [stack for domain in self.domains for stack in domain.stacks]
 
     @property
     def materialized(self) -> list[MaterializedStack]:
-        """All stacks of PC layers that this rank steps."""
+        """All stacks of PC layers that this rank owns."""
         return [stack for stack in self.stacks if isinstance(stack, MaterializedStack)]
 
     @property
@@ -132,7 +132,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield (whether this rank counts the gradient in the norm, gradient) for all gradients."""
+        """Yield (in_norm, gradient) of this rank; the norm includes only gradients in_norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -180,17 +180,17 @@ class DistributedOptimizer:
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Yield each matrix that this rank steps, and its rule's last report of 0-d tensors."""
+        """Yield each matrix that this rank owns, and its rule's last report of 0-d tensors."""
         for stack in self.stacks:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, 1 if its update was refused in the last step, else 0) of each part on this
-        rank.
+        """Yield (name, refused) for each part on this rank; `refused` is a 0-d tensor, 1 if the
+        last update was refused, else 0.
 
-        A part is a matrix, or a range of a shard with an elementwise rule; the number is 0-d. Parts
-        whose rule does not report refusals are omitted.
+        A part is a matrix, or a range of a shard with an elementwise rule. Parts whose rule does
+        not report refusals are omitted.
         """
         for unit, report in self.reports():
             if "refused" in report:  # missing before the first step of a stack
@@ -243,7 +243,7 @@ def build_optimizer(
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
-        # A rank may own dense matrices and experts, so experts are placed on top of dense loads.
+        # A rank may own dense matrices and experts, so placement of experts adds to dense loads.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
         plan = layout, placed.strategy, placed.owners
@@ -272,16 +272,16 @@ class Update:
     """One update of all weights: gradient norm, clipping, the decision to step, and the step."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
-        """Prepare the update; `max_norm` is as in `DistributedOptimizer.clip`."""
+        """Prepare the update; for `max_norm` see `DistributedOptimizer.clip`."""
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = optimizer.domains[0].buffers.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
-        """Clip and step; return the norm before clipping, and a 0-d bool: whether weights were
-        stepped.
+        """Clip and step; return the norm before clipping, and whether weights were updated, a 0-d
+        bool.
 
-        `factor` multiplies every unit's peak learning rate. Weights are stepped only if `sound`, a
+        `factor` multiplies every unit's peak learning rate. Weights are updated only if `sound`, a
         0-d bool, is True on all ranks and the norm is finite.
         """
         if not isinstance(factor, Tensor):  # float32, so that a captured step uses equal rates
@@ -324,7 +324,7 @@ class CapturedUpdate(Update):
         return copied, copied.active
 
     def release(self) -> None:
-        """Free the graph; call it before its process groups are destroyed."""
+        """Free the CUDA graph; must be called before the graph's process groups are destroyed."""
         self._captured.release()
 
     def _run(self) -> None:

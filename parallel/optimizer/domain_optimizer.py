@@ -2,7 +2,7 @@
 
 A step processes the step groups in forward order. In each group, `step_regions` first applies
 elementwise rules to this rank's shards and replaces gradients of matrices by momentum. Then
-`step_matrices` sends sharded matrices to their owners; each owner steps its units in stacks of
+`step_matrices` sends sharded matrices to their owners; each owner updates its units in stacks of
 equal shape and sends the updates back. The all-gather of the group's new weights runs during the
 next step group. The rules of `spectral.rules` are used unchanged.
 """
@@ -62,7 +62,7 @@ class Region:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Buckets whose units are exchanged, stepped and all-gathered together.
+    """Buckets whose units are exchanged, updated and all-gathered together.
 
     kept   the weights `[elements]` of owned units that are not whole in this rank's shard, by name;
            they are equal to the units' master weights on other ranks, because both add the same
@@ -134,7 +134,7 @@ class DomainOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """All stacks that this rank steps, including PC layers."""
+        """All stacks that this rank owns, including PC layers."""
         groups = self.step_groups
         return [b for group in groups for b in (*group.stacks, *group.materialized.stacks)]
 
@@ -171,7 +171,7 @@ class DomainOptimizer:
     def step_regions(
         self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> list[Tensor]:
-        """Step elementwise units, and replace the gradients of matrices by momentum.
+        """Update elementwise units, and replace the gradients of matrices by momentum.
 
         Returns the shards of the gradient buckets, which now contain momentum.
         """
@@ -204,7 +204,7 @@ class DomainOptimizer:
         rate: Callable[[float], Rate],
         active: Tensor,
     ) -> None:
-        """Step the matrices that this rank owns, and add all owners' updates to the master weights.
+        """Update the matrices that this rank owns, and add all owners' updates to the masters.
 
         `momenta` is the result of `step_regions`.
         """
@@ -230,7 +230,7 @@ class DomainOptimizer:
         exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
 
     def _new_group(self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer]) -> StepGroup:
-        """Plan a group of buckets and allocate the state of the units that this rank steps."""
+        """Plan a group of buckets and allocate the state of the units that this rank owns."""
         rank = self.domain.stage.rank
         present = [t for t in transfers if t.sources[0].tensor in buckets]
         stepped = [t for t in present if self.assign(t.unit).has_owner]
@@ -288,9 +288,9 @@ class DomainOptimizer:
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
     """Replace new weights by updates to send, and add the updates to the weights that owners store.
 
-    `pairs` contains the new and the stored weight of each unit. Rules step weights in place, so an
-    update is the new weight minus the stored weight. If `wire` is not None, updates are rounded to
-    it before they are added and sent.
+    `pairs` contains the new and the stored weight of each unit. Rules update weights in place, so
+    an update is the new weight minus the stored weight. If `wire` is given, updates are rounded to
+    this dtype before they are added and sent.
     """
     if not pairs:
         return

@@ -2,9 +2,9 @@
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. Like
 other gradients, the gradient of PC(W) is accumulated over micro-batches and reduced over ranks; it
-is then sent to the owner. The owner multiplies it by the transposed Jacobian of the map, and steps
-W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather sends it to all
-ranks. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
+is then sent to the owner. The owner multiplies this gradient by the transposed Jacobian of the map,
+and updates W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather sends it
+to all ranks. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
 Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
@@ -100,7 +100,7 @@ class MaterializedStack(OwnedStack):
     def step(
         self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
     ) -> None:
-        """Step W and gamma with their gradients, and update u and v to the new W."""
+        """Update W and gamma with their gradients, and u and v for the new W."""
         step, pc = self.assigned.step(rate, active), self.pc
         (self.report,) = step_units(self.rule, [_SteppedWeights(self, gradients, step)])
         if pc.gamma_rule is not None:
@@ -146,7 +146,7 @@ class MaterializedStack(OwnedStack):
 
 
 class _SteppedWeights(Units):
-    """The weights W of a stack, stepped in place with `gradients` by unit name."""
+    """The weights W of a stack, updated in place with `gradients` by unit name."""
 
     def __init__(
         self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
@@ -164,7 +164,7 @@ class _SteppedWeights(Units):
         return stack
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Do nothing, because weights and state were stepped in place."""
+        """Do nothing, because weights and state were updated in place."""
 
 
 class MaterializedUnits:
@@ -196,8 +196,8 @@ class MaterializedUnits:
         self._gradients: dict[str, Tensor] | None = None
 
     def _taken(self) -> dict[str, Tensor]:
-        """Send gradients of PC(W) to the owners and return the gradients of W; computed once per
-        step, together with the gradients of gamma."""
+        """Return the gradients of W. The first call in a step sends the gradients of PC(W) to the
+        owners, and computes the gradients of W and gamma."""
         if self._gradients is not None:
             return self._gradients
         shards = self.buffers.gradient_shards()

@@ -1,6 +1,6 @@
 """Stacks of units with equal shape and rates, and the state and memory of a stack's owner.
 
-Independent stacks may be stepped on parallel streams of a GPU.
+Independent stacks may be updated on parallel streams of a GPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +39,7 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""Number of elements from which a single stack fills a GPU: its product has 128 tiles of 128 x
-128."""
+"""Number of elements at which a single stack fills a GPU: 128 tiles of 128 x 128."""
 
 
 class Streams:
@@ -111,7 +110,7 @@ class StackMemory:
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Write `stack`, matrices of a stack, to the pieces, unless it is a view of them."""
+        """Copy the matrices `stack` to their pieces, unless `stack` is a view of the pieces."""
         if not all(transfer.in_order for transfer in transfers):
             cut_all_(transfers[part], stack, self.pieces)
 
@@ -126,7 +125,7 @@ def cut_all_(
 
 @dataclass
 class OwnedStack:
-    """Units of one shape and rule that this rank steps as one stack.
+    """Units of one shape and rule that this rank updates as one stack.
 
     Attributes:
         transfers: the transfers of the units, in the order of the stack.
@@ -184,7 +183,7 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the master shards; call it on all ranks of the stage."""
+    """Gather the weights of stacks from the master shards, on all ranks of the stage together."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)
@@ -192,7 +191,7 @@ def gathered_weights(
 
 
 class SteppedStack(Units):
-    """A stack whose `weights` are stepped in place with `momenta`."""
+    """A stack whose `weights` are updated in place with `momenta`."""
 
     def __init__(
         self, owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step

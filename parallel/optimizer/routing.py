@@ -60,7 +60,7 @@ class Assignment:
         rule: the rule with its hyper-parameters.
         lr: peak learning rate of the unit.
         weight_decay: decoupled decay, multiplied by the learning rate.
-        pc: map of a PC layer, whose parameter is PC(W) and whose owner steps W; otherwise None.
+        pc: map of a PC layer, whose parameter is PC(W) and whose owner updates W; otherwise None.
         penalty: Gram penalty of the weight, which is added to the loss; None if there is none.
     """
 
@@ -73,8 +73,8 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of one step of a unit with the whole `shape`, which placement
-        balances."""
+        """Return the FLOPs of one update of a unit with the whole `shape`; placement balances
+        them."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
@@ -85,12 +85,12 @@ class Assignment:
 
     @property
     def has_owner(self) -> bool:
-        """Whether an owner rank needs the whole unit to step it."""
+        """Whether the update needs the whole unit on one rank, its owner."""
         return self.rule.whole_matrix or self.pc is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether one rank needs the whole unit, to step it or to compute its penalty."""
+        """Whether the update or the penalty needs the whole unit on one rank."""
         return self.has_owner or self.penalty is not None
 
 

@@ -2,8 +2,8 @@
 
 A matrix may be divided by tensor parallelism and by the boundaries of data-parallel shards. Each
 matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends pieces of
-the momentum to the owners, and another sends the updates back. Owners store the weights of the
-matrices that they step.
+the momentum to the owners, and another sends the updates back. Owners store the weights of their
+matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""How a tensor-parallel matrix is stepped. owner: its owner steps the whole matrix; shardwise: each
-rank steps its piece as a separate matrix, which changes the mathematics."""
+"""How a tensor-parallel matrix is updated. owner: its owner updates the whole matrix; shardwise:
+each rank updates its piece as a separate matrix, which changes the mathematics."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     values of other context ranks; and the tensors of the gated block: gate, up, the activation, a
     copy of up, and the product of activation and up (only gate, up and the product if compiled or
     with a gradient kernel). With a shared gate the output of shared experts is added. All experts
-    of a token, and its copies for these experts, are counted on the token's rank; each
+    of a token, and the token's copies for these experts, are counted on the token's rank; each
     tensor-parallel rank sends its share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
@@ -198,7 +198,7 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
             again = inputs.recompute == "full" or (inputs.recompute == "selective" and weight.block)
             column = weight.cut == "rows"
             once = (3 if column else 2) + again
-            if not sequence:  # an all-reduce sends as much as both
+            if not sequence:  # an all-reduce sends twice the bytes
                 once = 2 if column else 2 * (1 + again)
             side = weight.cols if column else weight.rows
             times[side] = times.get(side, 0) + once

@@ -38,7 +38,7 @@ class Device(Section):
     processors: Count
     """Number of streaming multiprocessors."""
     copy_rate: Positive
-    """Bytes per second that a copy kernel reads and writes, added up."""
+    """Bytes per second that a copy kernel moves: the sum of read and written bytes."""
     peak: dict[str, Positive]
     """FLOP/s of dense products, by operand type in `OPERANDS`."""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.75

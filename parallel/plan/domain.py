@@ -71,7 +71,7 @@ class DomainPlan:
     units   units of each tensor-parallel rank of the domain, ranks ascending
     works   work of the units with an owner, names ascending
 
-    Arrays are `[stage ranks]`.
+    Arrays have one entry per rank of the stage.
     """
 
     def __init__(self, units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> None:

@@ -209,8 +209,8 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Return the plan of a stage from the units of its tensor-parallel ranks; `completed` adds the
-    rest."""
+    """Return the plan of a stage from the units of its tensor-parallel ranks; `completed` adds
+    activations and traffic."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -264,7 +264,7 @@ class _Placed:
 
     The stage has `repeats` sets of the domain's ranks, which differ only in their previous loads
     `base` `[stage ranks]`; groups of `tensor` consecutive ranks are assigned to the sets in turn.
-    Arrays are `[stage ranks]`.
+    Arrays have one entry per rank of the stage.
     """
 
     def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:

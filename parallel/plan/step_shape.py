@@ -186,8 +186,8 @@ class StepShape:
     sequence_length  tokens of a whole sequence
     microbatches     micro-batches per rank and step
     operands         operand type of large products, a key of `Device.peak`
-    attended         length of documents, all of equal length, within which tokens attend; None:
-                     tokens attend within the whole sequence
+    attended         length of the equal documents to which attention is limited; None: attention is
+                     not limited
     """
 
     model: ModelConfig

@@ -31,7 +31,7 @@ MATRIX_BYTES: Final = 105
 
 
 class Passes(NamedTuple):
-    """Number of elements that move per token, divided by the width of the tensor.
+    """Number of moved elements per token, divided by the width of the tensor.
 
     stream      residual stream: two norms, two sums, and their gradients
     queries, keys   queries and keys: rotation, copies, and their gradients
@@ -50,7 +50,7 @@ class Passes(NamedTuple):
 
 
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
-"""Passes if every operation is a separate kernel."""
+"""Passes without fusion: every operation is a separate kernel."""
 COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
 """Passes with norms and preceding sums, rotations and activations fused by torch.compile, and
 gradients of queries, keys and values written as one tensor."""
@@ -76,10 +76,10 @@ LOGITS: Final = 61
 FUSED_LOGITS: Final = 22
 """Bytes per logit with Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
-"""Bytes that move per parameter of the embedding and experts when a micro-batch's gradient is added
-to the float32 sum; other gradients are accumulated within matrix products."""
+"""Bytes moved per parameter of the embedding and experts to add a micro-batch's gradient to the
+float32 sum; other gradients are accumulated within matrix products."""
 STACKED: Final = 8
-"""Bytes that move per parameter of an expert when a layer's experts are copied to one stack."""
+"""Bytes moved per parameter of an expert to copy a layer's experts to one stack."""
 FORWARD: Final = 0.4
 """Share of moved bytes in the forward pass."""
 

@@ -5,7 +5,7 @@ elements `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of 
 are in the order in which the backward pass completes gradients, last layer first. Parameters are
 adjacent, without gaps; a shard boundary may divide a unit, whose momentum is then sent to one rank.
 
-If all units of a parameter are PC layers, their owners store W, and the shards are not stepped.
+If all units of a parameter are PC layers, their owners store W, and no rule updates the shards.
 Such parameters have separate buckets, whose shards need no float32 master weights. An embedding on
 two pipeline stages also has a separate bucket, so that both stages have equal shards.
 
@@ -58,7 +58,7 @@ class Bucket:
     slots               slots of its parameters, by offset
     numel               elements with padding, a multiple of the number of ranks
     stepped_by_owners   whether owners store the weights of all units in the bucket, so that no rule
-                        steps the shards
+                        updates the shards
     """
 
     index: int
@@ -173,7 +173,7 @@ class BucketLayout:
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
         """Return the bucket indices of each of at most `count` step groups, in forward order.
 
-        If `count` is None, it is `default_step_groups` of a rank's shards.
+        The default `count`, for None, is `default_step_groups` of a rank's shards.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)
@@ -222,12 +222,12 @@ class BucketPlanner:
 
     Attributes:
         ranks: data-parallel size.
-        alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
-            bucket that it would pad by more than half a percent.
+        alignment: shards are multiples of this number of elements. The number is halved, down to 8,
+            for a bucket that would otherwise need more than half a percent of padding.
         parameter_bytes: bytes per element in the all-gather.
         preconditioned: function that returns whether a unit is a PC layer whose owner stores W;
-            None if no unit is. It has an effect only for parameters narrower than float32, because
-            wider parameters need no master weights.
+            None if no unit is. The function is used only for parameters narrower than float32,
+            because wider parameters need no master weights.
     """
 
     ranks: int = 1
@@ -348,9 +348,9 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    It is the smallest number with at most `STEP_ELEMENTS` elements per group, but at most four:
-    more groups mean more and smaller stacks of matrices, and each stack needs all launches of its
-    rule.
+    The result is the smallest number with at most `STEP_ELEMENTS` elements per group, but at most
+    four: more groups mean more and smaller stacks of matrices, and each stack needs all launches of
+    its rule.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 

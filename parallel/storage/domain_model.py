@@ -32,7 +32,7 @@ class Buffers:
     """Parameter and gradient buckets of one rank.
 
     parameters   one tensor `[numel]` per bucket in the model's dtype; model parameters are views
-    gradients    one tensor `[numel]` per bucket; the `main_grad` of parameters are views
+    gradients    one tensor `[numel]` per bucket; each parameter's `main_grad` is a view
     masters      this rank's shard `[numel / replicas]` of each bucket's master weights: a float32
                  copy of 16-bit parameters, or the shard of the parameters itself if they are wider
                  or if the owners of the bucket's units store its weights
@@ -111,7 +111,7 @@ micro-batch."""
 
 
 class GradientReducer:
-    """Accumulates gradients in their buckets and averages the shards over the replicas.
+    """Accumulation of gradients in their buckets, and their reduction over the replicas.
 
     Megatron's schedules run all micro-batches except the last inside `no_sync`, and call `finish`
     at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
