@@ -1,4 +1,4 @@
-"""Numbers for the columns of weights and for sums of columns, and records of their joint use."""
+"""Numbers of weights' columns and of sums of columns, and records of columns used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums of two columns, numbered from `start` on."""
+    """Sums of two columns each, numbered from `start`."""
 
     start: int
     end: int
@@ -19,17 +19,19 @@ class Sums(NamedTuple):
     beneath: frozenset[Use]  # the weights of these columns
 
     def added(self, numbers: Tensor) -> Tensor:
-        """Return the columns that sums add, except a column that all sums contain, as it only
-        scales or shifts."""
+        """Return the columns that the given sums add, except a column that all of them add.
+
+        Such a column only scales or shifts the sums.
+        """
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
         return torch.cat(moving or [*pairs])
 
 
 class Columns:
-    """Numbers that identify columns: one for each element of a weight and each sum of columns.
+    """Numbers that identify columns: one per element of a weight and one per sum of columns.
 
-    Joint use is recorded in the weights' `Use`.
+    Columns that are used together are recorded in the weights' `Use`.
     """
 
     def __init__(self) -> None:
@@ -52,8 +54,7 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def matrix(self, number: int) -> Any:
-        """Return an identifier of the weights, and the entries of stacks, that a column belongs
-        to."""
+        """Return an identifier of a column's weight and stack entry; of a sum, one per column."""
         if number not in self.matrices:
             record = self.record(number)
             place = number - record.start
@@ -65,11 +66,10 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether columns along an axis belong to different weights or entries of a
-        stack."""
+        """Return whether all columns along an axis belong to different weights or stack entries."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = line.long().tolist()
-        firsts = (vector[:2], vector)  # the first two mostly share a matrix
+        firsts = (vector[:2], vector)  # fast path: the first two mostly share a matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
@@ -82,7 +82,7 @@ class Columns:
             numbers = numbers[size:]
 
     def beneath(self, columns: Tensor | None) -> set[Use]:
-        """Return the weights that the columns belong to."""
+        """Return the weights of the columns."""
         if columns is None or not columns.numel():
             return set()
         record = self.record(columns.max())
@@ -96,7 +96,7 @@ class Columns:
             use.joined.update(others)
 
     def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return numbers for places whose values depend on the columns of both arguments."""
+        """Return the numbers of elements that depend on the columns of both arguments."""
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
@@ -133,7 +133,7 @@ class Columns:
                 self.settle(torch.cat(rest)[None], kind)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
-        """Record the joint use of the columns in every vector along some axes."""
+        """Record that an operation uses the columns of each vector along `axes` together."""
         if columns is not None:
             last = {axis % columns.ndim for axis in axes}
             rest = [axis for axis in range(columns.ndim) if axis not in last]
@@ -141,5 +141,5 @@ class Columns:
             self.settle(rows.reshape(-1, rows.shape[-1]).long().cpu(), kind)
 
     def uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
-        """Yield the weights that the elements belong to, as in `parts`."""
+        """Yield (weight, elements) for each run of consecutive elements of one weight."""
         return ((use, own) for use, own in self.parts(elements) if isinstance(use, Use))

@@ -1,8 +1,8 @@
 """Division of a parameter into matrices, and the units that an optimizer steps.
 
-A spectral rule steps one matrix `[rows, cols]` at a time, `rows` being outputs: one head's query, a
-gate, one expert's down projection. A parameter may contain several matrices, or be transposed. A
-division states, as data, where each matrix is.
+A spectral rule steps one matrix `[rows, cols]` at a time, whose rows are outputs: one head's query,
+a gate, one expert's down projection. A parameter may contain several matrices or be transposed. A
+division describes the position of each matrix.
 """
 
 from bisect import bisect_left
@@ -30,15 +30,15 @@ class Division:
     """Positions of the matrices in a parameter.
 
     Attributes:
-        rows: numbers of rows of successive matrices, a pattern that repeats along the outputs;
-            empty if the parameter is one matrix (or one per entry of a stack, group and stride).
-        transposed: the parameter is `[in, out]` instead of `[out, in]`. With more axes (a
+        rows: row counts of consecutive matrices, which repeat along the outputs; empty if the
+            parameter is one matrix (or one matrix per stack entry, group and stride offset).
+        transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more axes (a
             transposed convolution) the matrix is `[out, in * ...]`.
-        stacked: the first axis numbers matrices, such as the experts of a layer.
-        stride: matrix j contains the outputs j, j + stride, ..., as in an interleaved gate and up;
-            `rows` divides these outputs.
-        groups: number of consecutive parts of the parameter's first axis (after that of a stack)
-            that contain separate matrices, such as the groups of a transposed convolution.
+        stacked: whether the first axis enumerates matrices, such as the experts of a layer.
+        stride: number of interleaved matrices, such as gate and up: matrix j contains the outputs
+            j, j + stride, ...; `rows` divides the outputs of each.
+        groups: number of equal parts of the first axis (if stacked, of the second) that contain
+            separate matrices, such as the groups of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()
@@ -52,9 +52,9 @@ class Division:
         """Parse the `units` of a parameter group; None means one matrix per parameter.
 
         Raises:
-            TypeError: `units` is not a mapping.
-            ValueError: an unknown key; `rows` is not a list of positive integers; `stride` or
-                `groups` is not a positive integer; `transposed` or `stacked` is not a bool.
+            TypeError: if `units` is not a mapping.
+            ValueError: if a key is unknown, `rows` is not a list of positive integers, `stride` or
+                `groups` is not a positive integer, or `transposed` or `stacked` is not a bool.
         """
         if value is None:
             return cls()
@@ -75,11 +75,11 @@ class Division:
         return cls(**{**value, **counts, "rows": tuple(map(int, rows))})
 
     def settings(self) -> dict[str, Any]:
-        """Return the argument of `of`, as plain values."""
+        """Return the mapping that `of` parses, with plain values."""
         return asdict(self) | {"rows": list(self.rows)}
 
     def boxes(self, shape: Iterable[int]) -> list[Box]:
-        """Return the part of a parameter of `shape` that each matrix occupies.
+        """Return the box of each matrix in a parameter of `shape`.
 
         Raises ValueError if the division does not fit `shape`.
         """
@@ -107,7 +107,7 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix of a parameter of `shape`; raises as `boxes` does."""
+        """Return the shape of each matrix in a parameter of `shape`; errors are as in `boxes`."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 
@@ -126,10 +126,10 @@ class Division:
         return [every[start:stop] for every in strided for start, stop in bounds]
 
     def matrix(self, part: Tensor) -> Tensor:
-        """Return the part of a parameter that one matrix occupies as `[rows, cols]`.
+        """Reshape one matrix's part of a parameter to `[rows, cols]`, as a view if possible.
 
-        It is a view if possible. A vector stays `[n]`, and a number becomes `[1]`; further axes are
-        joined with the second.
+        A vector stays `[n]`, and a scalar becomes `[1]`; further axes are flattened into the
+        second.
         """
         if part.ndim == 0:
             return part.view(1)
@@ -140,7 +140,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Reshape a matrix to the part of a parameter, of `shape`, that it occupies."""
+        """Reshape a matrix to its part of a parameter; `shape` is the part's shape."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]
@@ -158,7 +158,7 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 
 def span_of(start: int, length: int) -> range:
-    """Return the range of consecutive indices from `start` on."""
+    """Return the range of `length` consecutive indices from `start`."""
     return range(start, start + length)
 
 
@@ -173,7 +173,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a part of a tensor with a part of step 1; None if it is empty."""
+    """Return the intersection of a box with a box of step 1; None if it is empty."""
     common = tuple(
         places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
         for places, whole in zip(box, contiguous, strict=True)
@@ -182,7 +182,7 @@ def intersection(box: Box, contiguous: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return `box` in the indices of `outer`, whose steps divide those of `box`."""
+    """Return `box` in the indices of `outer`; the steps of `outer` divide the steps of `box`."""
 
     def within(places: range, whole: range) -> range:
         start, step = (places.start - whole.start) // whole.step, places.step // whole.step
@@ -192,9 +192,9 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 class Entry(NamedTuple):
-    """The position of a unit's part in a state entry that is kept per unit, not per element.
+    """The position of a unit's part in a state entry that is stored per unit, not per element.
 
-    Such an entry is flat and contains one unit after the other.
+    The entry is flat and contains the parts of consecutive units.
     """
 
     start: int
@@ -214,7 +214,7 @@ class Entry(NamedTuple):
 
 @cache
 def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Size]:
-    """Return the shapes of the state entries that belong to a unit as a whole.
+    """Return the shapes of the state entries that are stored per unit, not per element.
 
     All other entries have the shape of the weight.
     """
@@ -229,13 +229,12 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped as a whole: under an elementwise rule, the whole local
-    part.
+    """A part of a parameter that is stepped at once: one matrix or, elementwise, the local part.
 
     division   division of the parameter
     box        the unit's box in the parameter
     shape      shape of the unit: `[rows, cols]` or `[n]`
-    entries    entries of the state that belong to the unit as a whole
+    entries    the unit's positions in the state entries that are stored per unit
     """
 
     parameter: Tensor
@@ -260,7 +259,7 @@ class SteppedUnit:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Properties that the units of a stack share."""
+        """Properties that all units of a stack share."""
         return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
@@ -276,16 +275,16 @@ class SteppedUnit:
         return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy the unit to its part of a tensor shaped like the parameter, unless it is a view."""
+        """Copy the unit to its part of a tensor shaped like the parameter; skip a view of it."""
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
 
     def entry(self, name: str, value: Tensor) -> Tensor:
-        """Return the unit's part of an entry of the state, as a view if possible."""
+        """Return the unit's part of a state entry, as a view if possible."""
         return self.entries[name].of(value) if name in self.entries else self.read(value)
 
     def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
-        """Copy the unit's part to an entry of the state, unless it is a view of it."""
+        """Copy the unit's part to a state entry, unless it is already a view of the entry."""
         if name not in self.entries:
             self.write(entry, value)
         elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():

@@ -1,4 +1,4 @@
-"""Names, operators and indices in forward passes, read from bytecode."""
+"""Names, operators and indices in the bytecode of forward passes."""
 
 import dis
 import inspect
@@ -14,16 +14,16 @@ from typing import Any
 from torch import nn
 
 UNREAD = {"torch", "einops", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions that are not read: names suffice, or they divide tokens."""
+"""Packages and functions whose code is not read: names suffice, or the code divides only tokens."""
 MOST = 200
 """Largest number of functions that are read for one module."""
 
 
 class ForwardWords:
-    """Words of the forward passes of modules, in the order of execution.
+    """Words of modules' forward passes, in the order of execution.
 
-    A function's name is followed by the words of the function. The name of a child begins with a
-    dot; it is followed by the class and the words of the child if the child has no parameters.
+    The name of a called function is followed by the words in that function. The name of a child
+    module begins with a dot; if the child has no parameters, its class and its words follow.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ForwardWords:
     def of(self, module: nn.Module) -> list[str]:
         """Return the words of a module's forward pass."""
         if module not in self.known:
-            self.known[module] = []  # for a module that contains itself
+            self.known[module] = []  # in case a module contains itself
             children = dict(module.named_children())
             self.known[module] = self._read(module, children, module.forward, {})
         return self.known[module]
@@ -40,7 +40,7 @@ class ForwardWords:
     def after(self, module: nn.Module, child: str) -> list[str]:
         """Return the words after the name of a child in a module's forward pass.
 
-        In a sequence they end where the next layer begins.
+        In an `nn.Sequential`, the words end at the first child of the next module with parameters.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)
@@ -66,8 +66,8 @@ class ForwardWords:
         function: Any,
         known: dict[CodeType, list[str]],
     ) -> list[str]:
-        """Return the words of a function; `known` contains those of other functions."""
-        if (graph := getattr(function, "inlined_graph", None)) is not None:  # of torch.jit
+        """Return the words of a function; `known` caches the words of each function."""
+        if (graph := getattr(function, "inlined_graph", None)) is not None:  # a torch.jit function
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]
         function = inspect.unwrap(function)
@@ -77,7 +77,7 @@ class ForwardWords:
         if not isinstance(code, CodeType) or not UNREAD.isdisjoint((package, code.co_name)):
             return []
         if code not in known and len(known) < MOST:
-            known[code] = words = list[str]()  # for a function that calls itself
+            known[code] = words = list[str]()  # in case a function calls itself
             local = _local_values(function)
             for path in _words(code):
                 *outer, word = path.split(".")
@@ -87,7 +87,7 @@ class ForwardWords:
                 if outer == [""] and word not in local:
                     continue
                 words += [word] if outer != [""] else []
-                if "loss" in word:  # it takes what the model returns
+                if "loss" in word:  # a loss only uses what the model returns
                     continue
                 for owner, called in _called(module, local, function.__globals__, path):
                     inner = self._read(owner, children if owner is module else {}, called, known)
@@ -110,7 +110,7 @@ def _twice(words: Iterable[str]) -> Iterator[str]:
 
 
 def _local_values(function: Any) -> dict[str, Any]:
-    """Return the values of a function's free variables, and the defaults of its arguments."""
+    """Return the values of a function's free variables and the defaults of its arguments."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     free = {
         name: cell.cell_contents
@@ -125,7 +125,7 @@ def _local_values(function: Any) -> dict[str, Any]:
 def _called(
     module: nn.Module, local: Mapping[str, Any], known: Mapping[str, Any], path: str
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the functions that a path in a function of a module may name, after their modules."""
+    """Yield (module, function) for each function that a path in a module's function may mean."""
     first, *names = path.split(".")
     root = first or names.pop(0)
     spaces: list[Mapping[str, Any]] = [local, known, sys.modules] if first else [local]
@@ -146,7 +146,7 @@ def _called(
 
 
 def _attributes(value: Any, name: str) -> list[Any]:
-    """Return the attributes of a name, of a value and of its classes, without computing them."""
+    """Return the attributes `name` of a value and of its classes, without evaluating properties."""
     if isinstance(value, (type, ModuleType)):
         return [getattr(value, name, None)]
     spaces = [getattr(value, "__dict__", {}), *map(vars, type(value).__mro__)]
@@ -155,12 +155,12 @@ def _attributes(value: Any, name: str) -> list[Any]:
 
 
 def _function(value: Any) -> Any:
-    """Return the function that a value stands for, or None."""
+    """Return the function that runs when a value is called or a property is read, or None."""
     value = value.fget if isinstance(value, property) else value
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
     value = value.__func__ if isinstance(value, classmethod) else value
     if isinstance(value, nn.Module) and not is_bare(value):
-        return None  # its layers are not those of the module that calls it
+        return None  # its layers are not the caller's layers
     if isinstance(value, (type, nn.Module)):
         value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
     return value if callable(value) else None
@@ -168,15 +168,16 @@ def _function(value: Any) -> Any:
 
 @cache
 def _words(code: CodeType) -> list[str]:
-    """Return the names, operators and ellipses of a function, and of functions in it, in the order
-    of their execution; ":" is a part of the second axis, and "::" a part of the third.
+    """Return the names, operators and ellipses of a function and its nested functions.
 
-    The path of an attribute is `global.attribute`, `.local.attribute` or, if its object is unknown,
-    `..attribute`. Locals that are copies of paths have these paths.
+    They are in the order of execution. ":" stands for a slice of the second axis, "::" for a slice
+    of the third axis. An attribute is written as `global.attribute`, `.local.attribute` or, if its
+    object is unknown, `..attribute`. A local variable that is a copy of such a path is written as
+    the path.
     """
     words, slices, path, origin = list[str](), list[bool](), "", ""
     copies = dict[str, str]()
-    calls = list[tuple[list[str], list[str]]]()  # the words before a call, and the function's
+    calls = list[tuple[list[str], list[str]]]()  # words of a call's arguments and of its function
     steps = [*dis.get_instructions(code)]
     for i, step in enumerate(steps):
         value, name = step.argval, step.opname
@@ -209,7 +210,7 @@ def _words(code: CodeType) -> list[str]:
             current.append(step.argrepr.rstrip("="))
         elif name == "BUILD_SLICE":
             slices.append([s.argval for s in steps[i - 2 : i]] != [None, None])
-        elif name == "LOAD_CONST":  # constant indices are tuples, since Python 3.14 with slices
+        elif name == "LOAD_CONST":  # constant indices are tuples; Python 3.14 puts slices in them
             parts = value if isinstance(value, tuple) else (value,)
             current += ["Ellipsis" for part in parts if part is Ellipsis]
             slices += [(p.start, p.stop) != (None, None) for p in parts if isinstance(p, slice)]

@@ -1,8 +1,8 @@
-"""Facts about a weight from names, classes and attributes of the model.
+"""Inference of a weight's division from names, classes and attributes of the model.
 
-The model is never run here. A weight counts as one matrix only if nothing suggests several
-matrices, and a nearby layer has as many inputs as the weight has outputs. If a weight's division
-remains unclear, an error names a remedy.
+The model is not run. A weight counts as one matrix only if nothing suggests several matrices and a
+nearby layer has as many inputs as the weight has outputs. If the division of a weight is unclear,
+an error states the remedies.
 """
 
 import re
@@ -25,7 +25,7 @@ HEADS = re.compile(
 )
 """Names of a model's output layers, or of modules that end with an output layer."""
 ROUTERS = re.compile(r"^(router|gate|gating|wg)$|(Router|Gate|Gating)$")
-"""Names and classes of modules that choose experts, if experts are next to them."""
+"""Names and classes of modules that choose experts, provided that experts are next to them."""
 NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")
 GAINS = re.compile(r"(?i)(^|_)(bias|biases|gain|scale|log|gamma|beta|table)(_|$)|^D$")
 EMBEDDINGS = re.compile(r"(^|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)(_|$)")
@@ -33,19 +33,19 @@ TABLES = re.compile(
     r"(?i)(^|_)(pos|position|positional|rel|relative|emb|embed|embeds|embeddings?|tokens?|cls|mask"
     r"|latents?|prompts?|codebook|memory|slots?|prototypes?|anchors?)(_|$)"
 )
-"""Words in the names of bare parameters whose rows are vectors."""
+"""Words in the names of bare parameters that are tables of vectors."""
 FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
     r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
-"""Parts, without underscores, of the names of weights that contain several matrices."""
+"""Parts of the names of weights that contain several matrices, after underscores are removed."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
     r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
-"""Additional parts of the names of attention projections."""
+"""Parts of an attention projection's name that do not show which projection it is."""
 PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
-"""Words in the names of attention projections, which are shortened to their first letters."""
+"""Words in the names of attention projections; each is shortened to its first letter."""
 HEAD_SIZES = (
     "head_dim attention_head_size head_size d_kv key_value_proj_dim dim_head dim_per_head "
     "attn_head_size hidden_size_per_attention_head d_head"
@@ -65,14 +65,14 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Rows of successive matrices by the name of a weight, given as attributes of the enclosing
-module."""
+"""Row counts of the consecutive matrices in a weight, by the weight's name, as attributes of the
+enclosing module."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
 )
-"""Names of layers that are next to attention projections but not divided by heads: output, gates,
-low-rank factors."""
+"""Names of layers that are next to attention projections but are not divided into heads: output,
+gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
 """Functions that split a tensor."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
@@ -81,7 +81,7 @@ SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
 HEADWISE |= {"softmax", "sum", "norm", "normalize"}
-"""Functions that work on heads if they are called after one of SHAPES."""
+"""Functions that operate on heads if they are called after a function in `SHAPES`."""
 PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
 """Operators and functions that multiply the outputs of two layers."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
@@ -89,7 +89,7 @@ WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
 
 
 class KnownWeights:
-    """Answers about the weights of a model, from its names, classes and attributes."""
+    """Divisions of a model's weights, inferred from its names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks = Layers(model), _blocks(model)
@@ -101,7 +101,7 @@ class KnownWeights:
         self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return the kinds of parameters; raises ValueError if the division of one is unknown."""
+        """Return the division of each weight; raises ValueError if a division is unclear."""
         answers = {weight.name: self.answer(weight) for weight in weights}
         for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
@@ -110,12 +110,12 @@ class KnownWeights:
                 outputs = weight.parameter.shape[int(division.transposed)] if division else None
                 inside = any(inner is module for _, inner in weight.path)
                 if reason.startswith("one matrix") and not inside and sizes & {0, outputs}:
-                    why = f"{kind_of(module)} may take heads of its inputs"
+                    why = f"{kind_of(module)} may divide its inputs into heads"
                     raise _unclear(weight, f" looks like several matrices in one: {why}")
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return the kind of a parameter; raises ValueError if its division is unknown."""
+        """Return the division of a weight; raises ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
         if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
             return Seen(None, "a gain or bias by its name or class", decays=False)
@@ -139,9 +139,9 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a matrix and the reason.
+        """Return the division of a weight that is not a gain, head, router or table, and a reason.
 
-        Raises ValueError if the model does not determine it.
+        Raises ValueError if the division is unclear.
         """
         module, shape = weight.module, weight.parameter.shape
         transposed = weight.is_layer and is_transposed(module)
@@ -161,7 +161,7 @@ class KnownWeights:
         return Division(rows=() if rows == (outputs,) else rows, transposed=transposed), reason
 
     def _rows(self, weight: Weight, outputs: int) -> tuple[tuple[int, ...], str]:
-        """Return the rows of successive matrices of a weight, and the evidence."""
+        """Return the row counts of the consecutive matrices in a weight, and the evidence."""
         module, problem = weight.module, ""
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             gated = "_hr" not in weight.own
@@ -197,10 +197,9 @@ class KnownWeights:
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names of a weight and of the enclosing modules, skipping wrappers with a single
-        member.
+        """Yield a weight's name and the names of wrappers around it, each with its parent module.
 
-        An adapter uses the names of its base layer.
+        For an adapter, these are the names of the base layer.
         """
         if not weight.is_layer:
             yield weight.own_name, weight.around
@@ -213,16 +212,15 @@ class KnownWeights:
                 return
 
     def _last(self, module: nn.Module) -> nn.Module | None:
-        """Return a module's last layer that has a matrix."""
+        """Return the last layer with a matrix in a module."""
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer, undivided by its names, is an output layer of the model, and the
-        evidence.
+        """Return whether a layer that no name divides is an output layer, and the evidence.
 
-        The evidence is its name or the inputs of other layers. Raises ValueError if no nearby layer
-        takes all of its outputs.
+        The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
+        nearby layer uses all outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         (_, inner), *scopes = weight.path[_base(weight) :]
@@ -241,14 +239,14 @@ class KnownWeights:
                 break
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
             return False, "one output per head of attention"
-        why = f"no layer takes its {outputs} outputs"
+        why = f"no layer uses its {outputs} outputs"
         raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
 
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
-        """Return whether a layer outside repeated blocks is an output layer of the model, and the
-        evidence.
+        """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
-        None: other layers of its modules decide. Raises ValueError if it may be either.
+        Returns None if other layers of its modules must decide. Raises ValueError if the layer may
+        be either.
         """
         later, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
@@ -266,10 +264,10 @@ class KnownWeights:
         return None if later else (False, "one matrix, unless it is a head")
 
     def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
-        """Return whether later blocks with as many inputs as a layer has outputs may not take them.
+        """Return whether a layer may be a head although later blocks have inputs of its size.
 
-        The layer is square, follows blocks and scales no activations, or ends their tower and pools
-        or is multiplied.
+        This is possible if the layer is square, follows blocks and does not scale activations, or
+        if it ends a tower of blocks and its outputs are pooled or multiplied.
         """
         (name, inner), *scopes = weight.path
         layer, after = Layer.of(weight.module), {x.module for x in later}
@@ -286,8 +284,7 @@ class KnownWeights:
         )
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
-        """Return the evidence that a layer, whose outputs no later layer takes, is a head, or
-        ""."""
+        """Return the evidence that a layer whose outputs no later layer uses is a head, or ""."""
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
         inputs = _inputs(weight, outputs)
@@ -301,11 +298,14 @@ class KnownWeights:
         )
         alike = not (cut or used or parted) and outputs == self.layers.layers[-1].outputs
         ends = (self.blocks and not cut and others) or not (later or used) or alike
-        return f"no later layer takes its {outputs} outputs: a head" if ends else ""
+        return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], str]:
-        """Return the layers with a matrix that follow a weight's layer in the model's order or in a
-        forward pass, and the class that adds or multiplies activations after that layer, or ""."""
+        """Return the layers with a matrix that follow a weight's layer, and the class of a mixer.
+
+        Layers follow in the model's order or in a forward pass. A mixer adds or multiplies
+        activations after the weight's layer; its class is "" if there is none.
+        """
         steps, mixer = weight.path[_base(weight) :], ""
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
         for (name, inner), (_, scope) in pairwise(steps):
@@ -319,12 +319,12 @@ class KnownWeights:
         return [x for x in later if x.multiplies], mixer
 
     def _cuts(self, weight: Weight) -> str:
-        """Return the class whose forward pass takes the outputs of a layer and may divide them."""
+        """Return the class whose forward pass uses a layer's outputs and may divide them, or ""."""
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
             if type(module).forward is nn.Module.forward or (sequential and ends):
-                continue  # a container, whose parent takes the outputs
+                continue  # a container, whose parent uses the outputs
             used = {*(words.after(module, name) if ends or sequential else words.of(module))}
             apart, parts = (PRODUCTS, PARTS) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
@@ -332,21 +332,21 @@ class KnownWeights:
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
-        """Return a sign that a layer contains several matrices although no name shows it, or ""."""
+        """Return evidence other than names that a layer contains several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
         if cutter := cutter or self._cuts(weight):
-            return f"{cutter} takes channels apart"
+            return f"{cutter} splits channels"
         heads = [_first(module, HEAD_COUNTS) for _, module in weight.path[1:3]]
         if outputs == _inputs(weight, outputs) and outputs in heads:
             return f"it mixes the {outputs} heads of attention"
         for name, other in weight.around.named_parameters(recurse=False):
             axes = [size for size in other.shape if size > 1]
             if len(axes) > 1 and prod(axes) == outputs and other is not weight.parameter:
-                return f"{name} arranges its {outputs} outputs in {len(axes)} axes, as heads are"
+                return f"{name} arranges its {outputs} outputs along {len(axes)} axes, like heads"
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module may multiply heads of its inputs that it does not project."""
+        """Return whether a module may multiply heads of inputs that it does not project."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
         members = chain(module.named_modules(), module.named_parameters(recurse=False))
@@ -355,12 +355,12 @@ class KnownWeights:
             layer = Layer.of(member) if isinstance(member, nn.Module) else None
             own = name.rpartition(".")[2]
             one = layer is not None and layer.inputs == layer.outputs == size < widest
-            if not one:  # a layer of one head's inputs and outputs
+            if not one:  # a layer that maps one head to one head is no projection
                 parts |= {*("qkv" if is_fused(own) else projection_of(own) or "")}
         products = sum(word in PRODUCTS for word in words)
         return (
             not parts >= {*"qkv"}
-            # One product of queries and keys takes no values.
+            # With a single product, of queries and keys, there are no values.
             and (products > bool(parts) or "scaled_dot_product_attention" in words)
             and not (SHAPES | AXES).isdisjoint(words)
             and self.blocks.isdisjoint({*module.modules()} - {module})
@@ -368,7 +368,7 @@ class KnownWeights:
         )
 
     def _joins(self, part: str, name: str, around: nn.Module) -> bool:
-        """Return whether a projection, or attention after it, may join its heads with others."""
+        """Return whether a projection, or the attention after it, may concatenate other heads."""
         inner = getattr(around, name, None)
         words = [word for word in self.words.of(around) if word != "torch"]
         passes = isinstance(inner, nn.Module) and "cat" in self.words.of(inner)
@@ -387,7 +387,7 @@ class KnownWeights:
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
-        """Return how the weight of several experts, `[experts, ., .]`, is divided."""
+        """Return the division of a weight `[experts, ., .]` of several experts, and the reason."""
         module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed = getattr(module, "is_transposed", None)
@@ -407,8 +407,7 @@ def is_fused(name: str) -> bool:
 
 
 def projection_of(name: str) -> str | None:
-    """Return the attention projections that a weight contains according to its name, such as "q" or
-    "qkv"."""
+    """Return the attention projections in a weight of this name, such as "q" or "qkv", or None."""
     if name in ("c_attn", "att_proj", "in_proj_weight"):
         return "qkv"
     words = FILLERS.sub("", name.lower()).removeprefix("w")
@@ -418,8 +417,7 @@ def projection_of(name: str) -> str | None:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return the rows per head of a projection, None if there is no evidence, or 0 if it is
-    unclear."""
+    """Return a projection's rows per head: None without evidence, 0 if the evidence is unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -437,21 +435,20 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
 
 
 def _first(module: nn.Module, names: str) -> int:
-    """Return the first of some attributes that a module has, or 0 if it has none of them."""
+    """Return the first positive integer among the attributes `names` of a module, or 0."""
     values = (getattr(module, name, None) for name in names.split())
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _attribute_rows(attributes: str, around: nn.Module) -> tuple[int, ...]:
-    """Return the rows of successive matrices as given by attributes, () if one is missing."""
+    """Return the row counts of consecutive matrices from attributes, or () if one is missing."""
     sizes = ([_first(around, name) for name in part.split("*")] for part in attributes.split())
     rows = tuple(size for *count, size in sizes for _ in range(*count or [1]))
     return rows if all(rows) else ()
 
 
 def _base(weight: Weight) -> int:
-    """Return the index of a weight's layer in its path; for an adapter that adds to outputs, the
-    index of its base layer."""
+    """Return the path index of a weight's layer or, for an adapter's lora_B, of the base layer."""
     names = [name.lower() for name, _ in weight.path]
     return names.index("lora_b") + 1 if "lora_b" in names else 0
 
@@ -488,7 +485,7 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module states its heads and contains projections of attention."""
+    """Return whether a module has an attribute of heads and contains attention projections."""
     stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
     return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
 
@@ -507,7 +504,7 @@ def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> boo
 
 
 def _is_table(weight: Weight) -> bool:
-    """Return whether name and shape suggest that a weight is looked up or added."""
+    """Return whether a weight's name and shape suggest that it is looked up or added."""
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:
@@ -518,9 +515,9 @@ def _is_table(weight: Weight) -> bool:
 
 
 def _unclear(weight: Weight, why: str) -> ValueError:
-    """Return the error for a weight that names do not determine, with its remedy."""
+    """Return the error for a weight whose division is unclear, with the remedies."""
     return ValueError(
-        f"{weight.name}{why}; give split_parameters example=(arguments of a forward pass), "
-        f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix, {{}} if it is "
-        "one, or elementwise=[...] for AdamW"
+        f"{weight.name}{why}; pass split_parameters example=(arguments of a forward pass), "
+        f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix ({{}} for one "
+        "matrix), or elementwise=[...] for AdamW"
     )

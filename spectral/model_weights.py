@@ -12,7 +12,7 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 RENAMED = ("weight", "weight_g", "weight_v", "weight_orig")
-"""Names of a layer's weight: its own, and the names that weight_norm and spectral_norm use."""
+"""Names of a layer's weight: the usual name, and the names under weight_norm and spectral_norm."""
 
 
 class Weight(NamedTuple):
@@ -21,7 +21,7 @@ class Weight(NamedTuple):
     name        full name of the parameter
     module      module with the parameter, or with a weight that a parametrization computes from it
     own         name of the parameter in `module`
-    path        names and modules from `module` outward; the last is the whole model, with name ""
+    path        (name, module) pairs from `module` outward to the whole model, whose name is ""
     """
 
     name: str
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name that identifies the weight's use: its layer's name or its own."""
+        """The name that suggests the weight's use: the layer's, or a bare parameter's own name."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property
@@ -57,8 +57,10 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
-    """Yield every trainable parameter once, in the order of the model; a parameter shared with an
-    embedding is yielded as the embedding's."""
+    """Yield every trainable parameter once, in the model's order.
+
+    A parameter that is shared with an embedding is yielded as the embedding's weight.
+    """
     modules = dict(model.named_modules())
     order = sorted(modules.items(), key=lambda item: not is_embedding(item[1]))
     places: dict[int, tuple[str, str]] = {}
@@ -110,7 +112,7 @@ class Layer(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the layer has a matrix; norms and depthwise convolutions do not."""
+        """Whether the layer multiplies by a matrix, unlike norms and depthwise convolutions."""
         depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
         return not depthwise and "orm" not in kind_of(self.module)
 
@@ -123,7 +125,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model in the model's order, in which each module's layers are a slice."""
+    """The layers of a model in the model's order; the layers of each module are a slice."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []

@@ -1,8 +1,8 @@
 """Parameter groups of a model: matrices for a spectral rule, everything else for AdamW.
 
-`split_parameters` determines the kind of each weight and its division into matrices: from its
-arguments, then from a forward pass of an example (`watch.py`) or, if there is none, from the names,
-classes and attributes of the model (`known_weights.py`).
+`split_parameters` determines the rule of each weight and its division into matrices: first from the
+function's arguments, then from a forward pass of an example (`watch.py`) or, without an example,
+from the names, classes and attributes of the model (`known_weights.py`).
 """
 
 import re
@@ -43,10 +43,10 @@ class ParameterSplit(Sequence[dict[str, Any]]):
     Pass it to an optimizer as its parameters. Printing it shows the assignment of each parameter.
 
     Attributes:
-        groups: the groups. The groups of the optimizer's rule come first and have `units`.
+        groups: the parameter groups. Groups for the optimizer's rule are first and have `units`.
         rows: the assignment of each parameter.
-        replicas: the process group of a DDP model, else None.
-        frozen: the names and parameters that are in no group because they were frozen.
+        replicas: the process group of a DDP model; None for other models.
+        frozen: (name, parameter) pairs that are in no group because the parameters are frozen.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table with one row for equal numbered layers, and a line about frozen
-        parameters."""
+        """Return a table in which equal layers share a row, and a line about frozen parameters."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
@@ -105,29 +104,30 @@ def split_parameters(
 ) -> ParameterSplit:
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
-    AdamW updates embeddings, tables and tokens, output heads, routers of experts, gains and biases;
-    it does not decay gains and biases. It also updates vectors: parameters with only one side
-    longer than 1, and matrices with a side of 1. Shared parameters appear once; one shared with an
-    embedding counts as an embedding. The optimizer's rule updates all other parameters, each as one
-    matrix or, divided by heads, gates, groups and experts, as several matrices.
+    AdamW updates embeddings, tables and tokens, output heads, routers of experts, gains and biases,
+    but does not decay gains and biases. AdamW also updates vectors: parameters with only one side
+    longer than 1, and matrices with a side of 1. A shared parameter appears once; a parameter
+    shared with an embedding counts as an embedding. The optimizer's rule updates all other
+    parameters, each as one matrix or, if it contains heads, gates, groups or experts, as several
+    matrices.
 
     Args:
         module: any model, also after `fully_shard`, tensor parallelism or DDP.
-        example: the arguments of one small forward pass, a tensor, a tuple or a mapping, or a
-            function that runs it. The pass then decides alone, without names (see `watch`).
-        elementwise: one or several modules or parameters that go to AdamW.
-        units: divisions of parameters, by patterns of their names such as `*.attention.qkv`:
-            `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}`, see
-            `Division`, or `{}` for one matrix. These divisions override the detected ones.
+        example: the arguments of one small forward pass (a tensor, a tuple or a mapping), or a
+            function that runs the pass. With an example, names are ignored (see `watch`).
+        elementwise: one or more modules or parameters that AdamW updates.
+        units: a mapping from patterns of parameter names, such as `*.attention.qkv`, to divisions:
+            `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}` (see
+            `Division`), or `{}` for one matrix. These divisions override detected divisions.
         lr: learning rate of AdamW.
 
     Raises:
-        ValueError: a weight that looks like several matrices, or is of unknown kind; rows that do
-            not divide a weight; a pattern that matches nothing; patterns that divide one parameter
-            differently; elementwise parts of another model; flattened parameters; no parameter for
-            the optimizer's rule; a weight that the pass of `example` did not use, or whose division
-            it does not show.
-        TypeError: `module`, `units` or an elementwise part has a wrong type.
+        ValueError: if a weight looks like several matrices or its use is unclear, if rows do not
+            divide a weight, if a pattern matches nothing, if patterns divide one parameter
+            differently, if an elementwise part belongs to another model, if parameters are
+            flattened, if no parameter is left for the optimizer's rule, or if the pass of `example`
+            does not use a weight or does not show its division.
+        TypeError: if `module`, `units` or an elementwise part has a wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -164,12 +164,12 @@ def split_parameters(
         rows.append(Row(name, shape, rule, len(matrices), matrices[0], reason))
     if unused:
         raise ValueError(
-            f"units must match parameters, got patterns without any: {', '.join(sorted(unused))}"
+            f"each pattern of units must match a parameter, got {', '.join(sorted(unused))}"
         )
     if not groups:
         raise ValueError(
-            f"no parameter of {type(module).__name__} uses the optimizer's rule, as all are "
-            "frozen, elementwise, heads, tables, gains or biases; use AdamW(model.parameters())"
+            f"no parameter of {type(module).__name__} uses the optimizer's rule: all are frozen, "
+            "elementwise, heads, tables, gains or biases; use AdamW(model.parameters())"
         )
     chosen: list[dict[str, Any]] = [
         {"params": params, "units": division.settings()} for division, params in groups.items()
@@ -185,23 +185,22 @@ def split_parameters(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a whole-matrix rule if a name suggests that the weight is not one
-    matrix."""
+    """Raise ValueError if a name suggests that a weight of a spectral rule is not one matrix."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
-            f"{name} is an embedding or an output head, which is not a matrix of a spectral rule; "
-            "put it into a group with rule 'adamw', as split_parameters does"
+            f"{name} is an embedding or an output head, which a spectral rule must not update; "
+            "put it in a group with rule 'adamw', as split_parameters does"
         )
     if is_fused(last):
         raise ValueError(
-            f"{name} looks like several matrices in one; give its group units, as "
-            "split_parameters does, or units={'rows': [n], ...} with the rows of each matrix"
+            f"{name} looks like several matrices in one; set the units of its group by "
+            "split_parameters, or by units={'rows': [n], ...} with the rows of each matrix"
         )
 
 
 def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
-    """Return the divisions of `units`. Raises TypeError and ValueError with the pattern."""
+    """Return the divisions of `units`; TypeError and ValueError state the pattern."""
     if not isinstance(units, Mapping):
         raise TypeError(f"units must be a mapping of patterns to divisions, got {units!r:.80}")
     divisions = {}
@@ -216,7 +215,7 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of the given parameters and of the parameters of given modules."""
+    """Return the ids of parameters in `elementwise` and of the parameters of modules in it."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]
@@ -233,13 +232,13 @@ def _apart(
 
 
 def _refuse_unfit(weight: Weight) -> None:
-    """Raise ValueError for a parameter of complex numbers, or without the shape of its layer."""
+    """Raise ValueError for a parameter that is complex, uninitialized or flattened."""
     if nn.parameter.is_lazy(weight.parameter):
-        raise ValueError(f"{weight.name} has no shape yet: run the model before it is split")
+        raise ValueError(f"{weight.name} has no shape yet: run the model before the split")
     if weight.parameter.is_complex():
         raise ValueError(
-            f"{weight.name} must be real, got complex numbers: make a real parameter of it "
-            "(torch.view_as_real), or freeze it and give it to another optimizer"
+            f"{weight.name} must be real, got complex numbers: replace it by a real parameter "
+            "(torch.view_as_real), or freeze it and pass it to another optimizer"
         )
     shape = tuple(weight.parameter.shape)
     layer = isinstance(weight.module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
@@ -253,13 +252,12 @@ def _refuse_unfit(weight: Weight) -> None:
 
 
 def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
-    """Return the kind of a parameter from its shape, its embedding and the arguments of
-    `split_parameters`, or None if these do not determine it."""
+    """Return a parameter's division if its shape, its module or the arguments determine it."""
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(
-            f"{weight.name} must match entries of units with equal values, got "
-            f"{' and '.join(units)}"
+            f"all patterns of units that match {weight.name} must have equal values, got different "
+            f"values for {' and '.join(units)}"
         )
     if weight.parameter.ndim < 2:
         return Seen(None, "a vector", decays=False)

@@ -1,7 +1,7 @@
-"""Shadows of tensors: a number for each element, which views preserve.
+"""Shadows of tensors: one number per element.
 
-A shadow belongs to a storage, which views share, so views of a tensor need no work. Numbers are
-constant along most axes of an activation (batch, tokens), where a shadow has length 1.
+A shadow belongs to a storage, so views of a tensor share it. Along axes on which numbers do not
+change (an activation's batch and tokens), a shadow has length 1.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NONE = -1.0
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor are in its storage; a complex number counts as two."""
+    """Positions of a tensor's elements in its storage; a complex number counts as two elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage's elements: `values`, which broadcast to a tensor of its layout.
+    """The numbers of a storage's elements: `values`, which broadcast to a tensor of this layout.
 
     Without values, an element's number is `start` plus its distance from the layout's offset.
     """
@@ -45,7 +45,7 @@ class Shadow(NamedTuple):
     start: int = 0
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a view of the storage, with length 1 on constant axes."""
+        """Return the numbers of a view of the storage, with length 1 along constant axes."""
         view = Layout.of(tensor)
         if self.values is None:
             return (_distances(self.layout, (), view) + self.start).double().to(tensor.device)
@@ -59,8 +59,8 @@ class Shadow(NamedTuple):
 def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
     """Return the distances of a view's elements from a layout's offset, `[1 or n, ...]`.
 
-    Distances are in memory or, if `moving` is the shape of values that broadcast to the layout, in
-    these values. The length is 1 along axes on which no distance changes.
+    Distances count elements of the storage or, if `moving` is the shape of values that broadcast to
+    the layout, elements of these values. The length is 1 along axes on which no distance changes.
     """
     axes = [axis for axis, size in enumerate(moving) if size > 1]
     start = view.offset - layout.offset
@@ -87,7 +87,7 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Return whether the steps of a view smaller than `stride` add up to less than `stride`."""
+    """Return whether the axes of a view with strides below `stride` span less than `stride`."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 
@@ -107,7 +107,7 @@ class Shadows:
         return self.of[tensor.untyped_storage()]
 
     def number(self, tensor: Tensor, start: int) -> int:
-        """Number the elements of a tensor in the order of memory and count them."""
+        """Number a tensor's elements from `start` in memory order and return their count."""
         layout = Layout.of(tensor)
         self.of[tensor.untyped_storage()] = Shadow(layout, start=start)
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
@@ -115,14 +115,14 @@ class Shadows:
     def read(self, tensor: Tensor) -> Tensor | None:
         """Return the number of each element of a tensor, or None if it has no shadow.
 
-        Its length is 1 on axes along which numbers do not change.
+        The result has length 1 along axes on which the numbers do not change.
         """
         shadow = self.of.get(tensor.untyped_storage())
         numbers = shadow.read(tensor) if shadow else None
         return None if numbers is None or bool((numbers < 0).all()) else numbers
 
     def write(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Write numbers, which broadcast to the tensor, for its storage."""
+        """Set the numbers of a tensor's elements; `numbers` broadcasts to the tensor."""
         storage, view = tensor.untyped_storage(), Layout.of(tensor)
         size = storage.nbytes() // tensor.element_size() * (1 + tensor.is_complex())
         numbers = numbers.view(*[1] * (len(view.sizes) - numbers.ndim), *numbers.shape)
@@ -169,7 +169,7 @@ def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     if values is None or isinstance(values, (int, float, str)):
-        return []  # fast path, as operations have many tensor arguments
+        return []  # fast path for most arguments that are not tensors
     if not isinstance(values, (list, tuple, Mapping)):
         values = vars(values) if is_dataclass(values) and not isinstance(values, type) else {}
     values = values if isinstance(values, (list, tuple)) else values.values()

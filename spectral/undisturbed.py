@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Make a forward pass change copies of attributes and buffers, and restore the originals.
+    """Let a forward pass change copies of attributes and buffers, and restore the originals.
 
-    It restores storage, gradient and flag of parameters; `Watch` copies the parameters that the
-    pass writes to.
+    Each parameter's storage, gradient and `requires_grad` are restored too; values that the pass
+    writes to a parameter are restored by `Watch`.
     """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]
@@ -30,7 +30,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operation for a whole layer
+    torch.backends.mha.set_fastpath_enabled(False)  # it hides a layer in one operation
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})
@@ -58,8 +58,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute that a pass may write to.
 
-    `copies` maps ids of originals to earlier copies. Tensors in the storages of `parameters` are
-    not copied, nor are objects of other classes.
+    `copies` maps ids of originals to earlier copies. Tensors in the storages of `parameters` and
+    objects of other classes are not copied.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # fast path, as modules have many attributes
@@ -76,7 +76,7 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
         own = copy.deepcopy(value)
     elif isinstance(value, (dict, list, set)):
         own = value.copy() if type(value) is OrderedDict else copy.copy(value)
-        copies[id(value)] = own  # first, as it may contain itself
+        copies[id(value)] = own  # before the members, because it may contain itself
         if not isinstance(value, set):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, each in places:

@@ -1,26 +1,27 @@
-"""Detection, in one forward pass, of outputs of a weight that a model uses together.
+"""Detection of the matrices in weights, from one forward pass.
 
-Neither name nor shape reveals the matrices in a weight, but the use of its outputs does. So the
-model runs once. Every product with a weight gives its output a *shadow* (`shadow.py`), which
-contains the number of a column (an output of a weight) at each place. Shadows propagate:
+The names and shapes of weights do not reveal their matrices, but the use of their outputs does, so
+the model runs once. Each product with a weight gives its result a *shadow* (`shadow.py`): for each
+element, the number of a column (an output of the weight). Operations propagate shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
-    silu, softmax, a norm       the shadow stays
-    a + b, a sum                each place has the columns of all
+    silu, softmax, a norm       the result has the operand's shadow
+    a + b, a sum                each element has the columns of all terms
 
-until an operation uses columns as one vector. These columns are a set that belongs together:
+until an operation uses columns as one vector. These columns are recorded as a set:
 
     a product with a weight     the columns of each input vector
-    a product of activations    the columns of each inner product, or, where it sums over tokens,
-                                of each entry of the batch: attention's heads
-    a * b, a ** b, min(a, b)    the columns of a, and those of b: the halves of a gated layer
+    a product of activations    the columns of each inner product or, if it sums over tokens, of
+                                each entry of the batch: attention's heads
+    a * b, a ** b, min(a, b)    the columns of a, and the columns of b: a gated layer's halves
 
-Columns in no set belong to an output head, columns that `topk` chooses from belong to a router, and
-a weight without products is a table.
+Columns in no set belong to an output head, columns among which `topk` chooses belong to a router,
+and a weight without products is a table.
 
-Read `watch`, which runs the pass; then `Watch`, whose methods follow operations in the order above,
-and record sets of columns (`columns.py`); then `Use.verdict` (`weight_use.py`), which concludes.
+Read `watch`, which runs the pass; then `Watch`, whose methods follow operations in the order above
+and record sets of columns (`columns.py`); then `Use.verdict` (`weight_use.py`), which turns the
+sets into a division.
 """
 
 import re
@@ -45,7 +46,7 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Operations that multiply one argument by the next, with the position of the first."""
+"""Operations that multiply two consecutive arguments, with the position of the first argument."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
@@ -54,7 +55,7 @@ CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
 """Operations that choose among columns, with the position of the axis argument."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
-"""Operations that add to some places, with the corresponding writes."""
+"""Operations that add to some elements, with the operations that overwrite the same elements."""
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
@@ -64,15 +65,14 @@ STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
     r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
-"""Operations that act on each element or scale it, in addition to operations with torch's pointwise
-tag."""
+"""Operations without torch's pointwise tag that act on each element or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums; over a part of the columns they hide the outputs' identity."""
+"""Reductions other than sums. Over some of the columns, their results identify no column."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
-"""Operations on each channel, the second axis."""
+"""Operations on each channel (the second axis)."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read only the shape of an input."""
 ENDS = re.compile(r".*(loss|histc).*")
@@ -80,27 +80,28 @@ ENDS = re.compile(r".*(loss|histc).*")
 
 
 def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
-    """Return the facts about weights that one forward pass of an example shows.
+    """Run one forward pass and return the division of each weight that the pass shows.
 
     Args:
-        model: the model, whose parameters, gradients, buffers, modes and attributes (including
-            lists, mappings and generators) are restored afterwards.
+        model: the model. Its parameters, gradients, buffers, modes and attributes (including lists,
+            mappings and generators) are restored afterwards.
         weights: parameters of two dimensions or more.
-        example: the arguments of the pass, a tensor, a tuple or a mapping, or a function that runs
-            it.
+        example: the model's arguments (a tensor, a tuple or a mapping), or a function that runs the
+            pass.
 
     Raises:
-        ValueError: weights that the pass did not use or hides, or that no `Division` describes;
-            parameters that the pass creates.
+        ValueError: if a weight is sharded or on the meta device, if the pass does not use a weight
+            or hides its use, if no `Division` describes a weight, or if the pass creates
+            parameters.
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             raise ValueError(
-                f"example needs a model that can run, but {name} is {kind}: split before sharding "
-                "and pass the printed units for the sharded model, or leave out example"
+                f"example requires a model that can run, but {name} is {kind}: split before "
+                "sharding and pass the printed units for the sharded model, or leave out example"
             )
-    if not callable(example):  # the pass may write to it
+    if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
     watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
     with undisturbed(model):
@@ -115,7 +116,9 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
         finally:
             watched.put_back()
         if made := [name for name, _ in model.named_parameters() if name not in known]:
-            raise ValueError(f"the pass creates {', '.join(made)}: run the model before the split")
+            raise ValueError(
+                f"the pass creates the parameters {', '.join(made)}: run the model before the split"
+            )
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
@@ -128,8 +131,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     if problems:
         raise ValueError(
             "\n".join(problems)
-            + "\ngive their divisions as units={name: {'rows': [n]}}, or {} for one matrix, "
-            "give their modules as elementwise, or give an example that uses them"
+            + "\npass the divisions of these weights as units={name: {'rows': [n]}} ({} for one "
+            "matrix), pass their modules as elementwise, or pass an example that uses them"
         )
     return seen
 
@@ -138,19 +141,19 @@ def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # all of its products are seen
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it shows all products of attention
             if isinstance(example, Mapping):
                 return model(**example)
             if isinstance(example, (tuple, list)):
                 return model(*example)
             return example() if callable(example) else model(example)
     except Exception as error:
-        error.add_note("in the forward pass of example: it must be the arguments of the model")
+        error.add_note("raised in the forward pass of example, which must be the model's arguments")
         raise
 
 
 def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
-    """Treat a computed weight as the parameter of its shape, without watching its computation."""
+    """Treat a parametrized weight as its original parameter of the same shape."""
 
     def pause(*_: Any) -> None:
         watched.paused = True
@@ -170,7 +173,7 @@ class Side(NamedTuple):
 
     columns: Tensor | None
     shape: tuple[int, ...]
-    counts: bool  # and is not a position, gain or other constant
+    counts: bool  # it is an activation, not a position, gain or other constant
     is_parameter: bool
 
     @property
@@ -180,7 +183,7 @@ class Side(NamedTuple):
         return [axis for axis, size in enumerate(sizes) if size > 1]
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of vectors, if elements of the other side multiply several whole vectors.
+        """The axes of vectors, if each element of the other side multiplies a whole vector.
 
         For example, attention weights multiply the values of each head.
         """
@@ -189,7 +192,7 @@ class Side(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Follows outputs of weights through the operations of a forward pass."""
+    """A dispatch mode that follows outputs of weights through a forward pass."""
 
     supports_higher_order_operators = True
 
@@ -199,28 +202,28 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = False
         self.numbers = Columns()
-        self.columns, self.weights = Shadows(), Shadows()  # of activations, elements of weights
+        self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of products
-        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of written parameters
+        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
         for name, weight in weights.items():
             if weight in self.weights:
                 raise ValueError(
-                    f"{name} shares its storage with another weight, so the pass cannot tell them "
-                    "apart: give each a tensor of its own (p.data = p.data.clone()), or leave out "
-                    "example"
+                    f"{name} shares its storage with another weight, so the pass cannot tell the "
+                    "two apart: give each weight its own tensor (p.data = p.data.clone()), or "
+                    "leave out example"
                 )
             start = self.numbers.end
             end = start + self.weights.number(weight, start)
             self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
-        # Storages that depend on parameters or on the example, and not on positions alone.
+        # Storages whose values depend on parameters or on the example, not only on positions.
         self.live = WeakKeyDictionary(self.parameters)
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and move the shadows as it moves elements."""
+        """Run an operation and propagate the shadows of its operands."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             self._hide(tensors_in((args, kwargs)), str(func))
@@ -282,7 +285,7 @@ class Watch(TorchDispatchMode):
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
         elif indices and name in LOOKUPS:
-            self._hide(indices, f"{func}, which takes them as an index,")
+            self._hide(indices, f"{func}, which uses them as an index,")
         elif not _is_continuous(fresh[0]):
             if acts_on_each:
                 self._stay("where", tracked, fresh[0])
@@ -323,13 +326,13 @@ class Watch(TorchDispatchMode):
                 use.hidden = use.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that a model returns, or whose sum it returns."""
+        """Record that the model returns these tensors, or a sum of their elements."""
         for t in filter(is_strided, tensors):
             for use in self.numbers.beneath(self.columns.read(t)):
                 use.ended = True
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
-        """Follow an elementwise operation: the result has its operands' columns."""
+        """Follow an elementwise operation, whose result has its operands' columns."""
         operands = [t for t in operands if _broadcasts(t, out)]
         whole = [i for i, t in enumerate(operands) if t.shape == out.shape]
         sides = [self._side(t, out) for t in operands]
@@ -341,12 +344,12 @@ class Watch(TorchDispatchMode):
             return
         computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
         matrices = [s for s in sides if s.is_parameter and sum(n > 1 for n in s.shape) > 1]
-        if computed and len(computed + matrices) > 1 and name not in FILLS:  # it makes a weight
+        if computed and len(computed + matrices) > 1 and name not in FILLS:  # computes a weight
             operation = f"a {'sum' if name in ADDITIONS else 'product'} with a weight"
             for use in (use for columns in computed for use in self.numbers.beneath(columns)):
                 for each in (use, *use.tables):
                     each.hidden = each.hidden or operation
-        # Positions and gains scale columns; an activation with columns everywhere forms products.
+        # Positions and gains only scale columns; an activation of the full shape multiplies them.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
         if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
@@ -354,7 +357,7 @@ class Watch(TorchDispatchMode):
                 if side.columns is not None and other.columns is not None:
                     self.numbers.join(side.columns, [None])
                     scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
-                    axes = [] if axes and all(scaled) else axes  # a factor for each matrix
+                    axes = [] if axes and all(scaled) else axes  # only one factor per matrix
                 self.numbers.consume(side.columns, axes, PRODUCT)
             distinct = _distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
@@ -378,7 +381,7 @@ class Watch(TorchDispatchMode):
         return Side(columns, shape, counts, tensor.untyped_storage() in self.parameters)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Follow an operation that moves numbers, with their columns or a weight's elements."""
+        """Follow an operation that moves elements: move their columns or numbers likewise."""
         operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
@@ -391,13 +394,13 @@ class Watch(TorchDispatchMode):
                 return 0.0 if isinstance(t, float) else t
             known = shadows.read(t)
             known = torch.full((), NONE, device=t.device).double() if known is None else known
-            return (known - NONE).expand(t.shape)  # zero fill has no columns
+            return (known - NONE).expand(t.shape)  # elements filled with zero have no columns
 
         moved, there = [numbers(a) for a in args], None
         if name in ADDING_MOVES:
             name, there = ADDING_MOVES[name], moved[0] + NONE
             moved[0] = torch.zeros_like(there)
-        if name in ("constant_pad_nd", "index_put"):  # whose last arguments are numbers
+        if name in ("constant_pad_nd", "index_put"):  # drop fill value, flag
             moved = moved[:2] if name == "constant_pad_nd" else moved[:3]
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         shadows.write(
@@ -405,7 +408,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
-        """Follow a reduction: a column that is constant along the reduced axes is unchanged."""
+        """Follow a reduction, which preserves columns that are constant along the reduced axes."""
         columns = self.columns.read(source)
         if columns is None or source.is_complex():
             return
@@ -426,14 +429,14 @@ class Watch(TorchDispatchMode):
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif rest and EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of a part of its columns")
-        elif not rest:  # in a norm or a loss
+        elif not rest:  # a norm or a loss
             self.end_with([source])
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
-        """Follow the sum of an elementwise product along axes if it computes inner products.
+        """Follow a sum of an elementwise product over axes if it computes inner products.
 
-        Such inner products involve a parameter, tokens as in attention, or a state that is an outer
-        product.
+        It does if one factor is a parameter, if the factors broadcast along different token axes as
+        in attention, or if one factor is a state of outer products.
         """
         first, second = sides
         known = [side.columns for side in sides if side.columns is not None]
@@ -454,7 +457,7 @@ class Watch(TorchDispatchMode):
         return inner
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
-        """Return whether columns are sums, with one term that changes only along `axes`."""
+        """Return whether columns are sums with a term that changes along `axes`, not `constant`."""
         record = self.numbers.record(columns.max())
         if not constant or not isinstance(record, Sums) or columns.min() < record.start:
             return False
@@ -466,7 +469,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
-        """Return the columns of sums along axes."""
+        """Return the columns of a tensor that is summed along axes."""
         for axis in axes:
             while (size := columns.shape[axis]) > 1:  # sum the halves
                 first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
@@ -474,7 +477,7 @@ class Watch(TorchDispatchMode):
         return columns
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
-        """Follow a choice: a choice among columns ends a router, a choice among tokens does not."""
+        """Follow a choice; a choice among columns, but not among tokens, indicates a router."""
         columns = self.columns.read(args[0])
         axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
@@ -489,7 +492,7 @@ class Watch(TorchDispatchMode):
             self.columns.write(result[0], first if kept else first.squeeze(axis))
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
-        """Follow an operation on each channel: the channels keep their columns."""
+        """Follow an operation on each channel, which preserves the channels' columns."""
         columns = self.columns.read(source)
         if columns is None:
             return
@@ -500,12 +503,12 @@ class Watch(TorchDispatchMode):
             self._hide([source], operation)
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Follow a product of `[..., rows, n]` and `[..., n, columns]`, or of a vector `[n]`."""
+        """Follow a product of `[..., rows, n]` and `[..., n, columns]`, or with a vector `[n]`."""
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
-        # For two weights use the second: the first is then a table of inputs.
+        # If both are weights, use the second: the first is a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
         if left in self.weights and right.untyped_storage() in self.parameters:
-            if weight == 0:  # it may be a table or a factor of a weight
+            if weight == 0:  # `left` may be a table or a factor of a weight
                 return self._hide([left], "a product with a weight that is frozen or given")
             self._use(right).tables.add(self._use(left))
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
@@ -518,7 +521,7 @@ class Watch(TorchDispatchMode):
                 continue
             by_entry = columns.ndim == 3 and columns[0].numel() == 1 < len(columns)
             if layer and by_entry and out.shape[2 - i] == 1:
-                depthwise = True  # one vector per column only scales it
+                depthwise = True  # one vector per column only scales the column
                 self.columns.write(out, columns)
                 continue
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
@@ -545,8 +548,7 @@ class Watch(TorchDispatchMode):
             self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
-        """Return the distances between entries of a stack, if a batched product uses them in order,
-        or 0."""
+        """Return the offsets of a stack's entries if a batched product uses them in order, or 0."""
         use = self._use(weight)
         if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
             numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
@@ -557,10 +559,11 @@ class Watch(TorchDispatchMode):
         return torch.zeros(1, dtype=torch.long)
 
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
-        """Return the axes of columns that a product with a sum over an axis uses together.
+        """Return the axes along which a product that sums over `axis` uses columns together.
 
-        These are the other axes if the sum weighs vectors: if it adds outputs of different matrices
-        or, in a product of activations, if the other axis contains successive outputs.
+        These are the other axes if the sum is a weighted sum of vectors: if it adds outputs of
+        different matrices or, in a product of activations, if the other axis contains consecutive
+        outputs.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):
@@ -573,7 +576,7 @@ class Watch(TorchDispatchMode):
         return [axis]
 
     def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
-        """Return the column numbers of a product that keeps one axis of a weight."""
+        """Return the columns of a product that keeps the axis `kept` of a weight."""
 
         def along(axis: int) -> Tensor:
             line = weight[tuple(slice(None) if a == axis else 0 for a in range(weight.ndim))]
@@ -589,9 +592,9 @@ class Watch(TorchDispatchMode):
         return torch.cat([use.columns(own, inputs) for use, own in self.numbers.uses(along(kept))])
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
-        """Follow a convolution; its options are bias, stride, ..., transposed, padding, groups."""
+        """Follow a convolution with options bias, stride, ..., transposed, padding, groups."""
         transposed, groups = options[4], options[6]
-        # One weight per channel only scales it and mixes its neighbours.
+        # One filter per channel only scales the channel and mixes neighbouring positions.
         depthwise = groups > 1 and groups == source.shape[1] == out.shape[1]
         columns = self.columns.read(source)
         if depthwise and columns is not None:
@@ -612,7 +615,7 @@ class Watch(TorchDispatchMode):
             self._made(out, numbers[None], 1)
 
     def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
-        """Record columns `[1 or n, columns]` along the first axis and another of a product."""
+        """Record a product's columns `[1 or n, columns]` along its first axis and `axis`."""
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # an `out` of one axis has one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))
@@ -630,7 +633,7 @@ def _is_continuous(tensor: Tensor) -> bool:
 
 
 def _distinct(sides: Iterable[Side]) -> list[Tensor]:
-    """Return the columns of operands without repetitions."""
+    """Return the distinct columns of operands."""
     distinct: list[Tensor] = []
     for columns in (side.columns for side in sides if side.columns is not None):
         if not any(bool((columns == other).all()) for other in distinct):

@@ -1,7 +1,7 @@
-"""Uses of a weight's outputs in a forward pass, and the matrices that follow from them.
+"""Uses of a weight's outputs in a forward pass, and the division that the uses imply.
 
-Two outputs are in one matrix if every set of outputs that was used as one vector contains both or
-neither. This is the coarsest division that does not cut a set.
+Two outputs belong to one matrix if every set of outputs that was used as one vector contains both
+or neither. This is the coarsest division in which each set consists of whole matrices.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ GROUP = "a group"
 
 
 class Seen(NamedTuple):
-    """Facts about a weight from one forward pass."""
+    """The division of a weight, and the reason for it."""
 
     division: Division | None  # None for AdamW
     reason: str
@@ -38,7 +38,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """Uses of the outputs of a weight, whose elements are numbered from `start` on."""
+    """Uses of the outputs of a weight; the weight's elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,32 +48,32 @@ class Use:
     used: bool = False
     looked_up: bool = False
     idle: bool = False  # a product with it had no rows, as for an expert without tokens
-    joined: set["Use | None"] = field(default_factory=set)  # weights in sums with it
+    joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
-    ended: bool = False  # its outputs are the model's outputs or enter its loss
+    ended: bool = False  # its outputs are the model's outputs or enter the loss
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
     outputs: set[int] = field(default_factory=set)  # axes of outputs
-    # Sets of columns by kind of operation, by the positions of their first elements.
+    # Sets of columns by kind of operation; each column is given by its first element's position.
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def beneath(self) -> frozenset["Use"]:
-        """The weights of its columns: the weight itself."""
+        """The weights of the columns: only this weight."""
         return frozenset([self])
 
     @property
     def stacked(self) -> bool:
-        """Whether its first axis numbers matrices, such as experts."""
+        """Whether the first axis enumerates matrices, such as experts."""
         return max(self.outputs, default=0) > 0 and not any(0 in axes for axes in self.inputs)
 
     def axes(self, numbers: Tensor) -> list[int]:
-        """Return the axes along which some elements differ."""
+        """Return the axes along which the elements' positions differ."""
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def columns(self, numbers: Tensor, inputs: set[int]) -> Tensor:
-        """Record a product that sums over some axes; return the first element of each column."""
+        """Record a product that sums over the axes `inputs`; return each column's first element."""
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
         self.inputs.add(tuple(sorted(inputs)))
@@ -81,13 +81,14 @@ class Use:
         return self.start + torch.tensor(self.strides)[outputs] @ places[outputs]
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
-        """Return the verdict about the weight.
+        """Return the weight's division and the reason for it.
 
         Args:
-            taken: the weights whose outputs reach another layer, and None.
+            taken: the weights whose outputs another layer uses, and None.
 
         Raises:
-            ValueError: a use that no division expresses, or outputs that the pass hides or drops.
+            ValueError: if the pass does not use the weight, hides the use of its outputs or drops
+                them, or if no division describes the use.
         """
         if not self.used:
             raise ValueError("the pass did not use it")
@@ -112,15 +113,15 @@ class Use:
             division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
-        scaled = PRODUCT in self.sets and not self.ended  # what it multiplies goes on
+        scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
         reached = scaled or taken & {self, *self.joined}
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
-            return Seen(None, "its columns are taken one at a time: scalars")
+            return Seen(None, "its columns are used one at a time: scalars")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
         if not reached:
             if not self.ended:
-                raise ValueError("nothing took its outputs, and the pass did not return them")
+                raise ValueError("nothing used its outputs, and the pass did not return them")
             return Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason())
 
@@ -132,7 +133,8 @@ class Use:
     def _cuts(self) -> Iterator[set[tuple[int, ...]]]:
         """Yield the sets of columns that divide the outputs.
 
-        If one layer takes all outputs, other layers that take parts, such as blocks, do not divide.
+        If one layer uses all outputs, layers that use a part of them, such as blocks, do not divide
+        the outputs.
         """
         for kind, sets in self.sets.items():
             whole = {columns for columns in sets if len(columns) == self._count}
@@ -142,18 +144,18 @@ class Use:
         taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}
         whole = [kind for kind, sizes in taken.items() if sizes == [self._count]]
         phrases = [
-            f"{kind} takes {' and '.join(map(str, sizes[:4]))} columns at a time"
+            f"{kind} uses {' and '.join(map(str, sizes[:4]))} columns at a time"
             for kind, sizes in sorted(taken.items(), key=lambda item: item[1])
             if kind not in whole
         ]
         if not whole:
-            return ", ".join(phrases) or "its outputs end the model in a sum"
-        phrases.append(f"{whole[0]} all" if phrases else f"{whole[0]} takes all columns")
+            return ", ".join(phrases) or "the model returns a sum of its outputs"
+        phrases.append(f"{whole[0]} all" if phrases else f"{whole[0]} uses all columns")
         return ", ".join(phrases)
 
 
 def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return the positions `[axes, elements]` of elements numbered in the order of memory."""
+    """Return the positions `[axes, elements]` of elements numbered in memory order."""
     places = torch.zeros(len(shape), len(elements), dtype=torch.long)
     for axis in sorted(range(len(shape)), key=lambda a: -strides[a]):
         if shape[axis] > 1:
@@ -162,14 +164,14 @@ def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def _changing(places: Tensor) -> list[int]:
-    """Return the axes along which some elements differ."""
+    """Return the axes along which the positions differ."""
     return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
 
 
 @lru_cache(64)  # the layers of a model repeat
 def _overlap(sets: Sets) -> bool:
     """Return whether two sets overlap and neither contains the other."""
-    smallest = dict[int, int]()  # the earlier set that contains each column
+    smallest = dict[int, int]()  # for each column, the smallest set so far that contains it
     for i, columns in enumerate(sorted(sets, key=len, reverse=True)):
         if len({smallest.get(column) for column in columns}) > 1:
             return True
@@ -187,9 +189,9 @@ def _division(
     grouped: bool,
     groups: int,
 ) -> Division:
-    """Return the division of outputs by products over some axes and by sets of columns.
+    """Return the division that follows from the products' axes and the sets of columns.
 
-    Raises ValueError if no division expresses it.
+    Raises ValueError if there is none.
     """
     axis, inputs = max(outputs), set[int]().union(*sums)
     stacked = axis > 0 and 0 not in inputs
@@ -198,17 +200,17 @@ def _division(
     others -= {0} if stacked else set()
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
-        raise ValueError(f"products sum over its axes {shown} of shape {shape}")
+        raise ValueError(f"products sum over axes {shown} of shape {shape}: no units describe this")
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
         if parts == 1 and len(columns) == size:
-            continue  # it cuts nothing
+            continue  # all outputs: it divides nothing
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})
-    # A column that is used alone may be in a matrix with others, unless it is a group's column.
+    # A column used alone may still belong to a larger matrix, unless it forms a group.
     joint = [r for r in rows if len(r) > 1 or grouped]
     finest = _labels(rows, parts * size)
     labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
@@ -229,9 +231,9 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the stride and the rows of the matrices that `labels` describe, alike in all parts.
+    """Return the stride and row counts of the matrices in `labels`, equal in all parts.
 
-    Raises ValueError if there are none.
+    Raises ValueError if no stride fits.
     """
     size = len(labels) // parts
     if parts == 1 and not any(finest):
@@ -248,7 +250,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
         (lengths,) = rows
         counts = Counter(label for run in runs for label in run)
         whole = [all(counts[label] == 1 for label in run) for run in runs]
-        # If heads are consecutive, a vector shared by all of them is cut too.
+        # If heads are consecutive, a vector that all heads share is divided too.
         period = _period([*zip(lengths, whole, strict=False)])
         if all(whole) or (stride == 1 and period < len(lengths) and any(whole[:period])):
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
@@ -258,7 +260,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
 
 
 def _period(values: Any) -> int:
-    """Return the period of the values."""
+    """Return the length of the shortest prefix that, repeated, gives the values."""
     count = len(values)
     periods = (n for n in range(1, count) if count % n == 0)
     return next((n for n in periods if values == values[:n] * (count // n)), count)

@@ -448,13 +448,13 @@ def hypermixing(**layers: nn.Module) -> nn.Module:
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gate in a module of its own": (
         lambda: holder(net=nn.Sequential(holder(proj=linear(8, 24)), nn.Dropout(), linear(12, 8))),
-        "net.0.proj.weight looks like .*no layer takes its 24 outputs",
+        "net.0.proj.weight looks like .*no layer uses its 24 outputs",
     ),
     "a gate as wide as the last layer's outputs": (
         lambda: nn.Sequential(
             holder("Gate", lambda m, x: F.glu(m.proj(x)), proj=linear(10, 24)), linear(12, 24)
         ),
-        "0.proj.weight looks like .*no layer takes its 24 outputs",
+        "0.proj.weight looks like .*no layer uses its 24 outputs",
     ),
     "convolutional qkv": (
         lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
@@ -462,17 +462,17 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "nine chunks in a block": (
         lambda: holder(norm=holder(linear=linear(8, 72)), attn=attention(num_heads=2)),
-        "norm.linear.weight looks like .*takes its 72",
+        "norm.linear.weight looks like .*uses its 72",
     ),
     "branches that take parts": (
         lambda: holder(stem=nn.Conv2d(3, 8, 1), block=parts(chunked), out=nn.Conv2d(8, 4, 1)),
-        "stem.weight looks like .*Parts takes channels apart",
+        "stem.weight looks like .*Parts splits channels",
     ),
     "parts in a forward pass that is wrapped": (
         lambda: holder(
             stem=nn.Conv2d(3, 8, 1), block=wrapped(parts(chunked)), out=nn.Conv2d(8, 4, 1)
         ),
-        "stem.weight looks like .*Parts takes channels apart",
+        "stem.weight looks like .*Parts splits channels",
     ),
     "parts in a method": (
         lambda: holder(
@@ -480,7 +480,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             block=parts(lambda m, x: torch.cat(both(m, x), 1)),
             out=nn.Conv2d(8, 4, 1),
         ),
-        "stem.weight looks like .*Parts takes channels apart",
+        "stem.weight looks like .*Parts splits channels",
     ),
     "heads in groups": (
         lambda: holder(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
@@ -491,15 +491,15 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             gat=holder(w=linear(8, 12), source=parameter(1, 3, 4), target=parameter(1, 3, 4)),
             out=linear(12, 4),
         ),
-        "gat.w.weight looks like .*source arranges its 12 outputs in 2 axes",
+        "gat.w.weight looks like .*source arranges its 12 outputs along 2 axes",
     ),
     "joined outputs": (
         lambda: nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
-        "0.weight looks like .*takes its 8",
+        "0.weight looks like .*uses its 8",
     ),
     "pixels": (
         lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
-        "0.weight looks like .*takes its 16",
+        "0.weight looks like .*uses its 16",
     ),
     "a projection without heads": (attention, "q_proj.weight looks like .*its name is q_proj"),
     "another layer of attention": (
@@ -512,7 +512,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "unequal parts": (
         lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
-        "inner.weight looks like .*takes its 7",
+        "inner.weight looks like .*uses its 7",
     ),
     "heads that do not divide": (
         lambda: attention(head_dim=3),
@@ -524,11 +524,11 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "adapter of a fused weight": (
         lambda: holder(gate_in=holder(lora_a=linear(8, 2), lora_b=linear(2, 24)), o=linear(12, 8)),
-        "gate_in.lora_b.weight looks like .*takes its 24",
+        "gate_in.lora_b.weight looks like .*uses its 24",
     ),
     "spectral_norm": (
         lambda: holder(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
-        "wi.weight_orig looks like .*takes its 24",
+        "wi.weight_orig looks like .*uses its 24",
     ),
     "experts that state no layout": (
         lambda: experts(
@@ -582,14 +582,14 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a first layer, whose outputs are joined": (
         lambda: holder(enter=linear(16, 4), blocks=nn.ModuleList([Block(), Block()])),
-        "enter.weight looks like .*takes its 4",
+        "enter.weight looks like .*uses its 4",
     ),
     "a last layer of gates": (
         lambda: holder(
             cell=holder("Cell", lambda m, h: m.norm(m.g(h)).chunk(4, -1), g=linear(8, 32)),
             up=linear(32, 8),
         ),
-        "cell.g.weight looks like .*Cell takes channels apart",
+        "cell.g.weight looks like .*Cell splits channels",
     ),
     "values of heads that are joined": (
         lambda: holder(
@@ -614,7 +614,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             holder("Ghost", lambda m, x: m.b(x[:, :4]), b=nn.Conv2d(4, 8, 1)),
             nn.Conv2d(8, 4, 1),
         ),
-        "0.weight looks like .*Ghost takes channels apart",
+        "0.weight looks like .*Ghost splits channels",
     ),
     "channels that a function takes apart": (
         lambda: nn.Sequential(
@@ -622,11 +622,11 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             holder("Ghost", lambda m, x: m.b(first_half(x)), b=nn.Conv2d(4, 8, 1)),
             nn.Conv2d(8, 4, 1),
         ),
-        "0.weight looks like .*Ghost takes channels apart",
+        "0.weight looks like .*Ghost splits channels",
     ),
     "tokens that generated layers mix by heads": (
         lambda: holder(enter=MLP(8, 8), mix=hypermixing(make=nn.LayerNorm(8)), out=linear(8, 3)),
-        "enter.layers.0.weight looks like .*Mixing may take heads of its inputs",
+        "enter.layers.0.weight looks like .*Mixing may divide its inputs into heads",
     ),
     "attention whose values no layer projects": (
         lambda: holder(
@@ -634,20 +634,20 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             mix=holder("Core", lambda m, x: attend(m.norm(x)), norm=nn.LayerNorm(8)),
             out=linear(8, 3),
         ),
-        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
     ),
     "values that are inputs beside projected queries and keys": (
         lambda: holder(
             enter=MLP(8, 8), mix=holder("Core", scored, heads=2, q=linear(8, 8), k=linear(8, 8))
         ),
-        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
     ),
     "heads of inputs that are projected one by one": (
         lambda: holder(
             enter=MLP(8, 8),
             mix=holder("Core", per_head, head_dim=4, **projections(4), out=linear(8, 8)),
         ),
-        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
     ),
     "queries of a parameter and values that are inputs": (
         lambda: holder(
@@ -655,7 +655,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             mix=holder("Core", pooled, query_tokens=parameter(3, 4), norm=nn.LayerNorm(8)),
             out=linear(8, 3),
         ),
-        "enter.layers.0.weight looks like .*Core may take heads of its inputs",
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
     ),
     "a pooler beside a tower and a layer that takes no pooled outputs": (
         lambda: holder(
@@ -822,7 +822,7 @@ def inherited() -> nn.Module:
 )
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:
     model = nn.Sequential(linear(8, 8), build(), linear(8, 3))
-    with pytest.raises(ValueError, match="1.wide.weight looks like .*takes channels apart"):
+    with pytest.raises(ValueError, match="1.wide.weight looks like .*splits channels"):
         split_parameters(model)
 
 
@@ -839,7 +839,7 @@ def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) 
     inner = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
     inner.wide = container(inner.wide)
     model = nn.Sequential(linear(8, 8), inner, linear(8, 3))
-    with pytest.raises(ValueError, match=r"^1.wide.*weight looks like .*Branch takes channels"):
+    with pytest.raises(ValueError, match=r"^1.wide.*weight looks like .*Branch splits channels"):
         split_parameters(model)
 
 
@@ -1007,7 +1007,7 @@ def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
     layers: Any = {name: linear(*pair) for name, pair in sizes.items()}
     flow = holder("Flow", coupled, **layers)
     model = nn.Sequential(flow, copy.deepcopy(flow), linear(8, 4))
-    with pytest.raises(ValueError, match="^0.both.weight looks like .*Flow takes channels"):
+    with pytest.raises(ValueError, match="^0.both.weight looks like .*Flow splits channels"):
         split_parameters(model, units={"*.first.weight": {}})
     units = {"*.first.weight": {}, "*.both.weight": {"rows": [4]}}
     rows = split_parameters(model, units=units).rows
@@ -1027,7 +1027,7 @@ def test_one_output_a_head_is_a_gate() -> None:
     rows = {row.name: row.rule for row in split_parameters(trunk(attention=attention)).rows}
     assert rows["blocks.0.attention.gate.weight"] == "spectral"
     positions = nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4))
-    with pytest.raises(ValueError, match=r"bias.2.weight .*no layer takes its 4 outputs"):
+    with pytest.raises(ValueError, match=r"bias.2.weight .*no layer uses its 4 outputs"):
         split_parameters(trunk(attention=holder("Attention", num_v_heads=4, bias=positions)))
 
 
@@ -1042,7 +1042,7 @@ def test_one_output_a_head_is_a_gate() -> None:
     ],
 )
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"no layer takes its.*example=.*elementwise"):
+    with pytest.raises(ValueError, match=r"no layer uses its.*example=.*elementwise"):
         split_parameters(model)
 
 

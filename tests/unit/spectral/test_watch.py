@@ -858,7 +858,7 @@ def test_an_example_has_many_forms(form: str) -> None:
     model.forward = lambda x: model.function(model, x)
     row = split_parameters(model, example=example).rows[0]
     assert (row.matrices, row.matrix) == (2, (10, 12))
-    assert row.reason == "a product takes 10 columns at a time, a layer all"
+    assert row.reason == "a product uses 10 columns at a time, a layer all"
 
 
 def two_ways(m: Any, x: Tensor) -> Tensor:
@@ -938,7 +938,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "a shape alone": (
         Module(lambda m, x: m.out(torch.zeros_like(m.first(x))), "first 12 8, out 8 4"),
-        "first.weight: nothing took its outputs",
+        "first.weight: nothing used its outputs",
     ),
     "a hidden consumer": (
         Module(lambda m, x: m.out(hidden(m.first(x), torch.ones(6, 8))), "first 12 8, out 6 4"),
@@ -946,7 +946,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "outputs that nothing takes": (
         Module(lambda m, x: (m.side(x), m.used(x))[1], "side 12 4, used 12 4"),
-        "side.weight: nothing took its outputs",
+        "side.weight: nothing used its outputs",
     ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
     "a weight of two": (
@@ -977,7 +977,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2))),
             "pieces 12 12, out 6 8, head 8 3",
         ),
-        "pieces.weight: nothing took its outputs",
+        "pieces.weight: nothing used its outputs",
     ),
     "complex numbers": (
         Module(
@@ -997,7 +997,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             "gate 12 2, out 8 4",
             table=torch.randn(5, 8),
         ),
-        "gate.weight: aten.index.Tensor, which takes them as an index, hides",
+        "gate.weight: aten.index.Tensor, which uses them as an index, hides",
     ),
     "counts of a layer's outputs": (
         Module(
@@ -1109,7 +1109,9 @@ class Late(nn.Module):
 
 
 def test_weights_without_a_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the pass creates second\.weight: run the model before"):
+    with pytest.raises(
+        ValueError, match=r"the pass creates the parameters second\.weight: run the model before"
+    ):
         split_parameters(Late(), example=x)
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
         split_parameters(nn.Sequential(nn.LazyLinear(4)))
@@ -1135,7 +1137,7 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
     perceptron = nn.Sequential(linear(12, 8), nn.ReLU(), linear(8, 3))
     split = split_parameters(perceptron, example=x)
     assert [row.reason for row in split.rows] == [
-        "a layer takes all columns",
+        "a layer uses all columns",
         "its outputs reach no further layer: a head",
     ]
     Muon(split, lr=0.1)
@@ -1195,7 +1197,7 @@ ACTIVATIONS += " relu6 rrelu selu sigmoid silu softplus softshrink softsign tanh
 @pytest.mark.parametrize("name", ACTIVATIONS.split())
 def test_columns_pass_an_activation(name: str) -> None:
     model = Module(lambda m, x: m.out(getattr(F, name)(m.first(x))), "first 12 8, out 8 4")
-    assert split_parameters(model, example=x).rows[0].reason.endswith("a layer takes all columns")
+    assert split_parameters(model, example=x).rows[0].reason.endswith("a layer uses all columns")
 
 
 def test_a_maximum_along_columns_is_a_choice() -> None:
@@ -1225,7 +1227,7 @@ def test_a_choice_among_tokens_is_none_among_columns(name: str) -> None:
     model = Module(lambda m, x: m.out(OVER_TOKENS[name](m.first(x))), "first 12 8, out 8 4")
     first = split_parameters(model, example=torch.randn(2, 5, 12)).rows[0]
     assert (first.rule, first.matrices) == ("spectral", 1)
-    assert first.reason == "a layer takes all columns"
+    assert first.reason == "a layer uses all columns"
 
 
 def test_a_wrong_example_is_named_where_the_model_fails() -> None:
