@@ -47,9 +47,10 @@ class AdamW(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        beta1 (default 0.9): Decay of the mean of the gradient, in [0, 1).
-        beta2 (default 0.95): Decay of the mean of the squared gradient, in [0, 1).
-        epsilon (default 1e-08): Added to the square root of the second moment; positive.
+        beta1 (default 0.9): Decay of the gradient's moving average, in [0, 1).
+        beta2 (default 0.95): Decay of the squared gradient's moving average, in [0, 1).
+        epsilon (default 1e-08): Positive number that is added to the square root of the second
+            moment.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -88,19 +89,19 @@ class Muon(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Number of steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
-            M.
-        scale (default 'spectral_mup'): How the update depends on the unit's shape
+        steps (default 5): Number of msign steps, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
+            average M.
+        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries whose magnitude the update
-            increases ("Cautious Weight Decay", Chen et al., 2025).
+        scale_factor (default 1.0): Positive factor of the update's size.
+        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+            ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -144,20 +145,21 @@ class NorMuon(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Number of steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
-            M.
-        scale (default 'spectral_mup'): How the update depends on the unit's shape
+        steps (default 5): Number of msign steps, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
+            average M.
+        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries whose magnitude the update
-            increases ("Cautious Weight Decay", Chen et al., 2025).
-        beta2 (default 0.95): Decay of the mean square of a row of the update, in [0, 1).
+        scale_factor (default 1.0): Positive factor of the update's size.
+        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+            ("Cautious Weight Decay", Chen et al., 2025).
+        beta2 (default 0.95): Decay of the moving average of each update row's mean square, in [0,
+            1).
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -203,21 +205,21 @@ class AdaMuon(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 5): Number of steps of msign, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
-            M.
-        scale (default 'align_adam_rms'): How the update depends on the unit's shape
-            (docs/spectral.md), by default as in the paper.
-        scale_factor (default 1.0): Factor of the scale; positive.
-        cautious_decay (default False): Do not decay entries whose magnitude the update
-            increases ("Cautious Weight Decay", Chen et al., 2025).
-        beta2 (default 0.95): Decay of the mean square of an entry of the update, in [0, 1); the
-            paper uses `momentum`.
+        steps (default 5): Number of msign steps, at least 1.
+        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
+            average M.
+        scale (default 'align_adam_rms'): Dependence of the update's size on the unit's shape
+            (docs/spectral.md); the default is the paper's.
+        scale_factor (default 1.0): Positive factor of the update's size.
+        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+            ("Cautious Weight Decay", Chen et al., 2025).
+        beta2 (default 0.95): Decay of the moving average of each update entry's square, in [0, 1);
+            the paper uses `momentum`.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -262,26 +264,26 @@ class MuonSphere(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Number of steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
-            M.
-        scale (default 'spectral_mup'): How the update depends on the unit's shape
+        steps (default 8): Number of msign steps, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
+            average M.
+        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Factor of the scale; positive.
-        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+        scale_factor (default 1.0): Positive factor of the update's size.
+        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Number of block Krylov steps per update, from the previous
-            singular vectors; at least 1.
+        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        krylov_steps (default 4): Number of block Krylov steps per update, starting from the
+            previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
-        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
-            not negative.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
+            negative.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -330,36 +332,36 @@ class SpectralSphere(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Number of steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the mean
-            M.
-        scale (default 'spectral_mup'): How the update depends on the unit's shape
+        steps (default 8): Number of msign steps, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
+            average M.
+        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Factor of the scale; positive.
-        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+        scale_factor (default 1.0): Positive factor of the update's size.
+        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 4): Number of block Krylov steps per update, from the previous
-            singular vectors; at least 1.
+        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        krylov_steps (default 4): Number of block Krylov steps per update, starting from the
+            previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
-        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd);
-            not negative.
-        tolerance (default None): Largest error |<u v^T, direction>| that counts as tangent; None:
-            2e-4, or the rounding error of msign_dtype, 1e-3 in float16 and 5e-3 in bfloat16. The
-            step subtracts this component of the direction along u v^T; an error above 0.05 in
-            float16 or 0.1 in bfloat16 is a miss, whatever the tolerance.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
+            negative.
+        tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None means
+            2e-4, or the rounding error of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16
+            bits the step subtracts the direction's component along u v^T if it is at most 0.05
+            (float16) or 0.1 (bfloat16); a larger component is not a rounding error.
         max_evaluations (default None): Largest number of msign evaluations per unit and step;
-            without early exit, all of them are made. None: 8 with early exit, else 1, or 2 for
-            float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer
-            cards, B300).
-        early_exit (default None): Stop when all units have converged, which waits for the
-            device; None: on a CPU only.
+            without early exit, exactly this number. None means 8 with early exit; without early
+            exit 1, or 2 for float32 matrices of more than 256 rows on a GPU whose float64 is slow
+            (consumer cards, B300).
+        early_exit (default None): Stop when all units have converged, which makes the host wait for
+            the device; None means on a CPU only.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
@@ -410,31 +412,31 @@ class MuonPlusPlus(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Number of steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
-        momentum (default 0.95): Decay of the mean of the gradient, in [0, 1).
-        nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M`; the paper
-            orthogonalises the mean M itself.
-        scale (default 'spectral_mup'): How the update depends on the unit's shape
+        steps (default 8): Number of msign steps, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+            dtype.
+        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M` instead of the
+            moving average M, which the paper uses.
+        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Factor of the scale; positive.
-        radius (default 'spectral_mup'): How the radius R depends on the unit's shape
+        scale_factor (default 1.0): Positive factor of the update's size.
+        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Factor of the radius, the paper's c; positive.
-        krylov_steps (default 10): Number of block Krylov steps per singular triplet and update, at
+        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        krylov_steps (default 10): Number of block Krylov steps per singular triplet and update; at
             least 1.
-        algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only
-            while steps are shorter than sigma_1 - sigma_2. project_rescale: algorithm 2, which also
-            rescales the weight to the radius. dual: a first-order relaxation that only requires
-            u^T D v = 0.
-        tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual
-            only; None: 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
-        max_evaluations (default None): Number of msign evaluations per unit and step, for
-            algorithm dual only; None: 1, or 2 for float32 matrices of more than 256 rows on a
-            GPU whose float64 is slow (consumer cards, B300).
+        algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only while
+            steps are shorter than sigma_1 - sigma_2. project_rescale: algorithm 2, which also
+            rescales the weight to the radius. dual: a first-order relaxation that only requires u^T
+            D v = 0.
+        tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual only;
+            None means 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
+        max_evaluations (default None): Number of msign evaluations per unit and step, for algorithm
+            dual only; None means 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
+            float64 is slow (consumer cards, B300).
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
             4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now). Not
             allowed with project_rescale.
@@ -489,11 +491,11 @@ class SpectralDescent(SpectralOptimizer):
         params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None: the default.
         weight_decay: decoupled decay, times lr.
-        schedule (default 'polar_express'): Polynomials of msign, a key of
+        schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
-        steps (default 8): Number of steps of msign, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products inside msign; None keeps the dtype
-            of the weight.
+        steps (default 8): Number of msign steps, at least 1.
+        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+            dtype.
         nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
         master_weights: step a float32 copy of every 16-bit parameter.
         replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that

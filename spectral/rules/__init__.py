@@ -34,10 +34,11 @@ ENTRY_POINTS = "spectrain.rules"
 
 
 class Registry(UserDict[str, type[Rule]]):
-    """Rules by name. Rules of installed packages are loaded only when the names are listed or a
-    name is missing, because such a package may import this one.
+    """Rules by name.
 
-    `left_out` maps the name of an unusable rule of an installed package to the reason.
+    Rules of other installed packages are loaded only when the names are listed or a name is
+    missing, because those packages may import this one. `left_out` maps the name of each unusable
+    rule of these packages to the reason.
     """
 
     loading = False
@@ -47,7 +48,7 @@ class Registry(UserDict[str, type[Rule]]):
         self.left_out: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """Yield all names, those of installed packages last."""
+        """Yield all names; the names of other installed packages are last."""
         self.load()
         return iter(self.data)
 
@@ -79,7 +80,7 @@ class Registry(UserDict[str, type[Rule]]):
                     self.left_out.pop(entry.name, None)
                 except (
                     Exception
-                ) as error:  # this imports other packages, which most programs do not need
+                ) as error:  # other packages may raise anything, and most programs need none
                     text = (
                         f"{entry.value} is left out because it is not a rule of {__name__}: {error}"
                     )
@@ -106,8 +107,8 @@ def register_rule(name: str, rule: type[Rule]) -> None:
     """Register a rule under a name, for optimizers and configs.
 
     Raises:
-        ValueError: another rule has the name.
-        TypeError: `rule` is not a class derived from `Rule`, or does not satisfy its requirements.
+        ValueError: if another rule has the name.
+        TypeError: if `rule` is not a subclass of `Rule`, or does not satisfy a rule's requirements.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")

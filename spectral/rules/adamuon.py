@@ -1,8 +1,9 @@
-"""AdaMuon: Muon on the signs of the momentum, with a second moment of each entry of the update.
+"""AdaMuon: Muon on the signs of the momentum, with a second moment per entry of the update.
 
-Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1: with
-O = msign(sign(M)) and V the mean of the squares of O, `W -= lr s sqrt(min(rows, cols)) O' / ||O'||`
-for O' = O / (sqrt(V) + epsilon). With the scale `align_adam_rms` its root mean square is 0.2 lr.
+Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1. With
+O = msign(sign(M)), the moving average V of O's squares, and O' = O / (sqrt(V) + epsilon), the step
+is `W -= lr s sqrt(min(rows, cols)) O' / ||O'||`. With the scale `align_adam_rms`, the root mean
+square of the update is 0.2 lr.
 """
 
 import math
@@ -24,9 +25,11 @@ class AdaMuonRule(NorMuonRule):
     """Muon on the momentum's signs; each entry of the update is divided by its RMS over steps."""
 
     scale: Scale = "align_adam_rms"
-    """How the update depends on the unit's shape (docs/spectral.md), by default as in the paper."""
+    """Dependence of the update's size on the unit's shape (docs/spectral.md); the default is the
+    paper's."""
     beta2: float = 0.95
-    """Decay of the mean square of an entry of the update, in [0, 1); the paper uses `momentum`."""
+    """Decay of the moving average of each update entry's square, in [0, 1); the paper uses
+    `momentum`."""
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the mean squares, both of the shape of `weight`."""
@@ -43,7 +46,7 @@ class AdaMuonRule(NorMuonRule):
         return direction.square()
 
     def norm_of(self, direction: Tensor) -> Tensor:
-        """Return the Frobenius norm of an exact polar factor, once per matrix of the batch."""
+        """Return the Frobenius norms `[batch]` of exact polar factors."""
         return direction.new_full(direction.shape[:1], math.sqrt(min(direction.shape[1:])))
 
 
@@ -55,7 +58,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by AdaMuon as plainly as possible; `AdaMuonRule` equals it.
+    """Step one matrix by AdaMuon in plain code; `AdaMuonRule` computes the same step.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1.
     """

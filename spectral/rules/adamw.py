@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
-The fused step checks nothing. Finite gradients keep moments finite and steps bounded: the optimizer
-checks the gradients, and a checkpoint is checked when it is read.
+The fused step checks nothing. With finite gradients and moments, moments stay finite and steps
+bounded: the optimizer checks the gradients, and a checkpoint is checked when it is read.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ class AdamWRule(Rule):
     whole_matrix: ClassVar[bool] = False
 
     beta1: float = 0.9
-    """Decay of the mean of the gradient, in [0, 1)."""
+    """Decay of the gradient's moving average, in [0, 1)."""
     beta2: float = 0.95
-    """Decay of the mean of the squared gradient, in [0, 1)."""
+    """Decay of the squared gradient's moving average, in [0, 1)."""
     epsilon: float = 1e-8
-    """Added to the square root of the second moment; positive."""
+    """Positive number that is added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class AdamWRule(Rule):
         require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")
 
     def init_state(self, weight: Tensor) -> State:
-        """Create moments of the shape of `weight` and a step counter `[batch]`."""
+        """Create moments in the shape of `weight` and step counters `[batch]`."""
         layout = torch.contiguous_format
         return {
             "momentum": torch.zeros_like(weight, memory_format=layout),
@@ -48,7 +48,7 @@ class AdamWRule(Rule):
         }
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay and step the weights, one call per group of equal rates; see `Rule.update`."""
+        """Decay and step the weights with one call per group of equal rates; see `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]
@@ -60,11 +60,11 @@ class AdamWRule(Rule):
     def advance_(self, lists: Sequence[list[Tensor]], step: Step) -> None:
         """Run PyTorch's fused step on units of one dtype, device and rate.
 
-        `lists` are weights, gradients, means, variances and step counters, one of each per unit.
+        `lists` contains the weights, gradients, means, variances and step counters of the units.
         """
         lr, weight_decay, active = step
         weights, counts = lists[0], lists[-1]
-        if isinstance(weight_decay, Tensor):  # the fused step takes a number
+        if isinstance(weight_decay, Tensor):  # the fused step requires a number
             for weight in weights:
                 decay_(weight, lr, weight_decay, active)
             weight_decay = 0.0
@@ -104,13 +104,13 @@ def units(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def reference(
     rule: AdamWRule,
-    weight: Tensor,  # any shape, as all below
+    weight: Tensor,  # any shape, like the gradient and the moments
     grad: Tensor,
     state: State,  # momentum, variance, step 0-d
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one weight by AdamW as plainly as possible; `AdamWRule` equals it.
+    """Step one weight by AdamW in plain code; `AdamWRule` computes the same step.
 
     Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
     """

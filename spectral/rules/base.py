@@ -1,8 +1,8 @@
-"""Interface of update rules: pure, batched steps on stacked parameters and their state.
+"""Interface of update rules: batched steps on stacked parameters and their state.
 
-The one-process optimizer and the distributed one call the same rules through `spectral.stepping`,
-so the mathematics exists once. Routing, planning and monitoring use only a rule's methods. `RULES`
-maps the names in configs and optimizers to rules.
+The one-process optimizer and the distributed optimizer call the same rules through
+`spectral.stepping`, so the mathematics is written once. Routing, planning and monitoring use only a
+rule's methods. `RULES` maps the names of rules in configs and optimizers to their classes.
 """
 
 import difflib
@@ -43,8 +43,8 @@ class Step(NamedTuple):
 
     Attributes:
         lr, weight_decay: learning rate and weight decay of all units.
-        active: 0-d bool tensor; False leaves weight and state unchanged, bit for bit, without a
-            host sync. None: the step is taken.
+        active: 0-d bool tensor. If it is False, weight and state stay unchanged, bit for bit,
+            without a host sync. None means that the step is taken.
     """
 
     lr: Rate
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """A key that is equal for steps with equal rates, computed without reading a tensor."""
+        """A key that is the same for steps with equal rates; no tensor is read."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 
@@ -83,15 +83,14 @@ class Rule(ABC):
     """One update rule. Its fields are its hyper-parameters and its config section."""
 
     whole_matrix: ClassVar[bool]
-    """True: the rule needs whole matrices `[batch, rows, cols]`. False: it is elementwise."""
+    """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
     reads_weight: ClassVar[bool] = True
-    """False: a step reads the weight only to decay it and to subtract the update."""
+    """Whether a step reads the weight for more than decaying it and subtracting the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
-    """Entries of the state that start at 0 in the shape of the weight, for `accumulate`."""
+    """State entries for `accumulate`, which have the weight's shape and are initially 0."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError or TypeError for an invalid field; subclasses call the parent's
-        method."""
+        """Raise ValueError or TypeError for an invalid field; subclasses must call this method."""
         check_fields(type(self), vars(self))
 
     @property
@@ -110,57 +109,57 @@ class Rule(ABC):
         return False
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why the rule cannot use this weight decay, or None if it can."""
+        """Return the reason why the rule cannot use this weight decay, or None."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with nulls replaced by the values that are used instead."""
+        """Return the fields by name; each null is replaced by the value that the rule uses."""
         return asdict(self)
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
-        """Create the state of `weight` `[batch, ...]`, every tensor with a leading batch dimension.
+        """Create the state of `weight` `[batch, ...]`.
 
-        The keys are the same for every weight and at every step.
+        Every tensor has a leading batch dimension. The keys are the same for every weight and at
+        every step.
         """
 
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Return the input of `update` in the buffers of `grads`; here `grads` themselves.
+        """Compute the input of `update` in the buffers of `grads`; by default, `grads` unchanged.
 
-        It is elementwise, so it may run on any slice of a matrix; of the states it reads and writes
-        only the entries named in `elementwise_state`.
+        The computation is elementwise, so it may run on any slice of a matrix. It reads and writes
+        only the state entries in `elementwise_state`.
         """
         return list(grads)
 
     @abstractmethod
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Run the second half of a step on the result of `accumulate`.
+        """Update weights and states in place from the result of `accumulate`.
 
-        The caller runs both under `torch.no_grad()`.
+        The caller runs `accumulate` and `update` under `torch.no_grad()`.
 
-        Updates weights and states in place and returns figures `[batch]` of each stack. A rule that
-        computes its direction from norms reports `refused`, 1 for each unit whose step is not
-        sound: such a unit keeps its weight bit for bit, so a finite weight stays finite for any
-        `grad` and state. An elementwise rule may rely on finite gradients, which the optimizer
-        checks.
+        Returns figures `[batch]` of each stack. A rule that computes its direction from norms
+        reports `refused`: 1 for each unit whose step is not sound. The weight of such a unit stays
+        unchanged, bit for bit, so a finite weight stays finite for any `grad` and state. An
+        elementwise rule may assume finite gradients, because the optimizer checks them.
 
-        The stacks share a dtype, device and predicate. On a device with kernels a rule of matrices
-        may get stacks of several shapes with equal shorter sides; elsewhere it gets one stack.
+        All stacks have the same dtype, device and predicate. On a device with kernels, a
+        whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
+        devices it receives one stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`; here the FLOPs of elementwise
-        passes.
+        """Count the FLOPs of one step on a unit of logical `shape`; by default, elementwise passes.
 
-        Placement and plans use it; see `costs_are_counted`.
+        Placement and plans use the count; see `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 
     @classmethod
     def costs_are_counted(cls) -> bool:
-        """Return whether `cost` counts all FLOPs: `Rule.cost` is too small for whole matrices."""
+        """Return whether `cost` counts all FLOPs; `Rule.cost` counts too few for whole matrices."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: Sequence[int]) -> float | None:
@@ -168,9 +167,9 @@ class Rule(ABC):
         return None
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
-        """Return the factor between learning rate and update of a `[rows, cols]` unit.
+        """Return the spectral norm of a `[rows, cols]` unit's update, divided by lr.
 
-        The spectral norm of an update is `lr` times this. None if the rule has no such factor.
+        Returns None if this ratio is not constant.
         """
         return None
 
@@ -186,7 +185,7 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; the arguments are as in `Stack`.
+    """Step one stack by `rule` in place and return its report; `Stack` describes the arguments.
 
     Raises ValueError for a rate that is a tensor with dimensions.
     """
@@ -206,7 +205,7 @@ def check_rates(lr: Rate, weight_decay: Rate) -> None:
 
 
 def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for a value of a rule's field that its annotation forbids."""
+    """Raise ValueError or TypeError for a value that the annotation of a rule's field forbids."""
     for field, annotation in _annotations(kind):
         value = values.get(field.name, field.default)
         if value is not field.default:
@@ -214,7 +213,7 @@ def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
 
 
 def class_problems(kind: type[Rule]) -> Iterator[str]:
-    """Yield the requirements of a rule that a class does not satisfy, as predicates of its name."""
+    """Yield each requirement that a rule's class does not satisfy, such as "must be a ..."."""
     if abstract := kind.__abstractmethods__:
         yield f"must have the method {sorted(abstract)[0]}"
     if "__dataclass_fields__" not in vars(kind):
@@ -245,7 +244,7 @@ def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
+    """Raise ValueError with `message` unless `condition` is true."""
     if not condition:
         raise ValueError(message)
 
@@ -256,12 +255,12 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def rate_key(rate: Rate) -> object:
-    """Return the key of equal rates: the number, or the identity of the tensor."""
+    """Return a key that is the same for equal rates: the number, or the tensor's id."""
     return id(rate) if isinstance(rate, Tensor) else rate
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the shared rate of all stacks, or else one rate per unit `[sum of batches]`."""
+    """Return the rate if all stacks have the same; otherwise one per unit, `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)
@@ -277,12 +276,12 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    With a `direction`, which is subtracted afterwards, decay only where weight and direction do not
-    have opposite signs.
+    If `direction`, which is subtracted afterwards, is given, decay only where weight and direction
+    do not have opposite signs.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
-    # In the weight's dtype from the start: a float32 factor would round a float64 weight.
+    # Compute in the weight's dtype: a float32 factor would round a float64 weight.
     factor = weight.new_ones(()) - lr * weight_decay
     if active is not None:
         factor = torch.where(_broadcast(active, weight), factor, torch.ones_like(factor))
@@ -292,7 +291,7 @@ def decay_(
 
 
 def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | None) -> None:
-    """Subtract `size * direction` from `weight` in place where `active`; overwrites `direction`."""
+    """Subtract `size * direction` from `weight` in place where `active`; overwrite `direction`."""
     if active is not None:
         direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
@@ -308,7 +307,7 @@ def _broadcast(active: Tensor, x: Tensor) -> Tensor:
 
 
 def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
-    """Overwrite `old` `[batch, ...]` where `active`, 0-d or `[batch]`."""
+    """Overwrite `old` `[batch, ...]` with `new` where `active` (0-d or `[batch]`)."""
     if active is None:
         old.copy_(new)
     else:
@@ -316,12 +315,12 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit takes its step `[batch]`: it is `sound` and the step is `active`."""
+    """Return whether each unit is stepped, `[batch]`: it is `sound` and the step is `active`."""
     return sound if active is None else sound & active
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
+    """Return `[batch]`: 1 for units that are not `sound`; 0 for others and in inactive steps."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -338,10 +337,10 @@ WORDS: Final[dict[Any, str]] = {
 
 
 def check_value(name: str, annotation: Any, value: object) -> None:
-    """Raise TypeError for a value of the wrong type, and ValueError for a value that is not one of
-    the annotation's literals or not finite.
+    """Raise TypeError for a wrong type, and ValueError for a wrong literal or a nonfinite number.
 
-    A bool is not a number, and a float is not an integer. Types outside `WORDS` accept any value.
+    A bool does not count as a number, nor a float as an integer. Values of types outside `WORDS`
+    are not checked.
     """
     types, literals = _accepted(annotation)
     if literals:
@@ -357,7 +356,7 @@ def check_value(name: str, annotation: Any, value: object) -> None:
 
 @cache
 def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
-    """Return the types of a union and its literals, including None."""
+    """Return the types of a union and, if it consists of literals and None, these values."""
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
@@ -375,7 +374,7 @@ def _fits(value: object, types: tuple[Any, ...]) -> bool:
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`; the nearest is suggested."""
+    """Raise ValueError unless `value` is one of `choices`; suggest the nearest choice."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{nearest(value, choices)}")
 

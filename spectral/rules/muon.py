@@ -1,7 +1,7 @@
 """Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts that other rules share.
 
-From top to bottom: the mean of the gradient (`MomentumRule`), its polar factor (`MsignRule`), the
-step of the weight (`PolarRule`), Muon itself, and its plain algorithm (`reference`).
+From top to bottom: the gradient's moving average (`MomentumRule`), its polar factor (`MsignRule`),
+the step of the weight (`PolarRule`), Muon itself, and Muon in plain code (`reference`).
 """
 
 import math
@@ -44,22 +44,22 @@ from .base import (
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumRule(Rule):
-    """A rule of whole matrices with momentum; subclasses implement `update`."""
+    """A whole-matrix rule with momentum; subclasses implement `update`."""
 
     whole_matrix: ClassVar[bool] = True
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
-    """Decay of the mean of the gradient, in [0, 1)."""
+    """Decay of the gradient's moving average, in [0, 1)."""
     nesterov: bool = True
-    """Step along `(1 - momentum) G + momentum M` instead of the mean M."""
+    """Step along `(1 - momentum) G + momentum M` instead of the moving average M."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_fraction("momentum", self.momentum)
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
+        """Create the momentum in the shape of `weight` `[batch, rows, cols]`."""
         rule, shape = type(self).__name__, tuple(weight.shape)
         require(
             weight.ndim == 3, f"{rule} needs whole matrices [batch, rows, cols], got shape {shape}"
@@ -69,7 +69,7 @@ class MomentumRule(Rule):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Update the means and return the directions of the steps; see `Rule.accumulate`."""
+        """Update the momenta and return the directions of the steps; see `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
         # Without a predicate the library handles many small tensors in one call.
         if active is not None and kernels.updates([*grads, *means]):
@@ -84,7 +84,7 @@ class MomentumRule(Rule):
             for pair in cache_slices(grad, mean)
         ]
         gate = unless_all(active)
-        # A GPU processes all tensors at once; a CPU finishes a few while they are in its cache.
+        # A GPU processes all tensors at once; a CPU, as many at a time as fit in its cache.
         limit = CACHE_ELEMENTS.get(grads[0].device.type)
         count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
         for first in range(0, len(slices), count):
@@ -113,16 +113,16 @@ DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 @dataclass(frozen=True, kw_only=True)
 class MsignRule(Rule):
-    """A whole-matrix rule with the settings of `spectral.msign`."""
+    """A whole-matrix rule that uses msign, with msign's settings."""
 
     whole_matrix: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Polynomials of msign, a key of `spectrain.polar.SCHEDULES`."""
+    """Name of msign's polynomials: a key of `spectrain.polar.SCHEDULES`."""
     steps: int = 8
-    """Number of steps of msign, at least 1."""
+    """Number of msign steps, at least 1."""
     msign_dtype: MsignDtype | None = None
-    """Dtype of the products inside msign; null keeps the dtype of the weight."""
+    """Dtype of the products in msign; null means the weight's dtype."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +131,7 @@ class MsignRule(Rule):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of msign's products, None for the weight's dtype."""
+        """Dtype of msign's products; None means the weight's dtype."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
     def cost(self, shape: Sequence[int]) -> float:
@@ -160,12 +160,12 @@ class MsignRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarRule(MomentumRule, MsignRule):
-    """A rule of whole matrices that steps along polar factors, scaled by the matrix's shape."""
+    """A whole-matrix rule that steps along polar factors times a scale for the matrix's shape."""
 
     scale: Scale = "spectral_mup"
-    """How the update depends on the unit's shape (docs/spectral.md)."""
+    """Dependence of the update's size on the unit's shape (docs/spectral.md)."""
     scale_factor: float = 1.0
-    """Factor of the scale; positive."""
+    """Positive factor of the update's size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,11 +180,11 @@ class PolarRule(MomentumRule, MsignRule):
         retraction: Tensor | None = None,
         decays: bool = False,
     ) -> list[Report]:
-        """Compute `weight -= lr scale direction`, after the decay if `decays`.
+        """Compute `weight -= lr scale direction`, after weight decay if `decays`.
 
-        Weights are first multiplied by `retraction` `[sum of batches]`. Units whose direction did
-        not stay bounded, or that are not `sound` `[sum of batches]`, keep their weights bit for
-        bit. Reports `update_rms` and `refused`, `[batch]` of each stack.
+        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. The weights
+        of units that are not `sound` `[sum of batches]`, or whose direction did not stay bounded,
+        do not change, bit for bit. Reports `update_rms` and `refused`, `[batch]`, of each stack.
         """
         weights = [stack.weight for stack in stacks]
         active = stacks[0].step.active
@@ -257,11 +257,11 @@ class PolarRule(MomentumRule, MsignRule):
         return concat(norms)
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
-        """Return the factor between `lr` and the update; see `Rule.scale_of`."""
+        """Return the spectral norm of the update, divided by lr; see `Rule.scale_of`."""
         return self.update_scale(shape)
 
     def update_scale(self, shape: Sequence[int]) -> float:
-        """Return the factor of `lr` times the direction for a `shape` `[rows, cols]`."""
+        """Return the scale of updates `lr scale direction` for a `shape` `[rows, cols]`."""
         return self.scale_factor * SCALES[self.scale](*shape)
 
 
@@ -296,7 +296,7 @@ def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
-    """Return the report of each stack from the report of all units, `[sum of batches]`."""
+    """Split the report of all units `[sum of batches]` into reports of the stacks."""
     return split_figures(report, [stack.weight for stack in stacks])
 
 
@@ -308,7 +308,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by Muon as plainly as possible; `MuonRule` equals it.
+    """Step one matrix by Muon in plain code; `MuonRule` computes the same step.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
     https://kellerjordan.github.io/posts/muon; the decay is AdamW's.

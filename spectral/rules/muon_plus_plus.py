@@ -1,11 +1,11 @@
 """Muon++: Muon whose step does not change the weight's top singular pair.
 
-Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight should keep the
-spectral norm S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with u^T D
-= 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
-(proposition A.1). With a longer step another singular value becomes the largest. As such steps
-never change (u, v), the norm then grows without bound; only the rescaled algorithm keeps it
-constant over a long run.
+Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight's spectral norm should
+stay at the value S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
+u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
+(proposition A.1). With longer steps another singular value becomes the largest. Because steps along
+such D never change (u, v), the norm then grows without bound; only the algorithm with rescaling
+keeps the norm constant over a long run.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,21 @@ class MuonPlusPlusRule(RadiusRule):
     """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
 
     nesterov: bool = False
-    """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
+    """Orthogonalise `(1 - momentum) G + momentum M` instead of the moving average M, which the
+    paper uses."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
     """project: algorithm 1, which keeps the norm only while steps are shorter than sigma_1 -
     sigma_2. project_rescale: algorithm 2, which also rescales the weight to the radius. dual: a
     first-order relaxation that only requires u^T D v = 0."""
     krylov_steps: int = 10
-    """Number of block Krylov steps per singular triplet and update, at least 1."""
+    """Number of block Krylov steps per singular triplet and update; at least 1."""
     tolerance: float | None = None
-    """Largest |u^T D v| that counts as tangent, for algorithm dual only; null: 2e-4, or 1e-3 with
-    msign_dtype float16 and 5e-3 with bfloat16."""
+    """Largest |u^T D v| that counts as tangent, for algorithm dual only; null means 2e-4, or 1e-3
+    with msign_dtype float16 and 5e-3 with bfloat16."""
     max_evaluations: int | None = None
-    """Number of msign evaluations per unit and step, for algorithm dual only; null: 1, or 2 for
-    float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
+    """Number of msign evaluations per unit and step, for algorithm dual only; null means 1, or 2
+    for float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards,
+    B300)."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
     the weight by sqrt(rho before / rho now). Not allowed with project_rescale."""
@@ -54,7 +56,7 @@ class MuonPlusPlusRule(RadiusRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.dual_solver()  # which refuses invalid fields
+        self.dual_solver()  # raises ValueError for invalid fields
         threshold = self.correlation_threshold
         require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
         require(
@@ -63,15 +65,15 @@ class MuonPlusPlusRule(RadiusRule):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with the tolerance used for a null."""
+        """Return the fields by name; with algorithm dual, a null tolerance becomes its default."""
         dual = self.algorithm == "dual"
         tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum, the two largest singular pairs, rho, and a flag of past rescaling.
+        """Create the momentum and the two top singular pairs.
 
-        The last two are `[batch]`.
+        The state also contains rho and a flag of past rescaling, both `[batch]`.
         """
         state = super().init_state(weight)
         sigma, state["u"], state["v"] = cold_start(weight.detach())
@@ -86,9 +88,9 @@ class MuonPlusPlusRule(RadiusRule):
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
         (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
-        than the gap, so that the norm is not certified. project_rescale adds norm, ||W||_2 of the
-        updated weight before it is rescaled; dual adds multiplier, residual, evaluations and
-        converged.
+        than sigma_1 - sigma_2, so that the norm may change. project_rescale also reports norm,
+        which is ||W||_2 of the updated weight before rescaling; dual also reports multiplier,
+        residual, evaluations and converged.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -99,7 +101,7 @@ class MuonPlusPlusRule(RadiusRule):
             polar, solved = self.solve(stack)
             report |= solved
         else:
-            # The projected matrix always has null directions, whose rounding msign would amplify.
+            # msign amplifies rounding errors in the null directions, so project its result too.
             project_(momentum, state["u"], state["v"])
             (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
@@ -114,7 +116,7 @@ class MuonPlusPlusRule(RadiusRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.
 
-        There are two singular triplets, and a third for the rescaling.
+        Every step computes two singular triplets, and rescaling a third.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
@@ -123,11 +125,11 @@ class MuonPlusPlusRule(RadiusRule):
         return track + self.msign_cost(short, long) + 8.0 * 2 * short * long
 
     def track(self, stack: Stack) -> tuple[Report, Tensor]:
-        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded of the decayed
-        weight.
+        """Refresh both singular pairs.
 
-        Also returns whether each unit is sound `[batch]`: the squares of its norm and of its cached
-        vectors are finite. The vectors of an unsound unit are reset.
+        Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and whether
+        each unit is sound, `[batch]`: the squares of its norm and of its cached vectors are finite.
+        The vectors of an unsound unit are reset.
         """
         weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
@@ -166,12 +168,11 @@ class MuonPlusPlusRule(RadiusRule):
         return Polar(solution.direction, solution.bounded), solution.report()
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
-        """Multiply `weight` by S / ||W||_2 where `gate` `[batch]`; reports `norm`, ||W||_2 after
-        the update.
+        """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`; report ||W||_2.
 
-        (u, v, sigma) is still an exact singular triplet, so iterating from it would never find a
-        value that has grown beyond it. The norm is the larger of sigma and the largest value of the
-        rest.
+        The update has not changed the triplet (u, v, sigma), so iterations that start from it would
+        never find a singular value that has become larger than sigma. ||W||_2 is the larger of
+        sigma and the top singular value of W - sigma u v^T.
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]
@@ -192,7 +193,7 @@ class MuonPlusPlusRule(RadiusRule):
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
-            # Below 1 / (rows cols) the estimate is noise of either sign, and a ratio means nothing.
+            # Below 1 / (rows cols) the estimate is noise of either sign: a ratio has no meaning.
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             due = due & gate & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
@@ -203,7 +204,7 @@ class MuonPlusPlusRule(RadiusRule):
 
 
 def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Replace `m` `[batch, rows, cols]` by (I - u u^T) M (I - v v^T); u and v unit or zero."""
+    """Replace `m` `[batch, rows, cols]` by (I - u u^T) M (I - v v^T), for unit or zero u and v."""
     m.baddbmm_(u[:, :, None], u[:, None, :] @ m, alpha=-1)
     return m.baddbmm_(m @ v[:, :, None], v[:, None, :], alpha=-1)
 
@@ -221,7 +222,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by Muon++ as plainly as possible; `MuonPlusPlusRule` equals it.
+    """Step one matrix by Muon++ in plain code; `MuonPlusPlusRule` computes the same step.
 
     Source: "Towards a Principled Muon under muP" (arXiv 2601.01306), algorithm 1, or 2 for
     project_rescale; appendix B for dual. S is sqrt(rows / cols) by default.

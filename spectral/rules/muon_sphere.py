@@ -25,11 +25,12 @@ class RadiusRule(PolarRule):
     """Muon on weights whose spectral norm is kept at a radius."""
 
     radius: Scale = "spectral_mup"
-    """How the radius R depends on the unit's shape (docs/spectral.md)."""
+    """Dependence of the radius R on the unit's shape (docs/spectral.md)."""
     radius_scaler: float = 1.0
-    """Factor of the radius, the paper's c; positive."""
+    """Positive factor of the radius (the paper's c)."""
     krylov_steps: int = 4
-    """Number of block Krylov steps per update, from the previous singular vectors; at least 1."""
+    """Number of block Krylov steps per update, starting from the previous singular vectors; at
+    least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +42,7 @@ class RadiusRule(PolarRule):
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance of a solve for tangent directions, with the default filled in."""
+        """Return the tolerance for tangent directions; None means the default."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
@@ -50,7 +51,7 @@ class RadiusRule(PolarRule):
         return Solver(tolerance=self.accepted(tolerance), **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
-        """Return the tangent problem of a stack, whose gradient is overwritten."""
+        """Return the tangent problem of a stack; the stack's gradient is overwritten."""
         grad = normalized_(stack.grad, torch.promote_types(stack.grad.dtype, torch.float32))
         return TangentProblem(grad, stack.state["u"], stack.state["v"])
 
@@ -78,22 +79,22 @@ class MuonSphereRule(RadiusRule):
 
     @property
     def undoes_decay(self) -> bool:
-        """Whether weight decay has no effect: a weight is rescaled to R afterwards."""
+        """Whether weight decay has no effect because the weight is rescaled to R afterwards."""
         return self.retraction == "hard"
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why the rule cannot use this weight decay, or None if it can."""
+        """Return the reason why the rule cannot use this weight decay, or None."""
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
-            "weight_decay must be 0 with retraction dynamic, as it shrinks a weight below the "
-            f"sphere while the retraction lets it grow, got {weight_decay}"
+            "weight_decay must be 0 with retraction dynamic, because decay shrinks weights below "
+            f"the sphere while the retraction lets them grow, got {weight_decay}"
         )
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
 
-        It also creates nearby `[batch, NEARBY, shorter side]`, which the first step fills.
+        The state also contains nearby `[batch, NEARBY, shorter side]`, which the first step fills.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
@@ -122,15 +123,15 @@ class MuonSphereRule(RadiusRule):
     def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
         """Refresh u, v and nearby, and compute the retraction to the sphere.
 
-        All figures are `[sum of batches]`. Reports `sigma` and `radius`. Also returns whether each
-        unit is sound (the squares of its norm and of its cached vectors are finite) and the factor
-        for decay and retraction of its weight. The vectors of an unsound unit are reset, so its
-        next step is a cold start.
+        Returns the report (`sigma` and `radius`), whether each unit is sound, and the factor for
+        decay and retraction of each weight, all `[sum of batches]`. A unit is sound if the squares
+        of its norm and of its cached vectors are finite. The vectors of other units are reset, so
+        the next step of these units is a cold start.
         """
         sigma, sound = self._refresh_vectors(stacks)
         weights = [stack.weight for stack in stacks]
         radius = numbers([self.radius_of(w.shape[1:]) for w in weights], weights)
-        if self.retraction == "hard":  # which undoes the decay
+        if self.retraction == "hard":  # hard retraction undoes the decay
             return {"sigma": sigma, "radius": radius}, sound, hard_factor(sigma, radius)
         lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
         decay = rate_of_stacks([stack.step.weight_decay for stack in stacks], weights)
@@ -186,7 +187,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by MuonSphere as plainly as possible; `MuonSphereRule` equals it.
+    """Step one matrix by MuonSphere in plain code; `MuonSphereRule` computes the same step.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1 with the
     multiplier lambda = 0. R and the scale of the update are sqrt(rows / cols) by default (eq. 16).

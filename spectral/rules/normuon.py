@@ -1,8 +1,8 @@
-"""NorMuon: Muon with a second moment per neuron of the update.
+"""NorMuon: Muon with a second moment per neuron (row) of the update.
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
-msign(M) have very different norms; dividing each row by the root of its mean square gives all
-neurons similar updates. The Frobenius norm stays equal to the norm of msign(M).
+msign(M) have very different norms; dividing each row by its root mean square over steps gives all
+neurons updates of similar size. The Frobenius norm of the update stays the norm of msign(M).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class NorMuonRule(MuonRule):
     """Muon; each row of the update is divided by its root mean square over steps."""
 
     beta2: float = 0.95
-    """Decay of the mean square of a row of the update, in [0, 1)."""
+    """Decay of the moving average of each update row's mean square, in [0, 1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class NorMuonRule(MuonRule):
         return Polar(divided.mul_(size[:, None, None]), bounded)
 
     def squares(self, direction: Tensor) -> Tensor:
-        """Return the squares of `direction` `[batch, rows, cols]` that are averaged over steps."""
+        """Return the squares of `direction` `[batch, rows, cols]` to average over steps."""
         return direction.square().mean(-1, keepdim=True)
 
     def norm_of(self, direction: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class NorMuonRule(MuonRule):
         return norm
 
     def scale_of(self, shape: Sequence[int]) -> None:
-        """Return None: the spectral norm of the update depends on the rows."""
+        """Return None: the spectral norm of the update depends on the rows' mean squares."""
 
 
 def reference(
@@ -72,7 +72,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by NorMuon as plainly as possible; `NorMuonRule` equals it.
+    """Step one matrix by NorMuon in plain code; `NorMuonRule` computes the same step.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1.
     """

@@ -3,8 +3,8 @@
 Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). For a loss
 with curvature bound L in the spectral norm, the steepest descent step of a matrix is
 -(||G||_* / L) polar(G), which decreases the loss by at least ||G||_*^2 / (2 L). For a vector, with
-the bound in the maximum norm, it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n
-samples, L = ||A||_F^2 / n. The learning rate is 1 / L.
+a curvature bound L in the maximum norm, the step is -(||g||_1 / L) sign(g). For
+mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The learning rate is 1 / L.
 """
 
 import math
@@ -27,7 +27,7 @@ class SpectralDescentRule(MsignRule):
         """Return an empty state.
 
         Raises:
-            ValueError: `weight` is neither `[batch, rows, cols]` nor `[batch, n]`.
+            ValueError: if `weight` is neither `[batch, rows, cols]` nor `[batch, n]`.
         """
         require(
             weight.ndim in (2, 3),
@@ -40,8 +40,8 @@ class SpectralDescentRule(MsignRule):
         """Decay and step the weights; see `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
-        computed as <G, msign(G)>, the first-order gain of the step with the polar factor that it
-        uses.
+        computed as <G, msign(G)> with the approximate polar factor of the step, so it is the step's
+        exact first-order gain.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -64,7 +64,7 @@ class SpectralDescentRule(MsignRule):
         }
 
     def direction(self, grad: Tensor) -> Polar:
-        """Compute the unit step of each matrix (polar factor) or vector (signs), a new tensor."""
+        """Return the unit step of each matrix (polar factor) or vector (signs) in a new tensor."""
         if grad.ndim == 2:
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
         (polar,) = self.polars([grad.clone()])
@@ -79,7 +79,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by spectral descent as plainly as possible; `SpectralDescentRule` equals it.
+    """Step one matrix by spectral descent in plain code; `SpectralDescentRule` equals it.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), with
     lr = 1 / L.

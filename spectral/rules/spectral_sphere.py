@@ -27,20 +27,21 @@ class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
-    """Largest error |<u v^T, direction>| that counts as tangent; null: 2e-4, or the rounding error
-    of msign_dtype, 1e-3 in float16 and 5e-3 in bfloat16. The step subtracts this component
-    of the direction along u v^T; an error above 0.05 in float16 or 0.1 in bfloat16 is a miss,
-    whatever the tolerance."""
+    """Largest |<u v^T, direction>| that counts as tangent; null means 2e-4, or the rounding error
+    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits the step subtracts the
+    direction's component along u v^T if it is at most 0.05 (float16) or 0.1 (bfloat16); a larger
+    component is not a rounding error."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; without early exit, all of them are
-    made. null: 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU
-    whose float64 is slow (consumer cards, B300)."""
+    """Largest number of msign evaluations per unit and step; without early exit, exactly this
+    number. null means 8 with early exit; without early exit 1, or 2 for float32 matrices of more
+    than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = None
-    """Stop when all units have converged, which waits for the device; null: on a CPU only."""
+    """Stop when all units have converged, which makes the host wait for the device; null means on a
+    CPU only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.solver_on(torch.device("cpu"))  # which refuses invalid fields
+        self.solver_on(torch.device("cpu"))  # raises ValueError for invalid fields
 
     @property
     def waiting_field(self) -> str | None:
@@ -48,7 +49,7 @@ class SpectralSphereRule(MuonSphereRule):
         return "early_exit" if self.early_exit else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with the value used for a null tolerance."""
+        """Return the fields by name; a null tolerance is replaced by its default."""
         return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
@@ -67,7 +68,7 @@ class SpectralSphereRule(MuonSphereRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
 
-        With `early_exit` null all evaluations count, as on a GPU.
+        If `early_exit` is null, all evaluations are counted, as on a GPU.
         """
         evaluations = float(self.max_evaluations or EVALUATIONS)
         if self.early_exit:
@@ -75,7 +76,7 @@ class SpectralSphereRule(MuonSphereRule):
         return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
-        """Return the solver for a device, with the value of each null filled in."""
+        """Return the solver for a device; each null is replaced by its default."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(
@@ -93,7 +94,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by SSO as plainly as possible; `SpectralSphereRule` equals it.
+    """Step one matrix by SSO in plain code; `SpectralSphereRule` computes the same step.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1. R and the
     scale of the update are sqrt(rows / cols) by default (eq. 16).

@@ -280,7 +280,7 @@ def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
     for place in ("matrix", "roles.down"):
         decay = f"optimizer.{place}.weight_decay=0.1"
         load_config(path, [decay])
-        words = f"optimizer.{place}.weight_decay must be 0 with retraction dynamic, as"
+        words = f"optimizer.{place}.weight_decay must be 0 with retraction dynamic, because"
         with pytest.raises(InvalidConfigError, match=f"^{re.escape(words)}.*got 0.1$"):
             load_config(path, [dynamic, decay])
 
