@@ -2,10 +2,10 @@
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-Every hyper-parameter of a group's rule is a plain value in the group, which schedulers may change
-and state_dict contains. Matrices of equal shape and rates are stepped together. A group's `units`
-divides its parameters into matrices (`spectral.division`); without it each parameter is one matrix,
-and whole-matrix rules see a convolution weight `[out, in, ...]` as `[out, in * ...]`.
+A group contains every hyper-parameter of its rule as a plain value, which schedulers may change and
+`state_dict` includes. Matrices of equal shape and rates are stepped together. A group's `units`
+divides its parameters into matrices (`spectral.division`); without `units`, each parameter is one
+matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
 `spectral.sharded.shared_matrices`.
@@ -62,47 +62,48 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key of a saved state for entries of other programs under this name, or under numbers or tensors,
-which torch would treat as parameters."""
+"""Key in a saved state for other programs' entries whose keys are numbers, tensors or this name;
+torch would treat such keys as parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """An optimizer whose groups follow rules of `rules.RULES`, one rule per group.
+    """An optimizer with one rule of `rules.RULES` per group.
 
-    If several ranks share parameters, all of them create the optimizer and call its methods
-    together.
+    If several ranks share parameters, all these ranks must create the optimizer and call its
+    methods together.
 
     Args:
         params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
             name, "lr": ..., "units": ..., <fields of the rule>}`.
-        rule: the rule of groups without one.
-        lr: learning rate of groups without one, a number or a 0-d tensor; None: the default of the
-            rule. Groups of other rules always use their own rule's default.
-        weight_decay: decoupled decay, times lr, of groups without one.
-        nonfinite: on a NaN or infinite gradient, "raise" FloatingPointError before anything
-            changes, which waits for the device, or "skip" the whole step on the device and count it
-            in `skipped_steps`, a 0-d tensor.
-        master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
-            it to the parameter. Without it such a parameter loses every update smaller than its
-            rounding: half of Muon's updates at a rate of 2e-3.
-        replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
-            Each matrix is then orthogonalised by one of these ranks. None: the ranks of the DDP
-            model that was split; if there was none, every rank steps all of its matrices.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
-            updates are sent back; None keeps their dtype. bfloat16 halves the bytes of Muon.
-            Without shared matrices nothing is sent.
+        rule: the default rule, for groups without a rule.
+        lr: learning rate of groups of the default rule that have none: a number, a 0-d tensor, or
+            None for the rule's default. Groups of other rules always use their rule's default.
+        weight_decay: decoupled weight decay, multiplied by lr, of groups that have none.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient before anything
+            changes, for which the host waits for the device, or "skip" the whole step on the device
+            and count it in `skipped_steps`, a 0-d tensor.
+        master_weights: whether the state contains a float32 copy of every 16-bit parameter, which
+            is stepped and then rounded to the parameter. Without master weights, a 16-bit parameter
+            loses every update smaller than its rounding: half of Muon's updates at lr 2e-3.
+        replicas: process group of the ranks with equal copies of all plain parameters and
+            gradients, as under DDP. Each matrix is then orthogonalised by one of these ranks. None
+            means the process group of the DDP model that was split; without a DDP model, every rank
+            steps all its matrices.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to owners and updates
+            are sent back; None means their own dtype. bfloat16 halves the bytes that Muon sends.
+            Without shared matrices, nothing is sent.
         options: fields of the default rule.
 
     Raises:
-        ValueError: an unknown rule, an invalid field, or a parameter that its rule does not
-            support.
-        TypeError: an option that the rule does not have (the message suggests the nearest), or a
-            value of the wrong type.
+        ValueError: if a rule is unknown, a field is invalid, or a rule does not support a
+            parameter.
+        TypeError: if the rule has no such option (the message suggests the nearest), or if a value
+            has the wrong type.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
-    _replicas: "ProcessGroup | None" = None  # a copied optimizer has no hooks
+    _replicas: "ProcessGroup | None" = None  # a copied optimizer has none
     _exchange_dtype: torch.dtype | None = None
     _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; a copy has none
 
@@ -128,7 +129,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if isinstance(params, set | frozenset):
             raise TypeError(
-                "params must be an ordered collection, as the order of a set differs between "
+                "params must be an ordered collection, because the order of a set differs between "
                 "ranks, got a set"
             )
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
@@ -169,8 +170,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Figures of the last step, per chunk of parameters that were stepped together, and 0-d
-        # counts on their devices.
+        # Figures of the last step, for each list of parameters that were stepped together.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # The matrices that several ranks share, created when they are first needed.
@@ -225,8 +225,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _warn_unfrozen(self) -> None:
-        """Warn once about each parameter that was frozen when the model was split and now has a
-        gradient."""
+        """Warn once about each parameter that was frozen at the split and now has a gradient."""
         names = []
         for name, frozen in self._frozen:
             parameter = frozen()
@@ -237,8 +236,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if names:
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             warnings.warn(
-                f"no step uses the gradients of {named}, frozen when split_parameters made the "
-                "groups; add these parameters by add_param_group",
+                f"no step uses the gradients of {named}, because these parameters were frozen when "
+                "split_parameters made the groups; add them by add_param_group",
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
@@ -256,12 +255,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 if parameter not in self._names:
                     raise ValueError(
                         "a parameter of a group with names must be added by add_param_group, with "
-                        f"its name, got one of {tuple(parameter.shape)}"
+                        f"its name, got an unnamed parameter of shape {tuple(parameter.shape)}"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group with all fields of its rule; raises as `SpectralOptimizer` does."""
+        """Return a group with all fields of its rule; errors are as in `SpectralOptimizer`."""
         name = param_group.get("rule", self.defaults["rule"])
         settings = dict(param_group)
         rename_(name, settings)
@@ -282,18 +281,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return group
 
     def _check_names(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError unless all groups name their parameters, or none does."""
+        """Raise ValueError if only some groups name their parameters."""
         named = "param_names" in group or any(isinstance(p, tuple) for p in group["params"])
         if all(named is ("param_names" in other) for other in self.param_groups):
             return
         if named:
             raise ValueError(
-                "a group must not name its parameters where the others do not; make the optimizer "
+                "a group must not name its parameters if other groups do not; create the optimizer "
                 "from split_parameters(model)"
             )
         raise ValueError(
-            "a group must name its parameters as the others do: call optimizer.add_param_group for "
-            "each group of split_parameters(module)"
+            "a group must name its parameters if other groups do: call optimizer.add_param_group "
+            "for each group of split_parameters(module)"
         )
 
     def _initialise(self, group: dict[str, Any]) -> None:
@@ -333,7 +332,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of the stepped weight: the master, if there is one."""
+        """Return this rank's part of the stepped weight: the master or else the parameter."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
@@ -348,7 +347,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         before = self._snapshot
         if before is not None and before.holds(self.param_groups, self.state):
-            for parameter, master in before.masters:  # other code may have written the parameter
+            for parameter, master in before.masters:  # other code may have changed the parameter
                 follow_weight(parameter, master)
             return before
         self._rename()
@@ -397,8 +396,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim.Optimizer` does.
 
-        Other programs' entries under numbers, and under tensors that are not parameters, are in the
-        state's entry "foreign", because torch would treat them as parameters.
+        Other programs' entries whose keys are numbers, or tensors that are not parameters, are in
+        the state's entry "foreign", because torch would treat such keys as parameters.
         """
         self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
@@ -424,14 +423,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
         Hyper-parameters that an earlier version did not save keep their values or, if the rule has
-        changed, take the rule's defaults. Momenta alone are a sufficient state: singular vectors
-        and similar entries are computed again, and means of squares start at zero. Entries of other
+        changed, get the rule's defaults. Momenta alone are a sufficient state: singular vectors and
+        similar entries are computed again, and means of squares start at zero. Entries of other
         programs are kept unchanged.
 
         Raises:
-            ValueError: on any rank, a state of other rules, units, shapes or order of parameters, a
-                parameter without state, or a nonfinite state; nothing is changed then.
-            TypeError: `state_dict` is not a mapping.
+            ValueError: if the state, on any rank, has other rules, units, shapes or parameter
+                order, has no entries for a parameter, or is nonfinite; nothing is changed then.
+            TypeError: if `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a mapping, got {type(state_dict).__name__}")
@@ -439,7 +438,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         saved: dict[str, Any] = {}
 
         def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
-            saved.update(changed)  # by hooks
+            saved.update(changed)  # hooks may have changed it
             self._check_state(saved)
             return {**saved, "state": {}}
 
@@ -472,7 +471,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.state.update(entries)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks for a state that one rank cannot load."""
+        """Raise ValueError on all ranks if one rank cannot load its state."""
         problem = next(saved_problems(self.param_groups, state_dict), None)
         parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
@@ -484,7 +483,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's result, or None."""
+        """Update every parameter that has a gradient; return the closure's result, or None."""
         loss = None
         if closure is not None:
             if not callable(closure):
@@ -494,7 +493,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo  # excluded from torch.compile, which fails on parts of it
+    @_disable_dynamo  # torch.compile fails on parts of the step
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
@@ -575,13 +574,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Step the parameters of a rule whose matrices several ranks step together."""
+        """Step those parameters of a rule whose matrices several ranks step together."""
         for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
-            assert self._matrices is not None  # `_share` made it
+            assert self._matrices is not None  # created by `_share`
             parts = {
                 p: Stack(
                     self._weight(p),
-                    local_gradient(p).to(dtype, copy=True),  # as rules may overwrite gradients
+                    local_gradient(p).to(dtype, copy=True),  # rules may overwrite gradients
                     {k: local_of(self.state[p][k]) for k in entry_names(rule)},
                     steps[p],
                 )
@@ -593,11 +592,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     local_of(parameter).copy_(part.weight)
 
     def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None if the step is taken, or a 0-d bool that is False if it is skipped; counts
-        skipped steps.
+        """Return None to take the step, or a 0-d bool that is False to skip it; count skips.
 
-        All ranks that share parameters agree. Raises FloatingPointError on a nonfinite gradient
-        with `nonfinite="raise"`, and ValueError if ranks have gradients of different parameters.
+        All ranks that share parameters return the same value. Raises FloatingPointError on a
+        nonfinite gradient with `nonfinite="raise"`, and ValueError if ranks have gradients of
+        different parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
@@ -613,7 +612,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             present = hash(tuple(p.grad is not None for p in parameters))
             finite, same = self._ranks.agree(finite, present)
             # Ranks with gradients of different parameters would exchange different matrices, so
-            # wait for the check after a change.
+            # the host waits for this check whenever the set of gradients has changed.
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients of the same parameters")
@@ -649,7 +648,7 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
 
 
 def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter that contains no matrix for a rule."""
+    """Raise ValueError for a parameter without a matrix that the rule can step."""
     shape = tuple(parameter.shape)
     if not parameter.numel():
         raise ValueError(f"{name or 'a parameter'} must have elements, got shape {shape}")
@@ -659,8 +658,8 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
         except ValueError:
             raise ValueError(
                 f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
-                f"{shape}{' of ' + name if name else ''}; put it into a group with an elementwise "
-                "rule, as split_parameters(model) does"
+                f"{shape}{' of ' + name if name else ''}; put the parameter in a group with an "
+                "elementwise rule, as split_parameters(model) does"
             ) from None
     division.boxes(parameter.shape)
 
@@ -679,7 +678,7 @@ def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
     for name in ("lr", "weight_decay"):
         rate = group[name]
         if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
-            group[name] = rate.view(())  # torch's optimizers accept these as well
+            group[name] = rate.view(())  # torch's optimizers accept such tensors too
     check_rates(group["lr"], group["weight_decay"])
     for name in ("lr", "weight_decay"):
         check_value(name, Rate, group[name])

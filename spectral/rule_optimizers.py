@@ -1,6 +1,6 @@
-"""The optimizer of each rule, with its arguments for `help`, type checkers and editors.
+"""One optimizer class per rule, with explicit arguments for `help`, type checkers and editors.
 
-Defaults are those of `options.DEFAULTS`; weights in float64 keep the defaults of the rule.
+Defaults are from `options.DEFAULTS`; for float64 weights, the rule's own defaults apply.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ Nonfinite = Literal["raise", "skip"]
 
 
 def signed(signature: Callable[P, None]) -> Callable[P, None]:
-    """Create an `__init__` that passes its arguments on and has the given `signature`.
+    """Create an `__init__` with the given `signature` that calls `SpectralOptimizer.__init__`.
 
-    An omitted argument stays distinct from an explicit one that equals the default.
+    It passes only explicit arguments, so an omitted argument differs from an explicit default.
     """
 
     @wraps(signature)
@@ -37,25 +37,25 @@ def signed(signature: Callable[P, None]) -> Callable[P, None]:
 class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
-    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
-    `torch.optim.AdamW` with the same betas. For embeddings, heads, gains and biases, which
-    `split_parameters` always assigns to AdamW, and as a baseline.
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). The result equals
+    the result of `torch.optim.AdamW` with the same betas. Use AdamW for embeddings, heads, gains
+    and biases, which `split_parameters` always assigns to AdamW, and as a baseline.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         beta1 (default 0.9): Decay of the gradient's moving average, in [0, 1).
         beta2 (default 0.95): Decay of the squared gradient's moving average, in [0, 1).
         epsilon (default 1e-08): Positive number that is added to the square root of the second
             moment.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "adamw"
@@ -80,15 +80,15 @@ class AdamW(SpectralOptimizer):
 class Muon(SpectralOptimizer):
     """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M times a scale s for the shape.
 
-    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
-    with the same polynomials. The first spectral optimizer to try.
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). The result equals the
+    result of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
@@ -102,11 +102,11 @@ class Muon(SpectralOptimizer):
         scale_factor (default 1.0): Positive factor of the update's size.
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "muon"
@@ -136,15 +136,15 @@ class Muon(SpectralOptimizer):
 class NorMuon(SpectralOptimizer):
     """NorMuon: Muon with updates whose rows are normalised by a second moment of each neuron.
 
-    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). For layers whose
-    neurons learn at very different rates under Muon.
+    Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Use NorMuon for
+    layers whose neurons learn at very different rates under Muon.
 
         optimizer = NorMuon(split_parameters(model), lr=2e-2)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
@@ -160,11 +160,11 @@ class NorMuon(SpectralOptimizer):
             ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the moving average of each update row's mean square, in [0,
             1).
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "normuon"
@@ -196,15 +196,16 @@ class AdaMuon(SpectralOptimizer):
     """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)` with O = msign(sign(M)) and its mean square V.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
-    mean square 0.2 lr. For learning rates tuned for AdamW, and for weights whose entries learn at
-    very different rates; it keeps V, which is as large as the weight, in addition to the momentum.
+    mean square 0.2 lr. Use AdaMuon with learning rates tuned for AdamW, or for weights whose
+    entries learn at very different rates. In addition to the momentum, the state contains V, which
+    is as large as the weight.
 
         optimizer = AdaMuon(split_parameters(model), lr=1e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
@@ -220,11 +221,11 @@ class AdaMuon(SpectralOptimizer):
             ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the moving average of each update entry's square, in [0, 1);
             the paper uses `momentum`.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "adamuon"
@@ -255,15 +256,15 @@ class AdaMuon(SpectralOptimizer):
 class MuonSphere(SpectralOptimizer):
     """Muon on weights that are rescaled to spectral norm R before every step.
 
-    Source: "Controlled LLM Training on Spectral Sphere". For runs whose weights must not grow: no
-    weight decay to tune, and rates that transfer between widths.
+    Source: "Controlled LLM Training on Spectral Sphere". Use MuonSphere if weights must not grow:
+    there is no weight decay to tune, and learning rates transfer between widths.
 
         optimizer = MuonSphere(split_parameters(model), lr=5e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
@@ -284,11 +285,11 @@ class MuonSphere(SpectralOptimizer):
             retraction_rate lr` towards R.
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
             negative.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "muon_sphere"
@@ -323,15 +324,15 @@ class SpectralSphere(SpectralOptimizer):
     """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
 
     Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
-    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For the same
-    uses as MuonSphere, which omits the tangent condition.
+    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use SSO for
+    the same purposes as MuonSphere, which omits this condition.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
@@ -362,11 +363,11 @@ class SpectralSphere(SpectralOptimizer):
             (consumer cards, B300).
         early_exit (default None): Stop when all units have converged, which makes the host wait for
             the device; None means on a CPU only.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "spectral_sphere"
@@ -403,15 +404,15 @@ class SpectralSphere(SpectralOptimizer):
 class MuonPlusPlus(SpectralOptimizer):
     """Muon++: Muon whose step does not change the weight's top singular value.
 
-    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. For experiments with
-    weights of constant norm.
+    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. Use Muon++ for
+    experiments with weights of constant norm.
 
         optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
@@ -442,11 +443,11 @@ class MuonPlusPlus(SpectralOptimizer):
             allowed with project_rescale.
         correlation_threshold (default 1.0): The paper's C: the threshold is C (rows^-1/2 +
             cols^-1/2); positive.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "muon_plus_plus"
@@ -483,24 +484,25 @@ class MuonPlusPlus(SpectralOptimizer):
 class SpectralDescent(SpectralOptimizer):
     """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
 
-    Source: "When do spectral gradient updates help in deep learning?". For theory and small models.
+    Source: "When do spectral gradient updates help in deep learning?". Use spectral descent for
+    theory and small models.
 
         optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
 
     Args:
-        params: parameters, what `split_parameters` returns, or groups; see `SpectralOptimizer`.
-        lr: learning rate, a number or a 0-d tensor; None: the default.
-        weight_decay: decoupled decay, times lr.
+        params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
+        lr: learning rate, a number or a 0-d tensor; None means the default.
+        weight_decay: decoupled weight decay, multiplied by lr.
         schedule (default 'polar_express'): Name of msign's polynomials: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
         msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
             dtype.
-        nonfinite: on a NaN or infinite gradient "raise" FloatingPointError, or "skip" the step.
-        master_weights: step a float32 copy of every 16-bit parameter.
-        replicas: ranks with equal copies of plain parameters; None: the ranks of the DDP model that
-            was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None: their own dtype.
+        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
+        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        replicas: process group of ranks with equal plain parameters; None means the process group
+            of the DDP model that was split.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
     """
 
     default_rule = "spectral_descent"

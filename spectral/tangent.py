@@ -1,14 +1,14 @@
 """Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
-(docs/numerics.md has the measurements):
+(docs/numerics.md contains measurements):
 
 1. A few resolvents of `M M^T` give a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
-   that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
+   that is valid for every lambda (spectral/tangent_model.py). The model's root is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
-3. In 16 bits an evaluation has a larger error than the model's root: its rounding errors have a
-   component along Theta, which is known (it is `f`) and is subtracted from the direction.
+3. In 16 bits an evaluation has a larger error than the model's root: msign's rounding errors have a
+   component along Theta. This component equals `f` and is subtracted from the direction.
 """
 
 from collections.abc import Sequence
@@ -32,29 +32,30 @@ from .polar import (
 )
 from .tangent_model import Model, is_wide
 
-# Sums M + lambda Theta below this, in units of rounding, are rounding errors alone: see `shifted`.
+# Sums M + lambda Theta consist of rounding errors if their norm, in units of rounding, is below
+# this: see `shifted`.
 DEGENERATE_EPS = 32
 
 
-# Default and smallest tolerance by the dtype of msign's products: below the smallest tolerance are
-# rounding errors of f, which no multiplier reduces (docs/numerics.md).
+# Default and smallest tolerance by the dtype of msign's products. Values of f below the smallest
+# tolerance are rounding errors, which no multiplier reduces (docs/numerics.md).
 TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). On a GPU where
-# the model is narrow (`tangent_model.is_wide`) a second evaluation in float32 corrects the loss
+# Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). If the model
+# on a GPU is not wide (`tangent_model.is_wide`), a second evaluation in float32 corrects the loss
 # from squaring.
 EVALUATIONS, NARROW_EVALUATIONS = 1, 2
-# Largest component along Theta that counts as rounding errors of msign, by the dtype of its
-# products: 0.031 and 0.067 were the largest on recorded momenta at the exact multiplier.
+# Largest component along Theta that counts as rounding errors of msign, by the dtype of msign's
+# products. On recorded momenta at the exact multiplier, the largest were 0.031 and 0.067.
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
-    """Return the tolerance of a solve whose msign works in `dtype`; None means the default.
+    """Return `tolerance` or, if it is None, the default for msign's products in `dtype`.
 
     Raises:
-        ValueError: not positive, or finer than `dtype` can resolve.
+        ValueError: if `tolerance` is not positive, or finer than `dtype` can resolve.
     """
     name = str(dtype).removeprefix("torch.")
     if tolerance is None:
@@ -74,7 +75,7 @@ class TangentSolution(NamedTuple):
 
     multiplier: Tensor  # [batch]
     direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation;
-    # in 16 bits without its component along Theta, where that is no larger than rounding errors
+    # in 16 bits without its component along Theta, unless that is larger than rounding errors
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
@@ -83,8 +84,7 @@ class TangentSolution(NamedTuple):
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
-        """Return the figures of a solve: `multiplier`, `residual`, `evaluations`, `converged` and,
-        in 16 bits, `removed`."""
+        """Return `multiplier`, `residual`, `evaluations`, `converged` and (16 bits) `removed`."""
         dtype = self.multiplier.dtype
         figures = {
             "multiplier": self.multiplier,
@@ -96,8 +96,10 @@ class TangentSolution(NamedTuple):
 
 
 class TangentProblem(NamedTuple):
-    """Matrices of one shape and the vectors of their `Theta`, as for `solve_multiplier`; vectors
-    may have another dtype."""
+    """Matrices of one shape and the vectors of their `Theta`; see `solve_multiplier`.
+
+    The dtype of the vectors may differ from the dtype of the matrices.
+    """
 
     m: Tensor  # [batch, rows, cols]
     u: Tensor  # [batch, rows]
@@ -110,10 +112,10 @@ class Solver:
 
     Attributes:
         tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.
-        max_evaluations: largest number of msign evaluations, at least 1; None for 1, or 2 in
-            float32 on a GPU where the model is narrow (`spectral.tangent_model.is_wide`).
-        early_exit: stop when every matrix has converged, which waits for the device. Otherwise
-            exactly `max_evaluations` run, without a host sync.
+        max_evaluations: largest number of msign evaluations, at least 1; None means 1, or 2 in
+            float32 on a GPU if the model is not wide (`spectral.tangent_model.is_wide`).
+        early_exit: stop when every matrix has converged, for which the host waits for the device.
+            Otherwise exactly `max_evaluations` evaluations run, without a host sync.
         schedule, steps, dtype: options of msign.
 
     Raises ValueError for `max_evaluations < 1` or `tolerance <= 0`.
@@ -133,17 +135,17 @@ class Solver:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
-        """Solve together for stacks of matrices whose shorter sides are equal.
+        """Solve the problems of stacks of matrices whose shorter sides are equal.
 
-        Directions are returned in the buffers of `m`, which saves a stack of matrices.
+        Directions are returned in the buffers of `m`, which saves the memory of a stack.
 
         Work that depends only on the shorter side is launched once for all stacks. Up to rounding,
-        the solution of a matrix does not depend on the others. `problems` contains at least one
-        problem, all of one dtype and device.
+        the solution of a matrix does not depend on the other matrices. `problems` contains at least
+        one problem, and all problems have the same dtype and device.
 
         Raises:
-            ValueError: wrong shapes or dtype, `steps < 1`, an unknown schedule, or shorter sides
-                that differ.
+            ValueError: if a shape or dtype is wrong, `steps < 1`, the schedule is unknown, or
+                shorter sides differ.
         """
         work = _Refinement(problems, self)
         work.begin(tangent_model.build(work.stacks, work.u, work.v, *work.msign))
@@ -173,29 +175,30 @@ class Solver:
 def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
-    A matrix that has converged keeps its result while the others continue. The direction is that of
-    the best evaluation, `residual` is measured on it, and `converged` is False where the tolerance
-    was missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up
-    to `ROUNDING` they end the search and are subtracted from the direction. If no tangent direction
-    exists (`M = c Theta`), the direction is zero and `converged` is False.
+    A converged matrix keeps its result while other matrices continue. The direction is from the
+    best evaluation, `residual` is the residual of this direction, and `converged` is False where
+    the residual exceeds the tolerance. An msign in 16 bits has rounding errors along Theta that no
+    multiplier reduces: if they are at most `ROUNDING`, they end the search and are subtracted from
+    the direction. If no tangent direction exists (`M = c Theta`), the direction is zero and
+    `converged` is False.
 
     Args:
-        m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are
-            representable (rules pass Frobenius norm 1).
-        u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
-            give `multiplier = 0` and the plain polar factor.
+        m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable
+            (rules pass matrices of Frobenius norm 1).
+        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. Zero vectors, as of a zero weight, give
+            `multiplier = 0` and the plain polar factor.
         options: options of `Solver`.
 
     Raises:
-        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`,
-            `steps < 1`, or an unknown schedule.
+        ValueError: if a shape or dtype is wrong, `max_evaluations < 1`, `tolerance <= 0`,
+            `steps < 1`, or the schedule is unknown.
     """
     (solution,) = Solver(**options).solve([TangentProblem(m.clone(), u, v)])
     return solution
 
 
 def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of evaluations for an msign in `dtype` of matrices with `rows` rows."""
+    """Return the default number of msign evaluations in `dtype` for matrices of `rows` rows."""
     rounds = torch.finfo(dtype).bits < 32
     suffices = rounds or device.type == "cpu" or is_wide(rows, dtype, device)
     return EVALUATIONS if suffices else NARROW_EVALUATIONS
@@ -210,14 +213,14 @@ def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
 
 
 class _Refinement:
-    """Evaluations of the true `f` on one chunk of each stack.
+    """Evaluations of the true `f` for the matrices of all stacks.
 
-    Quantities are `[matrices]` of all stacks, float64; `stacks`, `v` and directions are lists with
-    one tensor per stack.
+    Quantities are float64 `[matrices]`, over all stacks; `stacks`, `v` and directions are lists
+    with one tensor per stack.
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Transpose problems with tall matrices; raises ValueError as `Solver.solve` does."""
+        """Transpose problems with tall matrices; raises ValueError like `Solver.solve`."""
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
         for problem in problems:
@@ -252,8 +255,8 @@ class _Refinement:
     def measured(self, polars: list[Polar]) -> tuple[list[Tensor], Tensor]:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
-        The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
-        narrows no bracket. The list is emptied.
+        Where the iteration did not stay bounded, the inner product is NaN, which is never the best
+        and narrows no bracket. The list `polars` is emptied.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
@@ -268,8 +271,8 @@ class _Refinement:
     def shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`), only rounding errors are left; the sum
-        becomes zero, and `kept` False.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding errors remain: there the sum
+        becomes zero, and `kept` becomes False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (split_like(x, self.stacks) for x in (scaled, self.floor))
@@ -278,8 +281,10 @@ class _Refinement:
         return [z for z, _ in sums]
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `M + left right^T` of one stack as `shifted` does, in the order of memory and
-        slice by slice; in place if M is no longer needed, which saves a stack."""
+        """Compute `M + left right^T` of one stack for `shifted`, in memory order, slice by slice.
+
+        The sum overwrites M if M is no longer needed, which saves the memory of a stack.
+        """
         if m.mT.is_contiguous() and not m.is_contiguous():
             z, kept = self._sum(m.mT, right, left, floor)
             return z.mT, kept
@@ -308,7 +313,7 @@ class _Refinement:
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
     def _remove_rounding(self, directions: Sequence[Tensor], residual: Tensor) -> Tensor:
-        """Subtract rounding errors along Theta from the directions in place; return them."""
+        """Subtract rounding errors along Theta from the directions in place; return the errors."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(self.dtype)[:, None] * self.u
         left = split_like(scaled[:, :, None], self.stacks)
@@ -348,8 +353,10 @@ class _Refinement:
 
 
 def bisected(matrix: Tensor, theta: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Return msign(M + lambda Theta) at the root of `f(lambda) = <Theta, msign(M + lambda Theta)>`,
-    of one matrix `[rows, cols]`, by the paper's bisection, as the reference of `Solver.solve`."""
+    """Return `D = msign(M + lambda Theta)` with `<Theta, D> = 0` for one matrix `[rows, cols]`.
+
+    The paper's bisection finds lambda. This function is the reference of `Solver.solve`.
+    """
     M = matrix / matrix.norm()
 
     def f(multiplier: Tensor) -> Tensor:  # grows with the multiplier
