@@ -1,4 +1,4 @@
-"""Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
+"""Optimizers and layers that control the spectrum of weight matrices."""
 
 from .cuda_graph import CapturedStep
 from .gram_penalty import gram_penalty

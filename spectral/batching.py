@@ -1,8 +1,8 @@
 """Batches of items with equal keys and of stacks with equal row counts; copies in few launches.
 
-Stacks of matrices with equal numbers of rows but different numbers of columns form one batch:
-quantities whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed
-once for all stacks; products with the matrices `[batch, rows, cols]` are launched once per stack.
+Stacks of matrices with equal row counts but different column counts form one batch. Quantities
+whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed once for
+all stacks. Products with the matrices `[batch, rows, cols]` are launched once per stack.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by their key, with the keys in the order of their first items."""
+    """Group items by key; keys are in the order of their first items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -32,7 +32,7 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of the rows of `x` `[sum of batches, ...]` that belong to each stack."""
+    """Split `x` `[sum of batches, ...]` into views, one `[batch, ...]` per stack."""
     return (x,) if len(stacks) == 1 else torch.split(x, [len(stack) for stack in stacks])
 
 
@@ -61,9 +61,9 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Repeat each stack's number for all of its matrices: `[sum of batches]`.
+    """Repeat each stack's number for all matrices of the stack: `[sum of batches]`.
 
-    The result has the dtype and device of the stacks and is read-only.
+    The result has the dtype and device of the stacks and must not be modified.
     """
     repeated = ((value,) * len(stack) for value, stack in zip(values, stacks, strict=True))
     return constant(tuple(chain.from_iterable(repeated)), stacks[0].dtype, stacks[0].device)
@@ -80,7 +80,7 @@ def copy_all_(pairs: Pairs) -> None:
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair to the first, of the same dtype, in few launches."""
+    """Add the second tensor of each pair to the first in few launches; dtypes must be equal."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

@@ -1,8 +1,8 @@
-"""FLOPs of the parts of rules: the polar factor, singular triplets, elementwise work.
+"""FLOPs of the parts of a rule's step: polar factor, singular triplets, elementwise passes.
 
-Products of matrices are counted as the code runs them (a multiply-add is two FLOPs). The small
-dense algebra of the Krylov spaces, which matters only below about 100 rows, is not counted.
-Placement balances FLOPs; parallel/plan/devices.py models their time.
+Matrix products are counted as the code runs them (a multiply-add is two FLOPs). The small dense
+algebra of the Krylov spaces, which matters only below about 100 rows, is not counted. Placement
+balances FLOPs; parallel/plan/devices.py models the time.
 """
 
 import torch
@@ -12,12 +12,12 @@ from .singular_triplets import basis_size, cycle
 from .tangent_model import BLOCK, JOINED, SPACES, TRIANGLE, blocks_of
 
 ELEMENTWISE_FLOPS = 16
-"""FLOPs per element of momentum, decay, update and their norms; correct for AdamW within a factor
-of 1.5."""
+"""FLOPs per element of momentum, decay, update and their norms; for AdamW, correct to a factor of
+1.5."""
 
 
 def product_flops(rows: int, inner: int, cols: int) -> float:
-    """Count the FLOPs of `[rows, inner] @ [inner, cols]`, as if all products ran equally fast."""
+    """Count the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of the product's speed."""
     return 2.0 * rows * inner * cols
 
 
@@ -26,7 +26,7 @@ def msign_cost(
 ) -> float:
     """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
 
-    For K steps and sides m, n these are K (4 m^2 n + 2 m^3) in the plain form and, with r restarts,
+    K steps with sides m <= n take K (4 m^2 n + 2 m^3) FLOPs in the plain form and, with r restarts,
     (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in the Gram form; `spectral.polar` chooses the form.
     """
     square = product_flops(short, short, short)
@@ -41,8 +41,9 @@ def msign_cost(
 def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> float:
     """Count the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
 
-    All steps but the first take two products with the matrix. After each cycle the new vectors are
-    orthogonalised twice; at the end the Gram matrices of the basis and its image are computed.
+    Every step except the first takes two products with the matrix. After each cycle the new vectors
+    are orthogonalised twice; at the end the Gram matrices of the basis and of its image are
+    computed.
     """
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
@@ -57,10 +58,10 @@ def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> floa
 def tangent_cost(
     short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
 ) -> float:
-    """Count the FLOPs of a tangent solve: its model, and `evaluations` times `msign` FLOPs.
+    """Count the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
 
-    The model takes a Gram matrix, a factorisation per shift, and a projection onto its basis.
-    `dtype` is the dtype of msign's products.
+    The model takes a Gram matrix, a factorisation per shift, and a projection onto the model's
+    basis. `dtype` is the dtype of msign's products.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)
@@ -70,11 +71,11 @@ def tangent_cost(
 
 
 def factorization_cost(rows: int) -> float:
-    """Count the FLOPs of factorising a positive definite matrix in blocks, as the code does."""
+    """Count the FLOPs of factorising a positive definite matrix in blocks."""
     total = 0.0
     for part in blocks_of(rows):
         size, rest = part.stop - part.start, rows - part.stop
-        # A Cholesky factor costs a sixth of a product, and its inverse by triangular solve a half.
+        # A Cholesky factor costs 1/6 of a product; its inverse by a triangular solve costs 1/2.
         total += product_flops(size, size, size) * 2 / 3
         total += product_flops(size, part.start, rows - part.start)
         total += product_flops(size, size, rest)
@@ -84,6 +85,6 @@ def factorization_cost(rows: int) -> float:
 
 
 def gram_cost(rows: int, cols: int) -> float:
-    """Count the FLOPs of half a symmetric product, as the model of a tangent solve computes it."""
+    """Count the FLOPs of a symmetric product of which only half is computed."""
     parts = blocks_of(rows, TRIANGLE)
     return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: recorded once, then launched by a single call of the host.
 
-A graph repeats the same kernels on the same memory. So parameters, state and gradients must stay in
-place, and learning rates and the predicate are tensors that are written in place. Scratch memory is
-in the graph's own pool, which is allocated once and lives as long as the graph.
+A graph repeats the same kernels on the same memory. Therefore parameters, state and gradients must
+stay in place, and learning rates and the predicate are tensors that are updated in place. Scratch
+memory is in the graph's own pool, which is allocated once and freed with the graph.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from .options import rename_
 from .parameter_state import MASTER, entry_names, rule_of
 
 WARM_UP = 2
-"""Number of ordinary calls before the recording: libraries, kernels and communicators initialise
-themselves at their first use, which cannot be recorded."""
+"""Number of ordinary calls before the recording. Libraries, kernels and communicators are
+initialised at their first use, which cannot be recorded."""
 
 
 class CapturedCall:
-    """A function without arguments that is recorded at its third call and replayed from then on.
+    """A function without arguments that is recorded at its third call and replayed later.
 
-    Without CUDA every call runs the function normally, so programs can be tried anywhere.
+    Without CUDA every call runs the function normally, so programs also run on a CPU.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
         """Prepare to record `call` on `device`.
 
-        `call` must not wait for the device and may depend only on tensors that stay in place. Its
-        work on other streams must fork from the current stream and join it again.
+        `call` must not wait for the device and may depend only on tensors that stay in place. Work
+        on other streams must fork from the current stream and join it again.
         """
         self.call = call
         self.device = device
@@ -40,7 +40,7 @@ class CapturedCall:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> bool:
-        """Run, record or replay; returns False for a replay, which does not run `call` itself."""
+        """Run, record or replay; return False for a replay, which does not run `call` itself."""
         self.calls += 1
         if self.stream is None:
             self.call()
@@ -56,7 +56,7 @@ class CapturedCall:
     def release(self) -> None:
         """Free the graph; the next calls warm up and record again.
 
-        Call it before destroying process groups whose collectives are in the graph.
+        Call this method before destroying process groups whose collectives are in the graph.
         """
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
@@ -64,7 +64,7 @@ class CapturedCall:
         self.graph, self.calls = None, 0
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run the call on the stream that will record, where libraries keep state per stream."""
+        """Run the call on the recording stream, because libraries have state per stream."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -72,9 +72,9 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Record the call, which does not run it, and launch the graph."""
+        """Record the call, which launches no kernel, and launch the graph."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread must obey the rules of capture: NCCL calls CUDA from other threads.
+        # thread_local restricts only this thread: NCCL calls CUDA from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph
@@ -88,29 +88,28 @@ class CapturedStep:
         step = CapturedStep(optimizer)
 
     Change learning rates by `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
-    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must keep their
-    values, and parameters and state must stay in place; after `load_state_dict`, call `release`.
+    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must not change, and
+    parameters and state must stay in place; after `load_state_dict`, call `release`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
         """Prepare to record the steps of `optimizer`.
 
-        Raises ValueError if a step would wait for the device, or if a learning rate is not a tensor
-        on the device.
+        Raises ValueError if the host would wait for the device in a step, or if a learning rate is
+        not a tensor on the device.
         """
         check_capturable(optimizer)
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
         self._captured = CapturedCall(lambda: optimizer.step(), device)
-        self._first: dict[str, object] | None = None  # at the first step: later steps must agree
+        self._first: dict[str, object] | None = None  # constants of the first step
 
     def __call__(self) -> None:
-        """Take one step; raises RuntimeError if an address or a value that the graph uses has
-        changed."""
+        """Take one step; raise RuntimeError if an address or a value in the graph has changed."""
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()
-        if self._first is None:  # after the step, which moves the state of cast parameters
+        if self._first is None:  # not earlier: a step moves the state of cast parameters
             self._first = self._fixed()
 
     def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
@@ -139,23 +138,23 @@ class CapturedStep:
         return fixed
 
     def release(self) -> None:
-        """Free the graph; before the next call, parameters, state and settings may change."""
+        """Free the graph; parameters, state and settings may then change before the next call."""
         self._captured.release()
         self._first = None
 
 
 def _place(value: object) -> object:
-    """Return the address of a tensor, and any other value as it is."""
+    """Return the address of a tensor; return any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return (value.to_local() if is_dtensor(value) else value).data_ptr()
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError, with the reason, if a step cannot be recorded."""
+    """Raise ValueError if a step of the optimizer cannot be recorded."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
-            "nonfinite must be 'skip' in a captured step: 'raise' waits for the device"
+            "nonfinite must be 'skip' in a captured step, because 'raise' waits for the device"
         )
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:
@@ -170,5 +169,5 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
         waits = rule_of(group).waiting_field
         if waits is not None:
             raise ValueError(
-                f"{waits} of group {i} must not be True in a captured step: it waits for the device"
+                f"{waits} of group {i} must not be True in a captured step: the host would wait"
             )

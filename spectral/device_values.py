@@ -1,4 +1,4 @@
-"""Values on devices: constants that are copied once, and checks that never make the host wait."""
+"""Constants that are copied to devices once, and checks for which the host never waits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ class Constant(Protocol[P, R]):
     """A function whose results are cached."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result, which was computed at the first call with these arguments."""
+        """Return the result; it is computed at the first call with these arguments."""
 
     def cache_clear(self) -> None:
         """Clear all results."""
 
 
 def constant_result(function: Callable[P, R]) -> Constant[P, R]:
-    """Cache the results of a function, and mark it as `torch.compiler.assume_constant_result` does.
+    """Cache a function's results and mark it like `torch.compiler.assume_constant_result`.
 
-    That decorator imports the compiler, which takes as long as importing torch. Tensors among the
-    results are copied to their device once: a step that copied them would wait for the copy and
-    could not be recorded as a CUDA graph. They are read-only.
+    torch's decorator is not used because it imports the compiler, which takes as long as importing
+    torch. Tensors in the results are copied to their device once, because a step that copied them
+    would wait for the copy and could not be recorded as a CUDA graph. Do not modify these tensors.
     """
     cached = lru_cache(MOST_RESULTS)(function)
 
@@ -47,7 +47,7 @@ def constant_result(function: Callable[P, R]) -> Constant[P, R]:
 
 @constant_result
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor, which is read-only."""
+    """Return numbers as a tensor, which must not be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -56,16 +56,16 @@ SMALL = 2**12
 
 
 def is_known(*tensors: Tensor) -> bool:
-    """Return whether values can be read without a wait: on a CPU, outside compiled graphs."""
-    # A fake tensor, for example, has no value.
+    """Return whether values can be read without waiting: on a CPU, outside compiled graphs."""
+    # Subclasses such as fake tensors may have no values.
     plain = {*map(type, tensors)} <= {Tensor} and all(x.is_cpu for x in tensors)
     return plain and not torch.compiler.is_compiling()
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if it is known, without waiting for the device, to be all True.
+    """Return `predicate`, or None if it is all True and this is known without waiting for a device.
 
-    None skips passes over memory that would only restore old values.
+    With None, callers skip passes over memory that would only restore old values.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -73,11 +73,11 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all elements are known, without waiting for the device, to be finite.
+    """Return whether all elements are finite, and this is known without waiting for a device.
 
-    It checks norms, which NaN and infinity make nonfinite; huge finite numbers may overflow a norm.
-    Computing a norm takes half the time of finding the largest and the smallest element, and a
-    twentieth of the time of `isfinite`.
+    The function checks norms, which NaN and infinity make nonfinite. It may return False for huge
+    finite numbers, whose norm overflows. A norm takes half the time of finding the largest and the
+    smallest element, and a twentieth of the time of `isfinite`.
     """
     if not is_known(*tensors):
         return False
@@ -90,9 +90,9 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, a 0-d bool on `device` (None: the first tensor's).
+    """Return whether all elements are finite, as a 0-d bool on `device` or the first tensor's.
 
-    It checks the largest and the smallest element, which cannot overflow, unlike a norm.
+    The function checks the largest and the smallest element, which cannot overflow, unlike a norm.
     """
     device = tensors[0].device if device is None else device
     filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no extremes

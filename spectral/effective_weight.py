@@ -5,13 +5,14 @@ algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
 
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
-where u, v is the top singular pair (held fixed), sg stops the gradient and g acts on the singular
-values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because
-the recovered s carries no gradient, dL/dW is orthogonal to W, so only gamma trains the magnitude.
+where (u, v) is the top singular pair (a constant), sg stops the gradient and g acts on the singular
+values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because no
+gradient flows through sg[s], dL/dW is orthogonal to W, so only gamma trains the magnitude.
 
 PC(W) does not depend on the data. `Preconditioner.effective` is differentiable, for use in a
-forward pass. A trainer that computes PC(W) once per optimizer step calls `Preconditioner.vjp` once
-with the accumulated gradient of the effective weight instead. Both use the same closed form.
+forward pass. A trainer that computes PC(W) once per optimizer step instead calls
+`Preconditioner.vjp` once, with the accumulated gradient of the effective weight. Both methods use
+the same closed form.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def wide_matrices(w: Tensor) -> Tensor:
-    """Return matrices `[..., rows, cols]` in at least float32; raises ValueError for other tensors.
+    """Return matrices `[..., rows, cols]` in at least float32; raise ValueError for other tensors.
 
     In bfloat16, for example, level 4 of a PC layer has an error of 3 to 4% in the spectral norm.
     """
@@ -51,10 +52,10 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient`, whose derivative with respect to `inputs` raises RuntimeError.
+    """Return `gradient`; differentiating it with respect to `inputs` raises RuntimeError.
 
     torch's `once_differentiable` raises only if the incoming gradient has a graph; otherwise the
-    second derivative is silently zero. `name` is the function named in the message.
+    second derivative is silently zero. The error's message contains the function's `name`.
     """
     if not torch.is_grad_enabled():  # no graph of the gradient is being built
         return gradient
@@ -66,7 +67,7 @@ SpectralNorm = Literal["stream", "none"]
 
 DOMAIN = 1.1
 """End of the interval [0, 1.1] of normalised singular values on which the published maps were
-fitted; they diverge beyond it."""
+fitted; the maps diverge beyond it."""
 
 
 class EffectiveWeightGradient(NamedTuple):
@@ -80,19 +81,19 @@ class EffectiveWeightGradient(NamedTuple):
 class Preconditioner:
     """Preconditioning of weights: the map to PC(W), its gradient, and the additional state.
 
-    `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u` `[...,
-    rows]` and `v` `[..., cols]`, which are constants, and `gamma` `[...]` or a number; the other
-    methods take stacks `[batch, rows, cols]`. For half-precision inputs the computation is in
-    float32 and the result is rounded.
+    Arguments of `effective` and `vjp` are matrices `[..., rows, cols]`, their top singular pair `u`
+    `[..., rows]` and `v` `[..., cols]`, which is constant, and `gamma` (`[...]` or a number); the
+    other methods require stacks `[batch, rows, cols]`. For half-precision inputs the computation is
+    in float32 and the result is rounded.
 
     Attributes:
         level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
         steps: number of block Krylov steps that refresh the top singular pair after each update.
-        norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
-        spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
+        norm_recovery: whether to multiply by sg[s]; otherwise PC(W) = gamma g(W / s).
+        spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
             PC(W) = gamma g(W).
-        init_compensation: choose the initial gamma so that PC(W) has the Frobenius norm of W,
-        instead of 1. epsilon: added to s, so that a zero matrix gives zero.
+        init_compensation: whether the initial gamma, instead of being 1, makes the Frobenius norms
+        of PC(W) and W equal. epsilon: added to s, so that a zero matrix gives zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
     """
@@ -114,10 +115,9 @@ class Preconditioner:
             object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
-        """Compute PC(W), of the shape and dtype of `w`, differentiable once in `w` and `gamma`.
+        """Compute PC(W) in the shape and dtype of `w`, differentiable once in `w` and `gamma`.
 
-        Raises ValueError for shapes that do not fit, and RuntimeError where the result is
-        differentiated twice.
+        Raises ValueError for shapes that do not fit; differentiating twice raises RuntimeError.
         """
         wide = _checked(w, u, v)
         out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
@@ -130,9 +130,9 @@ class Preconditioner:
     ) -> EffectiveWeightGradient:
         """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
 
-        `grad` is dL/dPC(W), of the shape of `w`. It may be a sum over any number of micro-batches,
-        as PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises
-        ValueError as `effective` does.
+        `grad` is dL/dPC(W) in the shape of `w`. It may be a sum over any number of micro-batches,
+        because PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon.
+        Raises ValueError like `effective`.
         """
         wide = _checked(w, u, v)
         if grad.shape != w.shape:
@@ -169,20 +169,20 @@ class Preconditioner:
         grad_gamma = scale * value
         for stage_input, coefficients in zip(reversed(inputs), reversed(first), strict=True):
             _, dx = stage_vjp(stage_input, dx, coefficients)
-        if self.spectral_norm == "stream":  # through X = W / s, with ds/dW = u v^T
+        if self.spectral_norm == "stream":  # backpropagate through X = W / s with ds/dW = u v^T
             dx = dx - inner(dx, x.x) * x.u[..., :, None] * x.v[..., None, :]
         return gamma * (scale / x.s) * dx, grad_gamma
 
     @torch.no_grad()
     def cold_pair(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute u and v of weights without a cached pair."""
+        """Compute u and v without a cached pair."""
         return cold_start(w)[1:]
 
     @torch.no_grad()
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
         """Refresh `u` and `v` in place after an update of `w`.
 
-        `active` is a 0-d bool tensor; where it is False both stay unchanged, bit for bit.
+        `active` is a 0-d bool tensor; if it is False, `u` and `v` stay unchanged, bit for bit.
         """
         _, new_u, new_v = top_singular(w, u, v, steps=self.steps)
         for old, new in ((u, new_u), (v, new_v)):
@@ -200,7 +200,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Compute s = u^T W v, `[batch]`, which the map uses as the spectral norm."""
+        """Compute s = u^T W v `[batch]`, which the map uses as the spectral norm."""
         tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
         return tracked
 
@@ -208,16 +208,16 @@ class Preconditioner:
     def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
-        That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
-        it is right even where the tracked pair is wrong. If the argument is outside the map's
-        domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
+        The argument is s_exact / s, or s_exact without normalisation. s_exact is computed by a cold
+        start, so it is right even where the tracked pair is wrong. If the argument is outside the
+        map's domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":
             return exact
         tracked = self.tracked_norm(w, u, v)
         seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
-        # A negative or zero tracked value is outside as well.
+        # A negative or zero tracked value is outside too.
         outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
@@ -226,10 +226,10 @@ class Preconditioner:
     def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs per step of a PC layer on a unit of `shape`, without its rule.
 
-        The parts are PC(W), its transposed Jacobian, and the refresh of the singular pair. For
-        sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1 products
-        m^3; the Jacobian repeats the Gram matrix and the iteration, and adds 3 products m n m and
-        2 k - 2 products m^3.
+        The FLOPs are those of PC(W), of its transposed Jacobian, and of refreshing the singular
+        pair. For sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1
+        products m^3; the Jacobian repeats the Gram matrix and the iteration, and takes 3 more
+        products m n m and 2 k - 2 more products m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)
@@ -271,7 +271,7 @@ class _EffectiveWeight(torch.autograd.Function):
 
 
 def _checked(w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return `w` in at least float32; raises ValueError for shapes that do not fit."""
+    """Return `w` in at least float32; raise ValueError for shapes that do not fit."""
     wide = wide_matrices(w)
     if u.shape != w.shape[:-1]:
         raise ValueError(f"u must have shape {list(w.shape[:-1])}, got {list(u.shape)}")
@@ -289,10 +289,10 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 
 
 def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
-    """Compute PC(W) of one matrix `[rows, cols]` by its SVD; `Preconditioner.effective` equals it.
+    """Compute PC(W) of one matrix `[rows, cols]` by SVD, as the reference of `effective`.
 
-    Source: "PC Layer" (arXiv 2606.06470), algorithm 1, whose lines are numbered below. s is a
-    constant in the gradient, and gamma is trained.
+    Source: "PC Layer" (arXiv 2606.06470), algorithm 1; the comments contain its line numbers. s is
+    a constant in the gradient, and gamma is trained.
     """
     U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
     s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2

@@ -1,11 +1,10 @@
-"""The off-diagonal Gram penalty, which measures how far a weight's columns (or rows) are from
-orthogonal.
+"""The off-diagonal Gram penalty: the distance of a weight's columns or rows from orthogonality.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
-its root (lemma D.6) as the penalty; `power` chooses between them. With `normalize` a penalty
-coefficient is comparable across widths. Add the penalty to the loss, or its gradient to the loss's
-gradient.
+its root (lemma D.6) as the penalty; `power` chooses between E and the root. With `normalize`,
+penalty coefficients are comparable across widths. Add the penalty to the loss, or the penalty's
+gradient to the loss's gradient.
 """
 
 from typing import Any, Literal
@@ -24,20 +23,21 @@ def gram_penalty_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
-    Where the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4.
-    The difference is exact up to rounding of its first term; a smaller difference is set to zero. A
-    zero matrix has penalty and gradient zero. Half-precision inputs are converted to float32.
+    If the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4. The
+    rounding error of this difference is the rounding error of its first term; a difference below
+    this error is set to zero. The penalty and gradient of a zero matrix are zero. Half-precision
+    inputs are converted to float32.
 
     Args:
-        w: `[..., rows, cols]`; the gradient has its shape and dtype.
-        power: 2 for E / N, 1 for its root. Where E vanishes the root's gradient is zero, a
-            subgradient.
+        w: `[..., rows, cols]`; the gradient has the shape and dtype of `w`.
+        power: 2 for E / N, 1 for its root. Where E vanishes, the root's gradient is zero, which is
+            a subgradient.
         side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
         normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
             ("size").
 
     Raises:
-        ValueError: shape, dtype or an option that does not fit.
+        ValueError: if the shape or dtype of `w`, or an option, is not supported.
     """
     with torch.no_grad():
         wide = wide_matrices(w)
@@ -57,7 +57,7 @@ def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
     grad = 4 * product
     n = w.shape[-1]
     if normalize == "size":
-        # A single column has no off-diagonal entry: energy and gradient are zero already.
+        # A single column has no off-diagonal entry: energy and gradient are already zero.
         return energy / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
     if normalize == "frobenius":
         norm = w.square().sum((-2, -1))
@@ -70,7 +70,7 @@ def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
 
 
 def _energy(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute E = ||C||_F^2 `[...]` and W C `[..., rows, cols]` by the smaller Gram matrix."""
+    """Compute E = ||C||_F^2 `[...]` and W C `[..., rows, cols]` from the smaller Gram matrix."""
     if w.shape[-2] >= w.shape[-1]:
         c = w.mT @ w
         c.diagonal(dim1=-2, dim2=-1).zero_()
@@ -103,8 +103,8 @@ def gram_penalty(
 ) -> Tensor:
     """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments and ValueError are as in `gram_penalty_and_grad`, whose closed form is the backward
-    pass. Raises RuntimeError when it is differentiated twice.
+    Arguments and ValueError are as in `gram_penalty_and_grad`, whose gradient is used in the
+    backward pass. Raises RuntimeError when the penalty is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

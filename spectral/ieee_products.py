@@ -1,10 +1,10 @@
-"""IEEE float32 products, whatever the settings of the process or its environment.
+"""IEEE float32 products, independent of the settings of the process and its environment.
 
 Float32 has 24 bits of precision, TF32 has 11, and bfloat16, to which `torch.autocast` rounds the
-operands of products, has 8. With fewer bits msign's singular values and the solver of the Spectral
-Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both are meant for the forward pass; the mathematics
-of an optimizer runs inside `ieee_products()`.
+operands of products, has 8. With fewer than 24 bits, msign's singular values and the solver of the
+Spectral Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both settings are meant for the forward pass; the
+mathematics of an optimizer runs inside `ieee_products()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ MATMUL: tuple[Any, ...] = tuple(
     for place in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     if hasattr(place, "fp32_precision")
 )
-"""PyTorch's settings of the precision of float32 products, on GPUs and CPUs; torch 2.6 has only the
-older function, `set_float32_matmul_precision`."""
+"""PyTorch's settings for the precision of float32 products, on GPUs and CPUs; torch 2.6 has only
+the older function, `set_float32_matmul_precision`."""
 REDUCTIONS = [
     name
     for name in (
@@ -30,28 +30,28 @@ REDUCTIONS = [
     )
     if hasattr(torch.backends.cuda.matmul, name)  # the last is new in torch 2.7
 ]
-"""Settings that let 16-bit products on GPUs sum in less than float32."""
+"""Settings that allow 16-bit products on GPUs to accumulate in less than float32."""
 
 
 AUTOCAST = ("cpu", "cuda")
-"""Devices whose autocast is switched off."""
+"""Device types for which autocast is disabled."""
 
 _lock = Lock()
-_inside = 0  # covers the calls of all threads, as the settings are those of the process
+_inside = 0  # number of calls in all threads, because the settings are global to the process
 _restore: Callable[[], None] | None = None
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which `torch.autocast` casts nothing on a device."""
+    """Return a context that disables `torch.autocast` on a device."""
     return torch.autocast(device.type if device.type in AUTOCAST else "cpu", enabled=False)
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Run a block with IEEE float32 products and 16-bit products that sum in float32.
+    """Run a block with IEEE float32 products and 16-bit products that accumulate in float32.
 
-    The previous settings are restored afterwards, whichever function made them. If several threads
-    are inside at once, the last to leave restores them.
+    The previous settings are restored afterwards, whichever function set them. If several threads
+    are inside at once, the last thread to leave restores the settings.
     """
     global _inside, _restore
     with _lock:
@@ -71,11 +71,11 @@ def ieee_products() -> Iterator[None]:
 
 
 def _set_ieee() -> Callable[[], None]:
-    """Make products IEEE and return a function that restores the settings."""
+    """Enable IEEE products and return a function that restores the settings."""
     legacy = _legacy_precision()
     precisions = [place.fp32_precision for place in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    # This older function sets all settings; cuBLAS refuses settings that disagree with it.
+    # This older function changes all settings; cuBLAS refuses settings that contradict it.
     torch.set_float32_matmul_precision("highest")
     for name in REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
@@ -91,14 +91,14 @@ def _set_ieee() -> Callable[[], None]:
 
 
 def is_ieee() -> bool:
-    """Return whether float32 products are IEEE now, on GPUs and on CPUs."""
+    """Return whether float32 products are currently IEEE, on GPUs and on CPUs."""
     precisions = [place.fp32_precision for place in MATMUL]
     precisions = precisions or [torch.get_float32_matmul_precision()]
     return {*precisions} <= {"none", "ieee", "highest"}
 
 
 def _legacy_precision() -> str:
-    """Return the older function's precision; PyTorch raises if the newer settings were used."""
+    """Return the precision for the older function, which raises if newer settings were used."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:

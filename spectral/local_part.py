@@ -16,13 +16,13 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor without a copy; a plain tensor is returned whole."""
-    # Keep this order: detaching a DTensor takes ten times as long.
+    """Return this rank's part of a tensor without a copy; for a plain tensor, the whole tensor."""
+    # Detach last: detaching a DTensor takes ten times as long.
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, placed as its parameter is."""
+    """Return this rank's part of a gradient, in the placements of the parameter."""
     grad = parameter.grad
     assert grad is not None  # only parameters with gradients take a step
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -33,10 +33,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the gradients of the parameters that have one; if `sharded`, only this rank's parts.
+    """Return the gradients of all parameters with gradients; if `sharded`, this rank's parts.
 
-    `shapes` are the parameters' shapes. Raises ValueError for gradients that cannot be used in a
-    step.
+    `shapes` contains the parameters' shapes. Raises ValueError for gradients that cannot be used in
+    a step.
     """
     each = [p.grad for p in parameters]
     grads = [grad for grad in each if grad is not None]
@@ -60,15 +60,15 @@ def _check(grad: Tensor, shape: torch.Size) -> None:
         raise ValueError(f"gradients must be dense, got {grad.layout}")
     if grad.shape != shape:
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(shape)} must be of that shape, got "
+            f"the gradient of a parameter of shape {tuple(shape)} must have the same shape, got "
             f"{tuple(grad.shape)}"
         )
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from the ranks that share it; gradients flow back.
+    """Gather a whole tensor, differentiably, from the ranks that share it.
 
-    Every rank continues with the whole tensor, so the incoming gradients are equal on all ranks.
+    Every rank computes with the whole tensor, so the incoming gradients are equal on all ranks.
     """
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -88,7 +88,7 @@ def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def placed_as(whole: Tensor, like: Tensor) -> Tensor:
-    """Distribute a replicated tensor with the placements of `like`; gradients flow back."""
+    """Distribute a replicated tensor, differentiably, with the placements of `like`."""
     if not is_dtensor(like):
         return whole
     replicated = type(like).from_local(whole, like.device_mesh, run_check=False)

@@ -1,11 +1,11 @@
 """Figures of weights, gradients and activations: ranks, condition numbers, noise.
 
-Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
-from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
-logging steps; `correlation` may run in any step. A zero matrix has ranks, norms and correlations 0;
-a matrix with NaN has NaN. To compute several figures of one matrix, pass its singular values to the
-functions whose names end in `_of`. `stable_rank_of_gram` and `nuclear_norm` use only products and
-do not wait.
+Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values are
+computed by an exact decomposition in at least float32, for which the host waits on a GPU, so use
+these functions in logging steps; `correlation` may run in any step. Ranks, norms and correlations
+are 0 for a zero matrix and NaN for a matrix with NaN. To compute several figures of one matrix,
+pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
+`nuclear_norm` use only products and make no host wait.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .singular_triplets import cold_start
 TOP_STEPS = 24
 """Number of block Krylov steps that find the largest eigenvalue of a Gram matrix."""
 POLAR_STEPS = 16
-"""Number of steps of msign that map singular values above 1e-6 of the Frobenius norm to 1."""
+"""Number of msign steps that map singular values above 1e-6 of the Frobenius norm to 1."""
 
 
 def singular_values(w: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def stable_rank_of(values: Tensor) -> Tensor:
 def stable_rank_of_gram(gram: Tensor) -> Tensor:
     """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, with relative error 1e-3.
 
-    It is the trace divided by the largest eigenvalue from a Krylov space, which is never above the
-    true eigenvalue, and below it by less than 1e-6 unless the largest eigenvalues are within 1% of
-    each other.
+    The stable rank is the trace divided by the largest eigenvalue. The eigenvalue is computed from
+    a Krylov space and never exceeds the true eigenvalue; it is less than 1e-6 too small unless the
+    largest eigenvalues differ by less than 1%.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
@@ -91,9 +91,9 @@ def nuclear_norm(w: Tensor) -> Tensor:
 def nuclear_rank(w: Tensor) -> Tensor:
     """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
-    Source: "When do spectral gradient updates help in deep learning?", which predicts that a
-    spectral step is better on a block if the nuclear rank of its gradient exceeds the stable rank
-    of the activations that enter it.
+    Source: "When do spectral gradient updates help in deep learning?". The paper predicts that a
+    spectral step is better for a block if the nuclear rank of the block's gradient exceeds the
+    stable rank of the block's input activations.
     """
     return nuclear_rank_of(singular_values(w))
 
@@ -119,8 +119,8 @@ def effective_rank_of(values: Tensor) -> Tensor:
 def modified_condition_number(w: Tensor) -> Tensor:
     """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
 
-    It is at least 1, inf where the smallest values all vanish, and NaN for a zero matrix. Source:
-    "PC Layer", kappa tilde.
+    The number is at least 1, inf where the smallest values all vanish, and NaN for a zero matrix.
+    Source: "PC Layer", kappa tilde.
     """
     return modified_condition_number_of(singular_values(w))
 
@@ -133,9 +133,9 @@ def modified_condition_number_of(values: Tensor) -> Tensor:
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` has any shape; if it contains no such number, the mean is NaN. Source: "PC Layer",
-    where GMCN is the mean over the q, k, v, o, gate, up and down matrices of all layers, with the
-    effective weight in PC layers.
+    `numbers` has any shape. If all its numbers are nonfinite or not positive, the mean is NaN.
+    Source: "PC Layer", where GMCN is the mean over the q, k, v, o, gate, up and down matrices of
+    all layers; in PC layers the matrix is the effective weight.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -153,14 +153,14 @@ class Noise(NamedTuple):
 def noise_of(products: Tensor) -> Noise:
     """Estimate signal and noise of M gradients from their inner products `[..., M, M]`.
 
-    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma); signal =
-    |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share comes from the
-    centred Gram matrix. The signal-to-noise ratio is proportional to the micro-batch size, and a
-    top share is at least 1 / (M - 1), so report micro-batch size and M with both. A ratio 0 / 0 is
-    0.
+    Let m be the mean of the gradients. noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma);
+    signal = |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share is
+    computed from the centred Gram matrix. The signal-to-noise ratio is proportional to the
+    micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size and
+    M with these figures. A ratio 0 / 0 is 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
-    ours. Raises ValueError for fewer than two gradients.
+    not from the paper. Raises ValueError for fewer than two gradients.
     """
     count = products.shape[-1]
     if count < 2:
@@ -182,11 +182,11 @@ def noise_of(products: Tensor) -> Noise:
 def correlation(w: Tensor) -> Tensor:
     """Estimate the correlation rho `[...]` of the entries of W, at most 1.
 
-    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). It is unbiased for entries of the
-    model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so
-    even for a large matrix the estimate scatters like the square of a Gaussian, and it detects only
-    spikes with constant entries. It is 0 for a zero matrix and for a single entry. Source: "Towards
-    a Principled Muon under muP", eq. 4.13.
+    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimate is unbiased for entries
+    of the model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z,
+    so even for a large matrix the estimate scatters like the square of a Gaussian, and it detects
+    only spikes with constant entries. The estimate is 0 for a zero matrix and for a single entry.
+    Source: "Towards a Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     size = w.shape[-2] * w.shape[-1]

@@ -1,4 +1,4 @@
-"""Odd polynomials as maps of singular values: published sets, a fit, and the map with its gradient.
+"""Odd polynomials of singular values: published coefficients, a fit, and the map with its gradient.
 
 g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, with
 p(y) = a_0 + a_1 y + ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial
@@ -28,21 +28,21 @@ PRESETS: Mapping[int, Stage] = MappingProxyType(
         4: (3.625, -9.261, 14.097, -10.351, 2.890),
     }
 )
-"""Published coefficients by level: 0 is the identity, 1 to 4 have cutoffs 0.8, 0.6, 0.4, 0.3."""
+"""Published coefficients by level: 0 is the identity; 1 to 4 have cutoffs 0.8, 0.6, 0.4 and 0.3."""
 
 COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
     {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
-"""Named compositions of polynomials. `over_flattening` is an ablation of the paper: eight Polar
-Express steps, which map every singular value above about 1e-4 of the largest to 1. It is worse than
-no PC layer."""
+"""Named compositions of polynomials. `over_flattening` is an ablation in the paper: eight Polar
+Express steps, which map every singular value above about 1e-4 of the largest to 1. It trains worse
+than no PC layer."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:
-    """Return the odd polynomials of a level, in the order of their application.
+    """Return the odd polynomials of a level, in the order in which they are applied.
 
-    `level` is a preset 0 to 4, the name of an entry of `COMPOSITES`, or coefficients of x, x^3,
-    x^5, ... Raises ValueError for anything else.
+    `level` is a preset from 0 to 4, the name of an entry of `COMPOSITES`, or a list of coefficients
+    of x, x^3, x^5, ... Raises ValueError for any other level.
     """
     if isinstance(level, str):
         if level not in COMPOSITES:
@@ -58,7 +58,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
 
 
 def evaluate(x: Tensor, level: Level) -> Tensor:
-    """Evaluate g(x) elementwise, the map of singular values; `x` has any shape."""
+    """Evaluate g, the map of singular values, for each element of `x`, which has any shape."""
     for coefficients in stages(level):
         square = x * x
         p = torch.full_like(x, coefficients[-1])
@@ -71,16 +71,17 @@ def evaluate(x: Tensor, level: Level) -> Tensor:
 def fit_polynomial(
     degree: int, cutoff: float, alpha: float = 4.0, interval: tuple[float, float] = (0.0, 1.1)
 ) -> Stage:
-    """Fit an odd polynomial to min(x / cutoff, 1); returns `degree` + 1 coefficients of x, x^3, ...
+    """Fit an odd polynomial to min(x / cutoff, 1); return `degree` + 1 coefficients of x, x^3, ...
 
-    Minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to g(1) = 1. The
-    constraint eliminates a_0, which leaves an ordinary least squares problem; Gauss-Legendre
-    quadrature on either side of `cutoff` makes the integral exact for an integer alpha. With
-    alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
-    algorithm 2; the paper names neither alpha nor its sample).
+    The fit minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to
+    g(1) = 1. The constraint eliminates a_0, which leaves an ordinary least squares problem. For an
+    integer alpha the integral is exact, by Gauss-Legendre quadrature on both sides of `cutoff`.
+    With alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
+    algorithm 2; the paper states neither alpha nor its sample).
 
     Raises:
-        ValueError: unless degree >= 0, alpha >= 0 and 0 <= interval[0] < cutoff < interval[1].
+        ValueError: if `degree < 0`, `alpha < 0`, or `0 <= interval[0] < cutoff < interval[1]` is
+            false.
     """
     low, high = interval
     if degree < 0:
@@ -88,7 +89,10 @@ def fit_polynomial(
     if alpha < 0:
         raise ValueError(f"alpha must be >= 0, got {alpha}")
     if not 0 <= low < cutoff < high:
-        raise ValueError(f"0 <= interval[0] < cutoff < interval[1], got {interval} and {cutoff}")
+        raise ValueError(
+            "interval and cutoff must satisfy 0 <= interval[0] < cutoff < interval[1], got "
+            f"{interval} and {cutoff}"
+        )
     nodes, weights = _gauss_legendre(2 * degree + 2 + math.ceil(alpha / 2) + 32)
     halves = [(low, cutoff), (cutoff, high)]
     x = torch.cat([(b - a) / 2 * nodes + (a + b) / 2 for a, b in halves])
@@ -105,7 +109,8 @@ def fit_polynomial(
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
     """Compute nodes and weights `[count]` of the Gauss-Legendre quadrature on [-1, 1].
 
-    They are eigenvalues and eigenvectors of the Jacobi matrix (Golub & Welsch, 1969).
+    The nodes are the eigenvalues of the Jacobi matrix, and its eigenvectors give the weights (Golub
+    & Welsch, 1969).
     """
     k = torch.arange(1, count, dtype=torch.float64, device="cpu")
     off = k / (4 * k * k - 1).sqrt()
@@ -116,7 +121,7 @@ def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
     """Compute the Horner iterates P_0 ... P_{k-1} of p(B), each `[..., n, n]`; P_0 = p(B).
 
-    Needs k >= 1. The constant last iterate, P_k = a_k I, is not formed.
+    k must be at least 1. The constant last iterate, P_k = a_k I, is not computed.
     """
     p = b * coefficients[-1]
     p.diagonal(dim1=-2, dim2=-1).add_(coefficients[-2])
@@ -153,12 +158,11 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
-    """Compute <grad, g(X)> `[..., 1, 1]` and its gradient with respect to X, for one odd
-    polynomial.
+    """Compute <grad, g(X)> `[..., 1, 1]` and its gradient in X, for one odd polynomial g.
 
-    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad, B = X^T X
-    and Horner iterates P_i, the value is <K, P_0> and, with D = sum_i (B^i K) P_{i+1}^T, the
-    gradient grad P_0 + X (D + D^T). A wide matrix is the transpose of a tall one.
+    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, let K = X^T grad, B = X^T X,
+    P_i the Horner iterates and D = sum_i (B^i K) P_{i+1}^T. Then the value is <K, P_0>, and the
+    gradient is grad P_0 + X (D + D^T). A wide X is treated as the transpose of a tall X.
     """
     if len(coefficients) == 1:
         return coefficients[0] * inner(grad, x), grad * coefficients[0]

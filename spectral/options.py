@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest steps of msign, in the narrowest
-dtype, that train as well as more exact ones (docs/library.md has the evidence). Weights in float64,
-chosen for accuracy, keep the defaults of the rules, and so do the trainer's configs.
+`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest msign steps, in the narrowest
+dtype, that train as well as a more exact msign (docs/library.md contains the evidence). For float64
+weights, and in the trainer's configs, the rules' own defaults apply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ ALIASES: Final = {
     "ns_steps": ("steps",),
     "cautious_wd": ("cautious_decay",),
 }
-"""Names of fields in the optimizers of torch and dion."""
+"""Fields of rules, by the names that the optimizers of torch and dion use."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
-"""Keys of a group that are not fields of its rule."""
+"""Keys of a group in addition to the fields of its rule."""
 WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
-"""Options of a whole optimizer, not of a group."""
+"""Options of an optimizer that a group cannot have."""
 HOSTS: Final = frozenset(
     ["betas", "eps", "initial_lr", "swa_lr", "base_momentum", "max_momentum", "optimizer", "step"]
 )
@@ -50,25 +50,25 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "torch.optim.AdamW keeps the largest second moment"),
 }
-"""Options of torch's optimizers that are fixed here, with the allowed values and the reason."""
+"""Options of torch's optimizers that are fixed here: the allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
 }
-"""Replacements of the options of torch.optim.Muon."""
+"""Replacements for options of torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
 """Keys by which groups of other libraries (KellerJordan/Muon, dion) choose a rule."""
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule; AdamW's rate for rules of other packages."""
+    """Return the default learning rate of a rule; for rules of other packages, AdamW's."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 
 def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
-    """Return the fields of a rule and their defaults; with `exact`, the rule's own defaults.
+    """Return a rule's fields with the library's defaults or, with `exact`, the rule's own.
 
     Raises ValueError for an unknown rule.
     """
@@ -80,9 +80,9 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 def rename_(rule: str, named: dict[str, Any]) -> None:
     """Rename options to the rule's fields, in place.
 
-    Names of torch are replaced as in `ALIASES` (the last one wins) and dtypes by their names, if
-    the rule has such fields. Raises TypeError for betas that are not two, and ValueError for an
-    unknown rule.
+    If the rule has such fields, torch's names are replaced as in `ALIASES` (if several names mean
+    the same field, the last is used) and dtypes by their names. Raises TypeError unless betas are
+    two numbers, and ValueError for an unknown rule.
     """
     rule_fields = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in rule_fields]:
@@ -100,18 +100,18 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 
 
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
-    """Raise TypeError for a name that is not a field of a rule; the nearest is suggested.
+    """Raise TypeError for a name that is not a field of the rule; suggest the nearest field.
 
-    Names in `FIXED` are accepted with their allowed values. With `foreign`, which is for groups,
-    names in `HOSTS` and names that resemble no field are accepted too, because other programs store
-    keys in groups. Options of the whole optimizer are refused.
+    Names in `FIXED` are accepted with their allowed values. For groups, `foreign` also accepts
+    names in `HOSTS` and names that resemble no field, because other programs store keys in groups.
+    Options of the whole optimizer are refused.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)
     for name in sorted({*WHOLE} & options.keys()):
-        raise TypeError(f"{name!r} is not for a group; give it to the optimizer")
+        raise TypeError(f"{name!r} is not an option of a group; pass it to the optimizer")
     for name in sorted(CHOICES & unknown):
-        raise TypeError(f"{name!r} chooses no rule here; give the group rule='adamw' or another")
+        raise TypeError(f"{name!r} does not choose a rule here; set rule='adamw' or another rule")
     for name in sorted(FIXED.keys() & unknown):
         values, reason = FIXED[name]
         if not any(options[name] is value for value in values):

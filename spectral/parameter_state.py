@@ -1,8 +1,8 @@
 """The optimizer state of parameters: entries, initial values, and checks.
 
 A parameter group defines the rule, the division into matrices, and the names of its parameters.
-Other programs may keep entries in the state as well. Only the rule's entries and the master are
-used here.
+Other programs may store entries in the state too; this module uses only the rule's entries and the
+master.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .rules import RULES, Rule, State
 
 HALF = {torch.bfloat16, torch.float16}
 MASTER = "master"
-"""Entry of the state of a 16-bit parameter: its weight in float32."""
+"""State entry of a 16-bit parameter: its master weight in float32."""
 
 
 @cache
@@ -33,7 +33,7 @@ def entry_names(rule: Rule) -> tuple[str, ...]:
 
 
 def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str, torch.Size]:
-    """Return the shape of every entry of the state, for a DTensor the global shape."""
+    """Return the shape of every state entry; for a DTensor, the global shape."""
     last = SteppedUnit.of(parameter, rule, division)[-1]
     shapes = dict.fromkeys((*entry_names(rule), MASTER), parameter.shape)
     for name, entry in last.entries.items():
@@ -45,7 +45,7 @@ def entry_shapes(parameter: Tensor, rule: Rule, division: Division) -> dict[str,
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with 0-d tensors instead of the numbers that other programs save as counts."""
+    """Return a state in which the counts that other programs saved as numbers are 0-d tensors."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -59,7 +59,7 @@ def complete_numbers(
 def entry_problems(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], parameter: Tensor, name: str
 ) -> Iterator[str]:
-    """Yield the problems with the rule's state entries of the parameter `name`."""
+    """Yield the problems of the state entries that the rule uses for the parameter `name`."""
     local = local_of(parameter).shape
     for key in (key for key in shapes if key in state):
         value, shape = state[key], tuple(shapes[key])
@@ -76,9 +76,9 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return an entry of a saved state, the rule's own if `own`, for the state of a parameter.
+    """Return a saved entry for the state of a parameter; `own` marks entries of the rule.
 
-    A tensor keeps its dtype. As in torch, it is not copied if its dtype is the parameter's.
+    A tensor keeps its dtype. As in torch, a tensor in the parameter's dtype is not copied.
     """
     if not isinstance(value, Tensor):
         return deepcopy(value)
@@ -86,8 +86,7 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Adapt a state to its parameter, which other code may have written, cast, moved or
-    replaced."""
+    """Adapt a state to a parameter that other code may have changed, cast, moved or replaced."""
     for name in state.keys() & {*entry_names(rule), MASTER}:
         if state[name].device != parameter.device:
             state[name] = state[name].to(parameter.device)
@@ -98,7 +97,7 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
     wide = torch.promote_types(parameter.dtype, least)
     for name in state.keys() & {*entry_names(rule), MASTER}:
         value = state[name]
-        # Counts stay in float32, as in torch's optimizers.
+        # Step counters stay in float32, as in torch's optimizers.
         if name == "step" and value.dtype in HALF:
             state[name] = value.float()
         elif name != "step" and value.is_floating_point():
@@ -122,7 +121,7 @@ def follow_weight(parameter: Tensor, master: Tensor) -> None:
 def initial_state(
     rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
 ) -> State:
-    """Create the state of a parameter that this rank steps alone, sharded like the parameter."""
+    """Create the state, sharded like the parameter, of a parameter that this rank steps alone."""
     weight = weight_of(parameter)
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
@@ -141,13 +140,13 @@ def initial_state(
 
 
 NON_NEGATIVE = ("step", "variance", "square")
-"""Entries that are counts or means of squares."""
+"""State entries that are counts or means of squares."""
 Kind = tuple[str, Division]
 """Rule and division of a parameter, which determine its state."""
 
 
 class Member(NamedTuple):
-    """A parameter of a group."""
+    """A parameter of a group, with its rule, division and name."""
 
     parameter: Tensor
     rule: Rule
@@ -176,7 +175,7 @@ def listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
-    """Return the rule of a parameter group with the fields that the group contains.
+    """Return the rule of a parameter group, with the group's values of the rule's fields.
 
     Raises ValueError or TypeError for a missing or invalid field.
     """
@@ -188,12 +187,12 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         raise ValueError(
             f"a group of rule {group['rule']!r} must have {error.args[0]}; call add_param_group"
         ) from None
-    with suppress(TypeError):  # an unhashable value; the rule itself reports it
+    with suppress(TypeError):  # an unhashable value; below, the rule raises an error for it
         return _rule(kind, *values)
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # 1 must not get True's rule; checks cost more than a step
+@lru_cache(maxsize=256, typed=True)  # typed: 1 is not True; the checks cost more than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
@@ -216,21 +215,21 @@ def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
 def check_kinds(
     kinds: Mapping[Tensor, Kind], before: Mapping[Tensor, Kind], state: Mapping[Any, Any]
 ) -> None:
-    """Raise ValueError for a parameter with state of another rule or other units."""
+    """Raise ValueError if the state of a parameter was created for another rule or other units."""
     for parameter, kind in kinds.items():
         old = before.get(parameter, kind)
         if kind != old and state.get(parameter):
             raise ValueError(
                 f"rule and units of a parameter must stay {old[0]!r} and {old[1].settings()}, for "
-                f"which its state was made, got {kind[0]!r} and {kind[1].settings()}; make a new "
-                "optimizer or group for it"
+                f"which its state was created, got {kind[0]!r} and {kind[1].settings()}; create a "
+                "new optimizer or group for the parameter"
             )
 
 
 def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Raise ValueError for entries of the state that do not fit their parameter.
+    """Raise ValueError for state entries that do not fit their parameter.
 
-    Numbers become 0-d tensors.
+    Numbers in the state become 0-d tensors.
     """
     for member in members_of(groups):
         entries = state.get(member.parameter)
@@ -257,7 +256,7 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
     index = {name: i for i, name in enumerate(listed_in(groups, "param_names"))}
     for i, name in enumerate(listed_in(saved_groups, "param_names")):
         if index.get(name, i) != i:
-            yield f"parameter {i} of the state is {name}, here it is {index[name]}"
+            yield f"parameter {i} of the state is {name}, which is parameter {index[name]} here"
     keys = listed_in(saved_groups, "params")
     for member, key in zip(members_of(groups), keys, strict=False):
         entries = saved["state"].get(key, {})
@@ -278,8 +277,10 @@ def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) ->
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
-    """Remove the rule's state entries of parameters that are in no group any more; `kinds` are
-    their kinds."""
+    """Remove the rule's state entries of parameters that are no longer in a group.
+
+    `kinds` contains the former rule and division of each of these parameters.
+    """
     for parameter, (rule, _) in kinds.items():
         entries = state.get(parameter, {})
         for name in (*entry_names(RULES[rule]()), MASTER):

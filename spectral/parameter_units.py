@@ -15,7 +15,7 @@ from .stepping import Units, accumulate_
 class ParameterUnits(Units):
     """Units of one shape, rule and step that this rank steps alone.
 
-    `state` is the optimizer's state by parameter. Gradients are accumulated in it.
+    `state` contains the optimizer's state of each parameter; `take` accumulates gradients in it.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class ParameterUnits(Units):
         self.stacked = [name for name in names if name not in rule.elementwise_state]
 
     def take(self, part: slice) -> Stack:
-        """Stack weights, gradients, states and rates; for a single unit they are views."""
+        """Accumulate gradients and stack units; the weight and state of a single unit are views."""
         units, states = self.units[part], self.states[part]
         pairs = [*zip(units, states, strict=True)]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])
         stacks = {k: _stacked([u.entry(k, state[k]) for u, state in pairs]) for k in self.stacked}
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in units]
-        grad = torch.stack(grads).to(weight.dtype)  # a copy, as rules may overwrite gradients
+        grad = torch.stack(grads).to(weight.dtype)  # a copy: rules may overwrite gradients
         names = self.rule.elementwise_state
         means = [{k: unit.entry(k, state[k]) for k in names} for unit, state in pairs]
         accumulate_(self.rule, [*grad], means, self.step.active)

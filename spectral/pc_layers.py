@@ -5,9 +5,10 @@
     ...
     merge_(model)                                            # W becomes PC(W), for export
 
-PC(W) is a parametrization of the weight (torch.nn.utils.parametrize), computed in every forward
-pass, and its only state is gamma: the top singular pair comes from a cold start each time, so that
-recomputed activations, ranks and resumed runs use the same pair. See `spectral.effective_weight`.
+PC(W) is a parametrization of the weight (torch.nn.utils.parametrize) and is computed in every
+forward pass. Its only state is gamma: the top singular pair is computed from a cold start each
+time, so that recomputed activations, all ranks and resumed runs use the same pair. See
+`spectral.effective_weight`.
 """
 
 import sys
@@ -42,8 +43,8 @@ class EffectiveWeight(nn.Module):
 
     Subclasses define the matrices of a weight and the source of their top singular pairs.
 
-    preconditioners   preconditioners of the matrices, in their order
-    gamma             `[matrices]`, the scale of each
+    preconditioners   one preconditioner per matrix
+    gamma             `[matrices]`, one scale per matrix
     """
 
     gamma: Tensor
@@ -53,7 +54,7 @@ class EffectiveWeight(nn.Module):
         self.preconditioners = list(preconditioners)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the whole matrices `[rows, cols]` of a weight; gradients flow back."""
+        """Return the whole matrices `[rows, cols]` of a weight, differentiably."""
         raise NotImplementedError
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
@@ -61,11 +62,11 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of some matrices, concatenated in `stack`."""
+        """Return the top singular pairs of the matrices `members`, which `stack` contains."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), of the shape, dtype and ranks of `weight`."""
+        """Return PC(W), in the shape, dtype and placements of `weight`."""
         matrices = self.matrices(weight)
         groups = grouped(
             range(len(matrices)), lambda i: (matrices[i].shape, self.preconditioners[i])
@@ -74,7 +75,7 @@ class EffectiveWeight(nn.Module):
         for (_, preconditioner), members in groups.items():
             stack = torch.stack([matrices[i] for i in members])
             wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
-            # Avoid a list of indices, which would have to be copied to the device.
+            # Concatenate slices: a list of indices would have to be copied to the device.
             gamma = torch.cat([self.gamma[i : i + 1] for i in members]).to(wide.dtype)
             with without_autocast(wide.device):
                 new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
@@ -85,7 +86,8 @@ class EffectiveWeight(nn.Module):
 class DividedWeight(EffectiveWeight):
     """The matrices of a divided parameter, with singular pairs from cold starts.
 
-    Tensor-parallel ranks that share a weight gather it, and each rank computes all of PC(W).
+    Tensor-parallel ranks that share a weight gather the weight, and each rank computes the whole
+    PC(W).
     """
 
     def __init__(self, weight: Tensor, division: Division, preconditioner: Preconditioner) -> None:
@@ -93,16 +95,16 @@ class DividedWeight(EffectiveWeight):
         super().__init__([preconditioner] * len(boxes))
         self.division, self.boxes = division, boxes
         self.is_identity = False
-        """Whether the weight is W itself, as it is while a layer initialises it."""
+        """Whether the layer's weight is W instead of PC(W), as during initialisation."""
         self.gamma = nn.Parameter(torch.ones(len(boxes), dtype=weight.dtype, device=weight.device))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set gamma to 1, as at the start."""
+        """Set gamma to 1, its initial value."""
         self.gamma.fill_(1)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), or W itself while a layer initialises it."""
+        """Return PC(W) or, during initialisation, W."""
         return weight if self.is_identity else super().forward(weight)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
@@ -119,8 +121,7 @@ class DividedWeight(EffectiveWeight):
         return placed_as(whole, weight)
 
     def get_extra_state(self) -> Tensor:
-        """Return the polynomial's coefficients, so that the state of another polynomial is
-        refused."""
+        """Return the polynomial's coefficients, which `set_extra_state` compares."""
         level = self.preconditioners[0].level
         return torch.tensor([c for stage in stages(level) for c in stage], device="cpu")
 
@@ -136,8 +137,7 @@ class DividedWeight(EffectiveWeight):
 
 
 class PCLinear(nn.Linear):
-    """A linear layer whose weight is preconditioned as one matrix; its arguments are those of
-    nn.Linear."""
+    """A linear layer with the arguments of nn.Linear, preconditioned as one matrix."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
@@ -149,22 +149,22 @@ class PCLinear(nn.Linear):
 def preconditioned(
     model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
 ) -> list[str]:
-    """Make PC layers of a model's linear layers, in place, and return their names.
+    """Make PC layers of a model's linear layers, in place, and return the layers' names.
 
-    The matrices of a weight (`split_parameters`) are preconditioned separately. The weight's own
-    name becomes `parametrizations.weight.original`, until `merge_`. Initialise or load the weights
-    before this call, or initialise them after it by the layers' `reset_parameters`: `layer.weight`
-    is then PC(W), which `nn.init` would change without effect.
+    The matrices of a weight (`split_parameters`) are preconditioned separately. Until `merge_`, the
+    parameter's name is `parametrizations.weight.original`. Initialise or load the weights before
+    this call; later, initialise them by the layers' `reset_parameters`, because `layer.weight` is
+    then PC(W), which `nn.init` would change without effect.
 
     Args:
-        model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
-        blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
+        model: any model, after tensor parallelism but before FSDP or DDP is applied.
+        blocks: names of layers, or patterns of full names such as `*.layers.3.mlp.*`.
         level: level of the polynomial, see `Preconditioner`.
 
     Raises:
-        ValueError: no layer matches one of the given blocks; the weight of a layer is already
+        ValueError: if no layer matches one of the given blocks, or the weight of a layer is already
             parametrized, sharded, or shared with another module. Nothing is changed then.
-        TypeError: `model` is not a module, or `blocks` not a collection of names.
+        TypeError: if `model` is not a module, or `blocks` is not a collection of names.
     """
     _check_module(model)
     optional = blocks is BLOCKS
@@ -186,7 +186,7 @@ def preconditioned(
                 f"{layer} must have no parametrization of its weight, such as a PC layer"
             )
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
-            raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
+            raise ValueError(f"{layer} is already sharded; make PC layers before fully_shard")
         _refuse_shared(model, weight.parameter)
         weights[layer] = weight
     if not weights or (unused and not optional):
@@ -202,12 +202,12 @@ def preconditioned(
 def merge_(model: nn.Module) -> None:
     """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
 
-    Tensor-parallel ranks call it together. Raises ValueError for a model without PC layers or one
-    that `fully_shard` has sharded, and for a weight shared with another module.
+    Tensor-parallel ranks must call this function together. Raises ValueError if the model has no PC
+    layers or is sharded by `fully_shard`, or if a weight is shared with another module.
     """
     _check_module(model)
     if _is_sharded_by_fsdp(model):
-        raise ValueError("merge_ needs an unsharded model: load the state into one")
+        raise ValueError("merge_ needs an unsharded model: load the state into an unsharded copy")
     layers: list[tuple[nn.Module, Any]] = [
         (module, chain)
         for module in model.modules()
@@ -219,7 +219,7 @@ def merge_(model: nn.Module) -> None:
         raise ValueError(f"merge_ needs a model with PC layers, got a {type(model).__name__}")
     for module, chain in layers:
         _refuse_shared(model, chain.original)
-        # A copy of the module uses the same class, which loses its property `weight`.
+        # Copies of the module share its class, from which the property `weight` is removed.
         kind = type(module)
         module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
@@ -255,12 +255,12 @@ def _register(module: nn.Module, division: Division, preconditioner: Preconditio
     effective = DividedWeight(weight, division, preconditioner)
     parametrize.register_parametrization(module, "weight", effective)
     if hasattr(module, "reset_parameters"):
-        kind: Any = type(module)  # torch's, of this module and its copies
+        kind: Any = type(module)  # torch's class for this module and its copies
         kind.reset_parameters = _reset_parameters
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    """Initialise W, which PC(W) hides, and the bias as the ordinary layer does; set gamma to 1."""
+    """Initialise W and the bias like the ordinary layer, and set gamma to 1."""
     chain: Any = module.get_submodule("parametrizations.weight")
     parts = [part for part in chain if isinstance(part, DividedWeight)]
     for part in parts:

@@ -5,11 +5,11 @@ with `A = X X^T`. The composition of all steps approximates the sign function, s
 `U V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions
 stay null.
 
-`SCHEDULES` contains the coefficients of successive steps with their sources, and the margins of
+`SCHEDULES` contains the coefficients of consecutive steps with their sources, and the margins of
 16-bit formats. Between the steps singular values reach almost 2, where the polynomials of Polar
-Express are steep: if rounding lifts a value above the end of its interval, it grows with every
-further step, until nothing is finite. `Schedule.half_margin` and `GRAM_GAIN` keep rounding inside:
-no singular value exceeded 1.007 in a search over 480,480 adversarial matrices.
+Express are steep. If rounding lifts a value above the end of its interval, the value grows with
+every further step until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: no
+singular value exceeded 1.007 in a search over 480,480 adversarial matrices.
 """
 
 import math
@@ -31,15 +31,15 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of successive steps, and their continuation for more steps.
+    """Coefficients of consecutive steps, and their continuation for more steps.
 
     Attributes:
         coefficients: `(a, b, c)` of each step.
-        continuation: further steps repeat the last one or start over.
-        half_margin: factor by which, in 16 bits, the input of all steps but the last may exceed its
-            interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4 matrices
-            diverge in bfloat16 (plain form) and float16 (Gram form); with it singular values stay
-            bounded even if every rounding is twice that of the format.
+        continuation: whether further steps repeat the last step or start over.
+        half_margin: factor by which, in 16 bits, the input of every step except the last may exceed
+            its interval: the step is `p(s / margin)` instead of `p(s)`. Without this margin,
+            adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form);
+            with the margin, singular values stay bounded even if all rounding errors are doubled.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -47,7 +47,7 @@ class Schedule:
     half_margin: float = 1.0
 
     def take(self, steps: int) -> tuple[Coefficients, ...]:
-        """Return the first `steps` coefficients: a prefix, or the set with its continuation."""
+        """Return the coefficients of the first `steps` steps, continued if there are too few."""
         count = len(self.coefficients)
         if self.continuation == "cycle":
             return tuple(self.coefficients[i % count] for i in range(steps))
@@ -86,8 +86,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # Named polar_express for Muon in the public SSO code, but steeper at zero (slope 20775 instead
-    # of 6363).
+    # The public SSO code calls this schedule polar_express for Muon; it is steeper at zero (slope
+    # 20775 instead of 6363).
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -110,21 +110,21 @@ SCHEDULES: dict[str, Schedule] = {
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
 """Bound on `M g` between two restarts of the Gram form, by dtype: M is the largest singular value
-up to the first restart, g the product of the slopes at zero of the steps in between.
+up to the first restart, g the product of the slopes at zero of the steps between the restarts.
 
 A rounding error e of the Gram matrix becomes `(M g)^2 e` in its null directions, and an error e of
-its factor becomes `M g e` in all directions: at most 0.5 and 2% in float16. A dtype that is not
-listed is not used in Gram form: bfloat16 would have to restart at every step.
+its factor becomes `M g e` in all directions: at most 0.5 and 2% in float16. Unlisted dtypes do not
+use the Gram form: bfloat16 would have to restart at every step.
 """
 
 
 def coefficients(
     schedule: str, steps: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Coefficients, ...]:
-    """Return `(a, b, c)` of each step of a schedule; in 16 bits with its `half_margin`.
+    """Return `(a, b, c)` of each step of a schedule; in 16 bits, `half_margin` is applied.
 
     Raises:
-        ValueError: unknown schedule, or `steps < 1`.
+        ValueError: if the schedule is unknown or `steps < 1`.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
@@ -141,7 +141,7 @@ def coefficients(
 def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the numbers of completed steps after which the Gram form restarts in `dtype`.
 
-    It restarts before a step that would exceed `GRAM_GAIN`.
+    The Gram form restarts before each step that would exceed `GRAM_GAIN`.
     """
     restarts: list[int] = []
     gain = largest = 1.0
@@ -155,7 +155,7 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest image of a singular value in [0, 1] under the steps; 1 for no steps."""
+    """Return the largest image of singular values in [0, 1] under the steps; 1 without steps."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
@@ -163,16 +163,16 @@ def largest_value(steps: tuple[Coefficients, ...]) -> float:
 
 
 # Number of elements of matrices that are processed at a time: one large matrix or several small
-# ones, whose bfloat16 products are several times faster in batches, also on a CPU. This bounds the
-# scratch memory of a step to a few matrices instead of a few stacks.
+# matrices, whose bfloat16 products are several times faster in batches, on a CPU too. This limits
+# the scratch memory of a step to a few matrices instead of a few stacks.
 WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
-# Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
-# the next. On a device without an entry there is one slice.
+# Number of elements of a slice in elementwise passes over small matrices: a slice stays in a core's
+# cache from one pass to the next. On a device without an entry there is one slice.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# An iteration is unbounded if a singular value is estimated to exceed the image of [0, 1] under the
-# polynomials by the factor EXCESS; ROUNDING is the factor allowed for rounding of all values
-# together.
+# An iteration is unbounded if, by an estimate, a singular value exceeds the largest image of [0, 1]
+# under the polynomials by the factor EXCESS; ROUNDING is the factor by which rounding may raise all
+# singular values.
 EXCESS, ROUNDING = 1.5, 1.05
 # Between these bounds, float32 represents the squares of norms and of all relevant entries.
 SAFE = 1e-12, 1e15
@@ -189,8 +189,7 @@ def workspace_units(numel: int, device: torch.device) -> int:
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along their batch into matching slices; slices of the first tensor fit the
-    cache."""
+    """Split tensors along the batch into matching slices that fit the cache (first tensor)."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
         return iter([tensors])
@@ -203,20 +202,21 @@ def msign(
 ) -> Tensor:
     """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
 
-    The result has the shape and dtype of `x`, and gradients flow back. A zero matrix gives zero; a
+    The result has the shape and dtype of `x` and is differentiable. A zero matrix gives zero; a
     matrix with NaN or infinity gives NaN.
 
     Args:
         x: matrices `[..., rows, cols]` of any scale.
-        schedule: key of `SCHEDULES`. Fewer steps use a prefix of the schedule; more steps repeat
-            its last step (convergent schedules) or start over (quintic, simple).
+        schedule: key of `SCHEDULES`. If `steps` is smaller than the schedule, its first steps are
+            used; if larger, the last step repeats (convergent schedules) or the schedule starts
+            over (quintic, simple).
         steps: number of quintic steps, at least 1.
-        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
-            least float32.
+        dtype: dtype of the matrix products; None means the dtype of `x`. Normalisation always uses
+            at least float32.
 
     Raises:
-        ValueError: an unknown schedule, steps < 1, a dtype that is not floating point, or fewer
-            than two dimensions.
+        ValueError: if the schedule is unknown, `steps < 1`, `dtype` is not floating point, or `x`
+            has fewer than two dimensions.
     """
     work = x.dtype if dtype is None else dtype
     if not work.is_floating_point:
@@ -238,10 +238,10 @@ def msign(
 class Polar(NamedTuple):
     """Polar factors, and whether their iteration stayed bounded.
 
-    `bounded` is False where a value is not finite, or where a singular value is estimated to have
-    grown before the last step to `EXCESS` times the largest image of [0, 1]. The estimate comes
-    from the Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5
-    to 2.4 (n = 1 to 8,192); several growing values are detected earlier.
+    `bounded` is False where a value is not finite, or where, by an estimate, a singular value has
+    exceeded `EXCESS` times the largest image of [0, 1] before the last step. The estimate uses the
+    Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5 to 2.4
+    (n = 1 to 8,192); several growing values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -251,8 +251,8 @@ class Polar(NamedTuple):
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
-    Works in place if `x` is float32 or float64 and `dtype` is its dtype; else `x` may be
-    overwritten. A matrix with NaN or infinity becomes NaN.
+    The result is in place if `x` is float32 or float64 and `dtype` is its dtype; otherwise `x` may
+    be overwritten. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
@@ -273,7 +273,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write `x / divisor` to `out`, rounded once to its dtype; overwrites `x` if it is wider."""
+    """Write `x / divisor` to `out`, rounded once to the dtype of `out`; `x` may be overwritten."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
         out.copy_(x.div_(divisor))  # a single pass would be slower
     else:
@@ -286,8 +286,8 @@ def polars_of(
     """Compute the polar factors in `dtype` of stacks `[batch, rows, cols]` of Frobenius norm <= 1.
 
     Stacks with equal shorter sides share the products of the Gram form: work on `X X^T` does not
-    depend on the longer side. The list is emptied, so that each iterate is freed as soon as the
-    next exists.
+    depend on the longer side. The list `stacks` is emptied, so that each iterate is freed as soon
+    as the next iterate exists.
     """
     tall = [is_tall(y) for y in stacks]
     members_by_rows: dict[int, list[int]] = {}
@@ -317,7 +317,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
     gram, (a, b, c) = kernels.gram(ys[i]), steps[-1]
     p = kernels.polynomial(gram, b, c)
     bounded = is_bounded(gram, p, steps)
-    del gram  # before the last product
+    del gram  # free it before the last product
     ys[i] = product(p, ys[i], ys[i], beta=a)
     return bounded
 
@@ -328,7 +328,7 @@ def _gram_form_(
     """Replace stacks of equal rows by their polar factors; return whether each stayed bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
-        factor: Tensor | None = None  # the factor Q with which these steps map X to Q X
+        factor: Tensor | None = None  # Q: these steps map X to Q X
         for index in range(first, last):
             a, b, c = steps[index]
             step = kernels.polynomial(gram, b, c, a)
@@ -339,11 +339,11 @@ def _gram_form_(
                 gram = kernels.commuting(step, gram)
         if last == len(steps):
             bounded = is_bounded(gram, step, steps, steps[-1][0])
-        del gram, step  # before the product
+        del gram, step  # free them before the product
         assert factor is not None
         for i, part in enumerate(split_like(factor, ys)):
             ys[i] = product(part, ys[i])
-        del factor, part  # before the next Gram matrix
+        del factor, part  # free them before the next Gram matrix
     return split_like(bounded, ys)
 
 
@@ -355,8 +355,8 @@ def is_tall(x: Tensor) -> bool:
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `x / ||x||_F` per matrix in at least float32; a zero matrix gives zero.
 
-    `out`, of any dtype, receives the result, rounded. Dividing by the largest entry first keeps the
-    squares from underflowing and overflowing.
+    If `out` (of any dtype) is given, the result is rounded and written to it. Dividing by the
+    largest entry first prevents underflow and overflow of the squares.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x / _divisor(x)
@@ -377,8 +377,7 @@ def _divisor(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return Frobenius norms `[..., 1, 1]` of matrices of largest magnitude 1; 1 for a zero
-    matrix."""
+    """Return Frobenius norms `[..., 1, 1]` of matrices of largest magnitude 1 (zero matrix: 1)."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(1)
 
@@ -402,16 +401,15 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
 def is_bounded(
     gram: Tensor, p: Tensor, steps: tuple[Coefficients, ...], shift: float = 0.0
 ) -> Tensor:
-    """Return whether each matrix's iterates stayed bounded, `[batch]`, bool; see `Polar`.
-    Overwrites `gram`.
+    """Return whether each matrix's iterates stayed bounded, bool `[batch]`; see `Polar`.
 
-    `gram` `[batch, rows, rows]` is R before the last of `steps`, and `p` is `shift I + b R + c R^2`
-    with its coefficients; they give the Schatten-8 norm.
+    `gram` `[batch, rows, rows]` is R before the last of `steps` and is overwritten. `p` is
+    `shift I + b R + c R^2` with the coefficients of the last step. Both give the Schatten-8 norm.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
     limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)
     _, b, c = steps[-1]
-    # c R^2, for which no product is needed.
+    # c R^2, computed without a product.
     square = torch.sub(p, gram, alpha=b, out=None if gram.requires_grad else gram)
     if shift:
         square.diagonal(dim1=-2, dim2=-1).sub_(shift)
@@ -421,8 +419,7 @@ def is_bounded(
 
 
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute the polar factor of one matrix `[rows, cols]` step by step, as the reference of
-    `msign`.
+    """Compute the polar factor of one matrix `[rows, cols]` in plain code, as in `msign`.
 
     Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
     """

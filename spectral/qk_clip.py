@@ -1,7 +1,8 @@
 """QK-clip: bounded attention logits by scaled query and key weights.
 
-Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). It is meant for Muon, under
-which the spectral norms of these weights may grow; rules with a radius undo it at their next step.
+Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, under
+which the spectral norms of these weights may grow; rules with a radius undo the clipping at their
+next step.
 """
 
 import torch
@@ -16,24 +17,25 @@ def clip_qk_(
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
 
-    Call it after `optimizer.step()`. Heads that share a key share a factor: `threshold` over their
-    largest logit if that logit is larger and finite, else 1. Weights may be DTensors.
+    Call this function after `optimizer.step()`. Heads that share a key share a factor: `threshold`
+    divided by the heads' largest logit if this logit is finite and exceeds `threshold`, else 1.
+    Weights may be DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
-        logits: largest logit of each head in the last step `[heads]`, before softmax, over all
-            ranks, a plain tensor; or an upper bound, such as the product of the largest norms of a
-            head's queries and keys divided by the root of their size.
-        threshold: positive.
-        balance: exponent of the queries' share of the factor, in [0, 1]; the rest goes to the keys.
+        logits: `[heads]`, a plain tensor: the largest logit of each head in the last step, before
+            softmax, over all ranks; or an upper bound, such as the product of the largest norms of
+            a head's queries and keys divided by the root of the head dimension.
+        threshold: largest allowed logit; positive.
+        balance: exponent of the factor for queries, in [0, 1]; the exponent for keys is
+            `1 - balance`.
 
     Returns:
         The factor of the logits of each key `[groups]`.
 
     Raises:
-        ValueError: heads that do not divide the rows of both weights, logits of several dimensions,
-            one weight for queries and keys, a threshold that is not positive, or a balance outside
-            [0, 1].
+        ValueError: if heads do not divide the rows of both weights, `logits` is not 1-d, query and
+            key are the same weight, `threshold` is not positive, or `balance` is outside [0, 1].
     """
     if logits.ndim != 1:
         raise ValueError(f"logits must have one number per head, got shape {tuple(logits.shape)}")
@@ -47,8 +49,8 @@ def clip_qk_(
     groups = key.shape[0] // max(size, 1)
     if not groups or (size * heads, size * groups, heads % groups) != (rows, key.shape[0], 0):
         raise ValueError(
-            f"rows of query and key must be heads of one size, {heads} of query, got {rows} and "
-            f"{key.shape[0]}"
+            f"query must have {heads} heads, and key a divisor of this number of heads, all of the "
+            f"same size, got {rows} and {key.shape[0]} rows"
         )
     if not (threshold > 0 and 0 <= balance <= 1):
         raise ValueError(

@@ -1,17 +1,17 @@
 """Top singular triplets tracked from step to step, batched, without a host sync.
 
 Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
-followed by Rayleigh-Ritz, which selects the best vector of the space. A step is two passes over the
-matrix, however few the vectors, and converges with the square root of the spectral gap. The generic
-vector finds directions orthogonal to the cached ones. For few rows a CPU computes the eigenvectors
-of the Gram matrix instead.
+followed by Rayleigh-Ritz, which selects the best vector of the space. A step takes two passes over
+the matrix, for any number of vectors, and the convergence depends on the square root of the
+spectral gap. The generic vector finds directions that are orthogonal to the cached vectors. For few
+rows, a CPU computes the eigenvectors of the Gram matrix instead.
 
-`top_singular` caches the top vector. `top_pairs` can also cache `NEARBY` vectors of the next
-largest singular values. A direction is among these vectors long before it overtakes the top vector,
-so a few passes find it; from the top vector alone many passes do not.
+The caller of `top_singular` caches the top vector. The caller of `top_pairs` can also cache
+`NEARBY` vectors of the next largest singular values. These vectors contain a direction long before
+it overtakes the top vector, so a few passes find it; from the top vector alone, many passes do not.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
-that reads the matrix once, while a product with a few columns is several times slower on CPU.
+that reads the matrix once, while a product with a few columns is several times slower on a CPU.
 """
 
 from collections.abc import Sequence
@@ -28,31 +28,31 @@ from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
-"""Number of vectors cached in addition to the top one. With the top and the generic vector they
-form a block of eight, which four steps extend to the 32 vectors that one program
+"""Number of cached vectors in addition to the top vector. With the top vector and the generic
+vector they form a block of eight, which four steps extend to 32 vectors, the most that one program
 orthonormalises."""
 BLOCK = NEARBY + 2
 """Number of vectors in the block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""Numbers of squarings of the projected matrix without its top vector, and of products with the
-last call's vectors, which are orthonormalised after each product. 32nd powers of singular values
-separate all that float64 can distinguish; one product with higher powers leaves rounding errors,
-which differ between layouts."""
+"""Numbers of squarings of the projected matrix without its top vector, and of products of the
+result with the last call's vectors, which are orthonormalised after each product. 32nd powers of
+singular values separate all values that float64 can distinguish. A single product with higher
+powers would leave rounding errors, which differ between layouts."""
 SQUARINGS = (7, 7, 7)
-"""Squarings of the projected matrix between its normalisations, within the range of float64. All
-squarings together distinguish values 1e-6 apart."""
+"""Numbers of squarings of the projected matrix after each normalisation, within the range of
+float64. All squarings together distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
 """Largest number of rows at which a CPU's eigensolver of `W W^T` beats the iteration."""
 SQUARES = 1e-25, 1e30
 """Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Share of a fixed vector in the start vector: negligible next to a cached vector, but all of it if
-the cached vector is zero."""
+"""Factor of the fixed vector that is added to a cached vector: negligible, except if the cached
+vector is zero."""
 RIDGE = 1e-7
-"""Added to the diagonal of a basis's Gram matrix, so that the matrix is positive with zero rows and
-does not magnify rounding errors in dependent rows."""
+"""Number that is added to the diagonal of a basis's Gram matrix. With it the Gram matrix is
+positive even if rows are zero, and does not magnify rounding errors in dependent rows."""
 
 
 def top_singular(
@@ -65,15 +65,14 @@ def top_singular(
     vectors, so that `u v^T` is zero too.
 
     Args:
-        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32.
+        w: matrices `[batch, rows, cols]` of any shape; half precision is converted to float32.
         u, v: vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
-            orthogonal to the answer, make a cold start. Only the vector of the shorter side is
-            read.
-        steps: number of block Krylov steps, each two passes over `w`. Ten are enough from the last
-            optimizer step's vectors, and `COLD_STEPS` are enough from a cold start.
+            orthogonal to the result, are a cold start. Only the vector of the shorter side is read.
+        steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough
+            from the last optimizer step's vectors, and `COLD_STEPS` from a cold start.
 
     Raises:
-        ValueError: `steps < 1` or mismatched shapes.
+        ValueError: if `steps < 1` or the shapes do not match.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -88,26 +87,25 @@ def top_singular(
 
 
 class TopPairs(NamedTuple):
-    """Top singular values and vectors of stacks with one shorter side, in at least float32."""
+    """Top singular values and vectors of stacks with equal shorter sides, in at least float32."""
 
-    sigma: Tensor  # [matrices], of all stacks
+    sigma: Tensor  # [matrices], all stacks
     short: Tensor  # [matrices, rows]
-    long: list[Tensor]  # [batch, cols], of each stack
+    long: list[Tensor]  # [batch, cols], per stack
     nearby: Tensor | None  # [matrices, NEARBY, rows], for the next call
 
 
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` of stacks together, with one launch per stack only for work on
-    columns.
+    """Compute `top_singular` of several stacks; only work on columns is launched once per stack.
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, with equal numbers of rows.
-        cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
+        stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
+        cached: `short` of the last call, `[matrices, rows]`, or zeros.
         steps: number of block Krylov steps, at least 1.
-        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None: only `cached`
-            is kept from call to call.
+        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None computes no
+            nearby vectors.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
@@ -118,7 +116,7 @@ def top_pairs(
         vectors, long = _iterated(work, cached, steps, nearby)
     short = vectors[:, 0]
     size, image = length(short), concat([length(x) for x in long])
-    # Both vectors of a zero matrix are zero already.
+    # Both vectors of a zero matrix are already zero.
     sigma = (image / size.clamp_(min=TINY))[:, 0]
     short.div_(size)
     for x, norm in zip(long, split_like(image.clamp_(min=TINY), work), strict=True):
@@ -127,8 +125,10 @@ def top_pairs(
 
 
 def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
-    """Compute the `count` top left singular vectors `[matrices, count, rows]`; missing vectors, and
-    all vectors of zero or nonfinite matrices, are zero."""
+    """Compute the `count` top left singular vectors `[matrices, count, rows]`.
+
+    Missing vectors, and all vectors of zero or nonfinite matrices, are zero.
+    """
     gram = concat([*map(_gram, stacks)])
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     rough = ~((trace > SQUARES[0]) & (trace < SQUARES[1]))
@@ -143,7 +143,7 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
 def _iterated(
     work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the top left vectors, unnormalised, and the images of the first; see `top_pairs`."""
+    """Compute unnormalised top left vectors and the images of the first; see `top_pairs`."""
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
@@ -152,7 +152,7 @@ def _iterated(
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
-    # Fixed vectors in addition to the last call's, which may be of another space, or zero.
+    # Add fixed vectors to the last call's vectors, which may be of another space or zero.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
     return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
@@ -165,7 +165,7 @@ def _gram(x: Tensor) -> Tensor:
 def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
     """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`.
 
-    `vectors` is the size of a block: the cached vectors and the generic one.
+    `vectors` is the size of a block: the number of cached vectors, plus the generic vector.
     """
     return vectors * min(steps, -(-rows // vectors) + 1)
 
@@ -180,9 +180,9 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
-    They consist of `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
-    rows]`. The other fixed vectors replace cached vectors that are zero, as all are without a
-    cache.
+    The vectors are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
+    rows]`. The other fixed vectors replace cached vectors that are zero; without a cache, all
+    cached vectors are zero.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
@@ -191,10 +191,10 @@ def _start(cached: Tensor, fixed: Tensor) -> Tensor:
 def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
     """Compute the coordinates `[batch, 1, k]` of the vector with the longest image.
 
-    With the last call's vectors `near` `[batch, NEARBY, rows]`, also compute new vectors of the
-    next longest images: `[batch, 1 + NEARBY, k]`. The rows of `basis` `[batch, k, rows]` are nearly
-    orthonormal or zero, `square` `[batch, k, k]` is the Gram matrix of their images; both are
-    float64.
+    If the last call's vectors `near` `[batch, NEARBY, rows]` are given, also compute the new
+    vectors with the next longest images; the result is then `[batch, 1 + NEARBY, k]`. The rows of
+    `basis` `[batch, k, rows]` are nearly orthonormal or zero, and `square` `[batch, k, k]` is the
+    Gram matrix of their images; both are float64.
     """
     gram = _gram(basis)
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
@@ -212,16 +212,15 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
-    """Compute vectors `[batch, NEARBY, k]` near the space of the eigenvectors of `t` after its
-    `best`.
+    """Compute vectors `[batch, NEARBY, k]` near the next eigenvectors of `t` after `best`.
 
-    They are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
-    `[batch, 1, k]`, all float64. The vectors are orthonormal, or zero where only rounding errors
-    remain: beyond the rank, and for eigenvalues far below the second.
+    The vectors are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
+    `[batch, 1, k]`. All tensors are float64. The vectors are orthonormal, or zero where only
+    rounding errors remain: beyond the rank, and for eigenvalues far below the second.
     """
     image = torch.bmm(best, t)
     t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the part along `best`
-    # Only rounding errors of either sign remain of a matrix of rank 1 and of its vectors.
+    # Of a matrix of rank 1 and of its vectors, only rounding errors of either sign remain.
     largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
@@ -236,11 +235,11 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fixed, unstructured unit vectors `[count, size]`.
 
-    They are not random, so that a step depends on no generator state, and not constant, because
-    rows that sum to zero (centred weights) are orthogonal to a constant vector.
+    The vectors are not random, so that a step does not depend on a generator's state, and not
+    constant, because rows that sum to zero (centred weights) are orthogonal to a constant vector.
     """
-    # Compute on the host, whose copy is complete on return: a kernel on the first caller's stream
-    # might not be, and callers on other streams read the result too.
+    # Compute on the host, whose copy is complete on return. A kernel on the first caller's stream
+    # might still run when callers on other streams read the result.
     index = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     rates = [43.7581 + 34.4749 * i for i in range(count)]
     waves = torch.stack([index * rate for rate in rates])
@@ -250,20 +249,20 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
 def _top_eigenvector(t: Tensor) -> Tensor:
     """Compute the top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
 
-    The squarings equal 2^21 power iterations, without an eigensolver or a host sync.
+    The squarings equal 2^21 power iterations and need no eigensolver or host sync.
     """
     if small_problem(t.shape[-1], device_name(t.device)):
         from .kernels import small
 
         return small.top_eigenvector(t, SQUARINGS, TINY)
     for count in SQUARINGS:
-        # The top value is between the largest entry and `size` times it, so its powers neither
-        # overflow nor vanish.
+        # The top eigenvalue is between the largest entry and `size` times the largest entry, so its
+        # powers neither overflow nor vanish.
         t = t / t.amax((-2, -1), keepdim=True).mul_(t.shape[1] ** 0.5).clamp_(min=TINY)
         for _ in range(count):
             t = torch.bmm(t, t)
-    # All columns are parallel: use the longest. Its largest entry is on the diagonal; without
-    # dividing by it the squares may overflow.
+    # All columns are parallel: use the longest, whose largest entry is on the diagonal. Divide by
+    # this entry first, because the squares may overflow.
     largest, column = t.diagonal(dim1=-2, dim2=-1).max(-1)
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
     best = best / largest[:, None].clamp_(min=TINY)
@@ -271,21 +270,22 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
 
 CYCLE = 5
-"""Largest number of steps between two orthogonalisations. Five powers separate all that float32 can
-distinguish: with one, two or five the top singular pairs agree to five digits."""
+"""Largest number of steps between two orthogonalisations. Five powers separate all values that
+float32 can distinguish: with one, two or five steps, the top singular pairs agree to five digits.
+"""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
-"""Largest squared length at which an orthogonalised unit vector is only rounding error."""
+"""Largest squared length at which an orthogonalised unit vector is only a rounding error."""
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T` for every `W`.
 
-    Its rows are orthonormal up to rounding, or zero if the space is exhausted, by dependent start
-    vectors, low rank or `count steps > rows`.
+    The rows of the basis are orthonormal up to rounding, or zero if the space is exhausted (by
+    dependent start vectors, low rank or `count steps > rows`).
 
     Args:
-        stacks: matrices `[batch, rows, cols]` each, with equal numbers of rows.
-        start: vectors `[matrices, count, rows]` of the matrices of all stacks.
+        stacks: stacks of matrices, `[batch, rows, cols]`, with equal row counts.
+        start: vectors `[matrices, count, rows]` for the matrices of all stacks.
         steps: number of block steps, at least 1.
     """
     basis, vectors, scale, square = None, [unit(start)], None, None
@@ -299,8 +299,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
         if step < steps:
             products = images(last, stacks)
             if scale is None or square is None:
-                # About 1 / ||W||, which keeps the powers of a cycle representable. For a zero
-                # matrix it gives NaN here, which `extended` turns into zeros again.
+                # About 1 / ||W||, which keeps the powers of a cycle representable. A zero matrix
+                # gives NaN here, which `extended` replaces by zeros.
                 scale = concat([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
                 for image, factor in zip(products, split_like(scale, stacks), strict=True):
@@ -312,8 +312,10 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the number of steps between two orthogonalisations of `count` vectors. One program
-    computes each orthogonalisation."""
+    """Return the number of steps between two orthogonalisations of blocks of `count` vectors.
+
+    One program computes each orthogonalisation.
+    """
     return max(1, min(CYCLE, VECTORS // count))
 
 
@@ -328,10 +330,10 @@ def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
 
 
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
-    """Orthonormalise the rows of `x` `[batch, count, n]`, at most of unit length, in float64.
+    """Orthonormalise the rows of `x` `[batch, count, n]`, whose length is at most 1, in float64.
 
-    A row becomes zero if its remainder, after projection on the rows before it, is shorter than
-    about the square root of `dependent`. It uses a Cholesky factor of the Gram matrix, which
+    A row becomes zero if its part orthogonal to earlier rows is shorter than about the square root
+    of `dependent`. The rows are multiplied by the inverse Cholesky factor of the Gram matrix, which
     `dependent` keeps positive.
     """
     count, device = x.shape[1], device_name(x.device)
@@ -354,7 +356,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def length(x: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
-    """Compute norms `[..., 1]` or `[..., 1, 1]` in float64, keeping the axes."""
+    """Compute norms in float64 and keep the reduced axes: `[..., 1]` or `[..., 1, 1]`."""
     # Sum in float64: squares of float32 overflow above 1.8e19 and vanish below 1e-23.
     norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
     return norm

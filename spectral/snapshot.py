@@ -1,7 +1,7 @@
 """Parameters and states of an optimizer after a step, and values derived from them.
 
-Before a step, a snapshot verifies, by comparing a few identities, that nothing was replaced, cast
-or cut since the last full check.
+Before a step, a snapshot verifies that no parameter or state entry was replaced, cast or sharded
+since the last full check. It only compares object identities and a few attributes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from .rules import AdamWRule, Rule, State
 from .rules.adamw import ENTRIES
 
 Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
-"""By dtype and device of weights: parameters, weights, and each entry of their states."""
+"""Lists of parameters, weights and each state entry, by dtype and device of the weights."""
 
 
 class Snapshot:
@@ -28,11 +28,11 @@ class Snapshot:
 
     Attributes:
         parameters: parameters of all groups.
-        sharded: whether a parameter is a DTensor.
+        sharded: whether any parameter is a DTensor.
         shapes: shapes of the parameters.
-        forms: properties of parameters on which states and owners depend.
-        masters: 16-bit parameters with their float32 weights.
-        columns: the stepped tensors of each AdamW group.
+        forms: properties of the parameters on which states and owners depend.
+        masters: (16-bit parameter, float32 master) pairs.
+        columns: the tensors that are stepped in each AdamW group.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:
@@ -65,7 +65,7 @@ class Snapshot:
         return [p.shape for p in self.parameters], [*kinds, *placements, *types]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
-        """Return whether nothing has changed. No tensor is read."""
+        """Return whether the groups and states are still the same; no tensor is read."""
         parameters = listed_in(groups, "params")
         with suppress(KeyError):  # an entry was removed
             return (
@@ -97,5 +97,5 @@ def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Col
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Whether two lists contain the same objects in the same order; no tensor is compared."""
+    """Return whether two lists contain the same objects in the same order; compare no tensor."""
     return len(first) == len(second) and all(map(is_, first, second))

@@ -13,25 +13,25 @@ SCALES: dict[Scale, Callable[[int, int], float]] = {
     "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
 }
-"""Scale of the update of a `[rows, cols]` matrix and, times a factor, its radius (SSO paper, eqs. 7
-and 16). With spectral_mup updates change hidden features by the same RMS at every width; with
-align_adam_rms an update has AdamW's typical RMS of 0.2."""
+"""Scale of the update of a `[rows, cols]` matrix; a factor times this scale is the radius (SSO
+paper, eqs. 7 and 16). With spectral_mup, updates change hidden features by the same RMS at every
+width; with align_adam_rms, the RMS of an update is 0.2, as is typical of AdamW."""
 
 
 def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
-    """Compute the radius of a whole unit of `shape`, never of a shard: `scaler` times its scale."""
+    """Compute the radius of a unit: `scaler` times the scale of its whole `shape`."""
     return scaler * SCALES[mode](*shape)
 
 
 def _usable(factor: Tensor) -> Tensor:
-    """Return `factor` `[batch]`, but 1 where it is not positive and finite."""
+    """Replace entries of `factor` `[batch]` that are not positive and finite by 1."""
     return factor.masked_fill(~((factor > 0) & (factor < float("inf"))), 1)
 
 
 def hard_factor(sigma: Tensor, radius: float | Tensor) -> Tensor:
     """Compute `radius / sigma` `[batch]` (SSO paper, eq. 13); `radius` is a number or `[batch]`.
 
-    It is 1 where `sigma` is zero or not finite.
+    The factor is 1 where `sigma` is zero or not finite.
     """
     return _usable((radius / sigma).to(sigma.dtype))
 
@@ -41,8 +41,8 @@ def dynamic_factor(
 ) -> Tensor:
     """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
 
-    `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. It is 1 at `sigma ==
-    radius` and where `sigma` is not finite.
+    `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. The factor is 1 where
+    `sigma == radius` or `sigma` is not finite.
     """
     return _usable((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype))
 
@@ -53,8 +53,8 @@ def spectral_init_(
 ) -> Tensor:
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
-    `W = R G / ||G||_2` with exact norms from a float64 SVD; the scale of the Gaussian cancels (SSO
-    paper, section on initialisation). Each matrix of the stack is a separate unit.
+    `W = R G / ||G||_2` with exact norms from a float64 SVD (SSO paper, section on initialisation);
+    the scale of the Gaussian has no effect. Each matrix of the stack is a separate unit.
     """
     rows, cols = weight.shape[-2:]
     weight.normal_(generator=generator)

@@ -1,8 +1,8 @@
-"""Steps of many units: grouped by shape, cut to fit the workspace, stepped by a rule and written
-back.
+"""Steps of many units, in batches that fit the workspace.
 
-Every optimizer steps its units here: the one-process library, its sharded matrices, the distributed
-optimizer and its PC layers. Only `Units`, the source and target of the units, differs.
+Every optimizer steps its units by `step_units`: the one-process library, its sharded matrices, the
+distributed optimizer and its PC layers. Each optimizer defines `Units`, which read units as stacks
+and write the stepped stacks back.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from .polar import workspace, workspace_units
 from .rules.base import Report, Rule, Stack, State
 
 Batch = list[tuple[int, slice]]
-"""The units of one call of a rule, by the index of their group."""
+"""The units of one call of a rule: (index of a group, units of the group)."""
 
 
 class Units(ABC):
@@ -26,7 +26,7 @@ class Units(ABC):
 
     Attributes:
         shape: shape of each unit.
-        dtype, device: dtype and device of their weights.
+        dtype, device: dtype and device of the units' weights.
         count: number of units.
     """
 
@@ -52,8 +52,8 @@ def step_units(
 ) -> list[Report]:
     """Step groups of units by a rule; return each group's report, `[units]` per figure.
 
-    The gradients must be results of `accumulate_`. `spread` yields the independent batches, for
-    instance on separate streams. Call it under `torch.no_grad()`.
+    The gradients must be results of `accumulate_`. `spread` yields the batches, which are
+    independent, for instance on separate streams. Call this function under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
@@ -67,16 +67,16 @@ def step_units(
         for (i, part), stack, report in zip(batch, stacks, updated, strict=True):
             groups[i].put(part, stack, report)
             reports[i].append(report)
-        del stacks, stack  # before the next batch is stacked
+        del stacks, stack  # free them before the next batch is stacked
     return [joined(parts) for parts in reports]
 
 
 def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
-    """Choose the units of each call.
+    """Choose the units of each call of the rule.
 
-    An elementwise rule takes all of one dtype and device. A rule of matrices takes as many units of
-    one shape as fit the workspace; on a device with kernels, also units of other shapes with the
-    same shorter side, which share work.
+    An elementwise rule steps all units of one dtype and device in one call. A whole-matrix rule
+    steps as many units of one shape as fit the workspace. On a device with kernels, it also steps
+    units of other shapes with the same shorter side in the same call, because they share work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -99,7 +99,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
-    """Return the number of elements of the units of a batch, which are parts of `groups`."""
+    """Return the number of elements of a batch's units."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 
@@ -110,9 +110,9 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or in their dtype.
+    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or their dtype.
 
-    Gradients and state of another dtype are rounded afterwards.
+    Results are rounded to the dtypes of the gradients and states.
     """
     dtype = grads[0].dtype if dtype is None else dtype
     wide = [grad.to(dtype) for grad in grads]
@@ -125,7 +125,7 @@ def accumulate_(
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """Concatenate the reports of parts of a group."""
+    """Concatenate the reports of a group's parts."""
     if len(reports) == 1:
         return reports[0]
     names = reports[0] if reports else ()

@@ -1,12 +1,14 @@
 """The exchange: parts of matrices are sent to their owners, and results are sent back.
 
-Each matrix has one owner among the ranks of a group. A packed all-to-all sends all parts of many
-matrices to their owners, and another sends the results back. A matrix that is whole on its owner is
-not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
+Each matrix has one owner among the ranks of a group. One packed all-to-all sends the parts of many
+matrices to their owners, and another all-to-all sends the results back. A matrix that is whole on
+its owner is not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the
+library.
 
-In both, a step sends momenta to owners and updates back. In the trainer, an owner keeps the weights
-that its rules read, and adds the updates that it sends. In the library, other code may write
-weights between steps, so weights are sent to the owner if the rule reads them.
+In trainer and library, a step sends momenta to owners and updates back. In the trainer, an owner
+stores the weights that its rules read, and adds the updates that it sends to these weights. In the
+library, other code may change weights between steps, so a weight is sent to its owner if the rule
+reads the weight.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,12 +22,12 @@ from ..batching import add_all_, copy_all_
 from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
-"""Sends `[elements]`, given the numbers of elements to receive from and to send to each rank, and
-returns the received elements by ascending rank."""
+"""An all-to-all: its arguments are the elements to send `[elements]` and the numbers of elements to
+receive from and to send to each rank; it returns the received elements by ascending rank."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]
-"""The tensors of which a rank holds parts."""
+"""A rank's tensors that contain parts."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Transfer:
     """Transfer of one matrix to its owner, and of the result back.
 
     matrix    name of the matrix
-    owner     the rank, within the group, that runs its rule
-    sources   the parts that the owner needs
-    targets   the parts that receive the owner's result
+    owner     the rank, within the group, that runs the matrix's rule
+    sources   the parts that are sent to the owner
+    targets   the parts to which the owner sends the result
     """
 
     matrix: Hashable
@@ -77,18 +79,19 @@ class Transfer:
 class Side:
     """The parts that one rank sends or receives in one direction of the exchange.
 
-    local          (matrix, part) for every part of the matrices that are whole here, not sent
-    held           (matrix, part) for every other part that is on this rank, owners ascending
-    owned          (matrix, part) for every part of other matrices owned here, ranks ascending
-    held_counts    elements of the parts in `held`, by owner
-    owned_counts   elements of the parts in `owned`, by rank
+    local          (matrix, part) for every part of this rank's matrices that need no transfer
+    held           (matrix, part) for every other part on this rank, by ascending owner
+    owned          (matrix, part) for every part of the other matrices owned by this rank, by
+                   ascending rank
+    held_counts    numbers of elements of the parts in `held`, by owner
+    owned_counts   numbers of elements of the parts in `owned`, by rank
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
-        """Sort `ways`, pairs of a matrix's part and its transfer."""
+        """Sort `ways`, which are (transfer, part) pairs."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
-        # Sender and receiver process the parts of a pair of ranks in the same order.
+        # A sender and a receiver process their common parts in the same order.
         held = sorted((t.owner, i) for i, (t, part) in enumerate(parts) if part.rank == rank)
         owned = sorted((part.rank, i) for i, (t, part) in enumerate(parts) if t.owner == rank)
         self.exists = bool(parts)
@@ -104,8 +107,8 @@ class Side:
 class Exchange:
     """The two all-to-alls of some matrices, planned once, for one rank.
 
-    A whole matrix is a tensor; the field `whole` of a part is its slice of that tensor.
-    `owned_matrices` are the names of the matrices that this rank owns.
+    A whole matrix is a tensor; the field `whole` of a part is the part's slice of that tensor.
+    `owned_matrices` contains the names of the matrices that this rank owns.
     """
 
     def __init__(
@@ -135,8 +138,8 @@ class Exchange:
     ) -> None:
         """Copy the parts of each matrix to `whole[matrix]` at its owner.
 
-        Parts of matrices that are local and not in `whole` are not moved. `like` gives dtype and
-        device; elements are sent as `dtype`, None for the dtype of `like`.
+        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype` or, if
+        it is None, in the dtype of `like`, from the device of `like`.
         """
         side = self.inward
         copy_all_(local_pairs([pair for pair in side.local if pair[0] in whole], whole, held))
@@ -156,11 +159,10 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it to
-        the parts.
+        """Write, or with `add` add, `whole[matrix]` from its owner to all parts of the matrix.
 
         Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
-        as for `gather`.
+        as in `gather`.
         """
         write = add_all_ if add else copy_all_
         if local:
@@ -178,10 +180,10 @@ class Exchange:
         like: Tensor,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """Send `whole[matrix]` at its owner to the ranks that hold a part of it.
+        """Send `whole[matrix]` from its owner to the ranks with parts of the matrix.
 
-        Returns views of these parts, and their received elements. `like` and `dtype` are as for
-        `gather`.
+        Returns views of this rank's parts, and the elements received for them. `like` and `dtype`
+        are as in `gather`.
         """
         side = self.outward
         if not side.exists:
@@ -204,7 +206,7 @@ def local_pairs(
 def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Concatenate the elements of `sources` to `[elements]`, in `dtype` or the dtype of `like`.
 
-    `like` gives the device, also if there are no sources.
+    The result is on the device of `like`, even if there are no sources.
     """
     sizes = [source.numel() for source in sources]
     buffer = like.new_empty(sum(sizes), dtype=dtype or like.dtype)
@@ -214,6 +216,6 @@ def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = 
 
 
 def unpacked(received: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-    """Cut `received` `[elements]` into parts of the shapes of `targets`, in their order."""
+    """Split `received` `[elements]` into tensors of the shapes of `targets`, in the same order."""
     parts = received.split([target.numel() for target in targets])
     return [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]

@@ -1,7 +1,7 @@
-"""Placement: which rank owns each matrix and runs its rule.
+"""Placement: the choice of the rank that owns each matrix and runs its rule.
 
-These are pure functions of costs, sizes and holders, so every rank computes the same answer. Ranks
-are numbered within the group that shares the matrices.
+Placement depends only on costs, sizes and shards, so every rank computes the same owners. Ranks are
+numbered within the group that shares the matrices.
 """
 
 import heapq
@@ -16,15 +16,15 @@ Strategy = Literal["auto", "ping_pong"]
 """Strategy of choosing owners; see `place`."""
 
 SLACK = 0.02
-"""Relative increase of the largest load that is accepted if fewer elements are sent."""
+"""Largest accepted relative increase of the largest load, if fewer elements are then sent."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The facts about a unit that placement uses.
+    """A unit's cost and the ranks that hold its elements.
 
     cost      FLOPs per step
-    holders   elements in the shard of each rank that has any
+    holders   number of elements in each rank's shard; only ranks with elements are listed
     """
 
     name: str
@@ -41,10 +41,10 @@ class Work:
 class Placement:
     """Owners of a rank group's units.
 
-    strategy   the strategy used; for `auto` its choice, ping_pong or longest_processing_time
-    owners     rank within the group by unit name, names ascending
-    loads      summed cost of each rank in FLOPs per step, its earlier load included
-    moved      elements whose momentum is sent to an owner on another rank
+    strategy   the strategy used; for `auto`, ping_pong or longest_processing_time
+    owners     each unit's owner (rank within the group), by ascending unit name
+    loads      each rank's total cost in FLOPs per step, including its earlier load
+    moved      number of elements whose momentum is sent to an owner on another rank
     """
 
     strategy: str
@@ -56,14 +56,14 @@ class Placement:
 def place(
     strategy: Strategy, works: Sequence[Work], ranks: int, *, base: Sequence[float] | None = None
 ) -> Placement:
-    """Choose the owners of `works` among `ranks` ranks; names of units break ties.
+    """Choose the owners of `works` among `ranks` ranks; unit names break ties.
 
-    `auto` tries `longest_processing_time` and `ping_pong`, and takes the placement that moves fewer
-    elements if its largest load is within `SLACK` of the smaller one, else the other placement.
-    `base` is the load that each rank already has: the experts of a stage are placed after its dense
-    matrices. ping_pong does not balance it.
+    `auto` computes the placements of `longest_processing_time` and `ping_pong`. It chooses the
+    placement that moves fewer elements if the placement's largest load exceeds the other's by at
+    most `SLACK`; otherwise it chooses the other placement. `base` is the earlier load of each rank:
+    the experts of a stage are placed after its dense matrices. ping_pong ignores `base`.
 
-    Raises ValueError for two units with one name.
+    Raises ValueError if two units have the same name.
     """
     base = [0.0] * ranks if base is None else base
     works = sorted(works, key=lambda work: work.name)
@@ -96,7 +96,7 @@ def _placement(
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
     """Assign items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
 
-    Ties keep the order given. Source: "Controlled LLM Training on Spectral Sphere".
+    Items of equal size keep their order. Source: "Controlled LLM Training on Spectral Sphere".
     """
     owners = [0] * len(sizes)
     for i, item in enumerate(sorted(range(len(sizes)), key=lambda item: sizes[item])):
@@ -112,13 +112,13 @@ def longest_processing_time(
 ) -> tuple[int, ...]:
     """Assign items by descending cost, each to the rank with the smallest load.
 
-    Ties go to the lower rank and keep the order given. Without loads in `base`, the largest load is
-    at most 4/3 of the optimum (Graham, 1969).
+    Of ranks with equal loads, the lower rank is chosen; items of equal cost keep their order. If
+    all loads in `base` are 0, the largest load is at most 4/3 of the optimum (Graham, 1969).
 
-    With `holders`, the number of elements of each item on each rank, two ways to send fewer
-    elements are tried, and the better one is used: items of equal cost are swapped; or each item
-    goes to the rank that holds most of it, as long as no load exceeds `1 + SLACK` times the largest
-    load without `holders`.
+    If `holders` is given (the number of elements of each item on each rank), the better of two
+    methods to send fewer elements is used. The first method swaps items of equal cost. The second
+    assigns each item to the rank with the most elements of the item, as long as no load exceeds
+    `1 + SLACK` times the largest load without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
@@ -139,9 +139,9 @@ def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, in
 def _swapped(
     costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """Reassign items of equal cost, first to the ranks with the largest shares.
+    """Reassign items of equal cost, if possible to the ranks with the most of their elements.
 
-    Every rank gets as many items of each cost as in `owners`, so its load is the same.
+    Every rank owns as many items of each cost as in `owners`, so its load does not change.
     """
     dealt = list(owners)
     for items in grouped(range(len(costs)), lambda item: costs[item]).values():
@@ -194,7 +194,7 @@ def _greedy(
 def loads_of(
     costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
 ) -> tuple[float, ...]:
-    """Sum the costs of each rank's items and its load `base`."""
+    """Return each rank's load: its `base` load plus the costs of its items."""
     loads = list(base)
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost

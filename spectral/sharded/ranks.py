@@ -1,4 +1,4 @@
-"""Ranks that share parameters: their collectives, and which part of a parameter each rank holds."""
+"""Ranks that share parameters: their collectives, and each rank's part of a parameter."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,12 @@ from ..local_part import local_of
 
 
 class RankGroup:
-    """A group of ranks, numbered from 0, and the bytes that this rank has sent.
+    """A process group, its collectives, and the bytes that this rank has sent.
 
     Attributes:
         ranks: global ranks of the members, in the group's order.
-        rank, size: this rank's number within the group, and the number of members.
-        sent: bytes that this rank has sent to other ranks in exchanges.
+        rank, size: this process's rank within the group, and the group's size.
+        sent: number of bytes that this rank has sent to other ranks in exchanges.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -40,8 +40,10 @@ class RankGroup:
         return received
 
     def agree(self, flag: Tensor, value: int = 0) -> tuple[Tensor, Tensor]:
-        """Return whether `flag`, a 0-d bool, is true on every rank, and whether every rank passes
-        the same `value`, both 0-d on the device of `flag`."""
+        """Return whether `flag` (0-d bool) is True on every rank, and whether `value` is equal.
+
+        Both results are 0-d tensors on the device of `flag`.
+        """
         numbers = [torch.full_like(flag, x, dtype=torch.int64) for x in (value, -value)]
         figures = torch.stack([flag.long(), *numbers])
         dist.all_reduce(figures, dist.ReduceOp.MIN, group=self.group)
@@ -50,7 +52,7 @@ class RankGroup:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a device mesh; every member calls this together."""
+    """Return the process group of all ranks of a device mesh; a collective."""
     if mesh.ndim == 1:
         mesh_group: dist.ProcessGroup = mesh.get_group()
         return mesh_group
@@ -63,7 +65,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.cache
 def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group of some ranks, which is created once for each default group."""
+    """Return the process group of `ranks`, which is created once per default group."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
         raise RuntimeError(f"this rank is not one of the ranks {ranks} of a device mesh")
@@ -71,9 +73,9 @@ def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.
 
 
 def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> RankGroup:
-    """Return all ranks that share any parameter: those of the DTensors' meshes, else `replicas`.
+    """Return all ranks that share any parameter: the ranks of the largest mesh, or `replicas`.
 
-    Raises ValueError for meshes that are not parts of the largest.
+    Raises ValueError for a mesh that is not a part of the largest mesh.
     """
     meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     if not meshes:
@@ -84,35 +86,35 @@ def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -
     for mesh in meshes:
         if not ranks.issuperset(mesh.mesh.flatten().tolist()):
             raise ValueError(
-                "device meshes of one optimizer must be parts of the largest, got "
+                "device meshes of one optimizer must be parts of the largest mesh, got "
                 f"{mesh} and {largest}"
             )
     return RankGroup(group_of(largest))
 
 
 def check_one_mesh(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError unless all parameters are on one device mesh, or none is on any."""
+    """Raise ValueError unless all parameters are on the same device mesh, or none is on a mesh."""
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1:
         raise ValueError(
             "matrices of one optimizer must be on one device mesh, got "
-            f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
+            f"{' and '.join(sorted(map(str, meshes)))}; create one optimizer per mesh"
         )
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The part of a tensor that each rank of a group holds.
+    """Each rank's part of a tensor.
 
-    boxes   the part, by rank of the group
-    copies  the index of the tensor's copy, by rank of the group
+    boxes   each rank's part, by rank of the group
+    copies  the copy of the tensor to which each rank's part belongs, by rank of the group
     """
 
     boxes: tuple[Box, ...]
     copies: tuple[int, ...]
 
     def parts(self, box: Box) -> dict[int, Box]:
-        """Return the nonempty intersections of the part `box` with each rank's part, by rank."""
+        """Return the nonempty intersections of `box` with the ranks' parts, by rank."""
         common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
         return {rank: part for rank, part in common if part is not None}
 
@@ -127,7 +129,7 @@ class TensorLayout:
 
 
 def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Create zeros `[elements]` that the ranks of a parameter share as in `flat_layout`."""
+    """Create zeros `[elements]`, distributed over a parameter's ranks as in `flat_layout`."""
     device = local_of(parameter).device
     local = torch.zeros(sizes_of(layout.boxes[rank]), dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -138,9 +140,9 @@ def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return each rank's part of a parameter; for a plain parameter, all of it.
+    """Return each rank's part of a parameter; for a plain parameter, the whole parameter.
 
-    Raises ValueError for placements that leave no rank with a contiguous part.
+    Raises ValueError for placements in which this rank's part is not a box of consecutive indices.
     """
     if not isinstance(parameter, DTensor):
         return _copies(parameter.shape, ranks.size)
@@ -159,7 +161,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
-    Ranks share a DTensor's state equally; every rank holds all of a plain parameter's state.
+    A DTensor's state is sharded evenly; every rank holds the whole state of a plain parameter.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)
@@ -197,8 +199,8 @@ def _box(
 ) -> Box:
     """Return the part of a tensor at one coordinate of a mesh.
 
-    A strided shard was cut after the shards of later mesh dimensions (FSDP after tensor
-    parallelism), at the boundaries of `torch.chunk`.
+    A strided shard is a part of the shards of later mesh dimensions (FSDP after tensor
+    parallelism), with the boundaries of `torch.chunk`.
     """
     dims = range(len(placements))
     plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]

@@ -7,7 +7,7 @@
                      stacks of whole matrices ------ rule -------+
 
 Each matrix has one owner among all ranks of the mesh, so it is orthogonalised once. All state is
-sharded: state of a whole matrix, such as its singular vectors, is sent with it.
+sharded: state of a whole matrix, such as its singular vectors, is sent with the matrix.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,20 +29,20 @@ from .placement import Placement, Work, place
 from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
-"""Largest number of elements of parameters that are exchanged together, unless a single parameter
-is larger."""
+"""Largest number of parameter elements that are exchanged together; a larger parameter is exchanged
+alone."""
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
 UPDATE = "update"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
-"""Numbers of a parameter and its matrix, and the sent tensor: MOMENTUM, WEIGHT, UPDATE or a state
-entry."""
+"""(index of a parameter, index of its matrix, sent tensor), where the sent tensor is MOMENTUM,
+WEIGHT, UPDATE or a state entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the transfer of the part `box` of a tensor from the copy that its owner shares."""
+    """Plan the transfer of the part `box` of a tensor: the owner reads the copy that it shares."""
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
         Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))
@@ -58,8 +58,8 @@ class SharedParameter:
 
     parameter  a DTensor, or a plain parameter with a copy on every rank
     units      matrices of the parameter
-    layout     part of the parameter on each rank
-    entries    part on each rank of every state entry that belongs to whole matrices
+    layout     each rank's part of the parameter
+    entries    each rank's part of every state entry that is stored per matrix
     """
 
     parameter: Tensor
@@ -70,7 +70,7 @@ class SharedParameter:
 
     @classmethod
     def of(cls, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> Self:
-        """Return how `ranks` share the matrices of a parameter."""
+        """Return a parameter with the parts of `ranks`."""
         units = SteppedUnit.of(parameter, rule, division)
         entries = {
             name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
@@ -80,7 +80,7 @@ class SharedParameter:
 
 
 class SharedMatrices:
-    """The parameters of one optimizer, under whole-matrix rules, that several ranks share.
+    """The parameters of whole-matrix rules that several ranks share, in one optimizer.
 
     Attributes:
         ranks: all ranks that hold parts or copies.
@@ -94,9 +94,9 @@ class SharedMatrices:
         *,
         exchange_dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose owners. Every rank passes the same parameters in the same order.
+        """Choose owners; every rank must pass the same parameters in the same order.
 
-        Momenta and updates are sent as `exchange_dtype`, None for their own dtype.
+        Momenta and updates are sent in `exchange_dtype`; None means their own dtype.
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
@@ -122,8 +122,8 @@ class SharedMatrices:
     def initial_states(self, weights: Sequence[Tensor]) -> list[State]:
         """Create the state of each parameter; a collective.
 
-        `weights` are this rank's parts of the stepped weights, one for each parameter. Elementwise
-        entries, which start at 0, are not returned.
+        `weights` contains this rank's part of each parameter's stepped weight. Elementwise entries,
+        which are initially 0, are not returned.
         """
         states: list[State] = []
         for i, (shared, weight) in enumerate(zip(self.parameters, weights, strict=True)):
@@ -148,12 +148,12 @@ class SharedMatrices:
 
         Args:
             rule: rule of all parameters.
-            parts: by parameter, this rank's parts of the weight, the gradient (may be overwritten)
-                and all entries of the state, without a batch axis; and its step. The predicate is
-                the same for all parameters and ranks.
+            parts: for each parameter, this rank's part of the weight, of the gradient (may be
+                overwritten) and of all state entries, without a batch axis, and the parameter's
+                step. The predicate must be equal for all parameters and ranks.
 
         Returns:
-            Figures of this rank's matrices: the parameter of each row, and the report.
+            Figures of the matrices that this rank owns: the parameter of each row, and the report.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in parts]):
@@ -194,7 +194,7 @@ class SharedMatrices:
         exchanges: list[tuple[Exchange, torch.dtype | None]]
         if wire is None:
             exchanges = [(self._exchange(indices, (MOMENTUM, *inward), (UPDATE, ENTRIES)), None)]
-        else:  # weights and state keep their dtype
+        else:  # weights and state are sent in their own dtype
             exchanges = [
                 (self._exchange(indices, (MOMENTUM,), (UPDATE,)), wire),
                 (self._exchange(indices, inward, (ENTRIES,)), None),
@@ -215,8 +215,8 @@ class SharedMatrices:
     def _add(self, rule: Rule, members: Sequence[Stack], updates: Sequence[Tensor]) -> None:
         """Add updates to this rank's parts of the weights.
 
-        A rule that did not read the weight has not decayed it either, and marks a refused update by
-        NaN, which costs neither bytes nor launches per matrix.
+        If the rule does not read weights, the weights are decayed here, and NaN marks a refused
+        update, which takes no additional bytes, and no launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])
@@ -233,7 +233,7 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, in batches of one shape and rate."""
+        """Step the matrices that this rank owns, in batches of equal shape and rates."""
 
         def kind(pair: tuple[int, int]) -> tuple[object, ...]:
             unit = self.parameters[pair[0]].units[pair[1]]
@@ -294,9 +294,9 @@ class SharedMatrices:
         like: Tensor,
         wire: torch.dtype | None,
     ) -> dict[Key, Tensor]:
-        """Gather each matrix at its owner; returns the matrices that this rank owns.
+        """Gather each matrix at its owner; return the matrices that this rank owns.
 
-        `local` returns this rank's part of a parameter, or of an entry of its state.
+        `local` contains this rank's parts of parameters and of state entries.
         """
         owned = {}
         for key in exchange.owned_matrices:
@@ -308,11 +308,11 @@ class SharedMatrices:
 
 
 class _OwnedUnits(Units):
-    """Matrices of one kind in `owned`, which are stepped in place; `members` are their parameters
-    and numbers.
+    """Matrices of one kind that this rank owns.
 
-    They are stepped from momenta, weights and state entries. UPDATE is the new weight, or the
-    change if the old weight was not sent.
+    `members` contains their (parameter index, matrix index) pairs. Momenta, weights and state
+    entries are read from `owned`; new state entries and UPDATE are written to it. UPDATE is the new
+    weight or, if the old weight was not sent, the change of the weight.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class _OwnedUnits(Units):
         self.owned, self.step = owned, step
 
     def take(self, part: slice) -> Stack:
-        """Stack matrices; a rule that does not read the weight gets zeros."""
+        """Stack matrices; if the rule does not read weights, the weights are zeros."""
         momentum = self._stacked(MOMENTUM, part)
         reads = self.rule.reads_weight
         weight = self._stacked(WEIGHT, part) if reads else torch.zeros_like(momentum)
@@ -342,7 +342,7 @@ class _OwnedUnits(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store new weights and state; a refused update is NaN if the weight was not sent."""
+        """Store new weights and state; if the weight was not sent, NaN marks a refused update."""
         if not self.rule.reads_weight and "refused" in report:
             sound = unless_all(report["refused"] == 0)
             if sound is not None:

@@ -99,7 +99,7 @@ def test_pc_layers_of_tensor_parallel_ranks_are_merged(on_two) -> None:
     for left, change in on_two["merged under tp"]:
         assert left == [] and change < 1e-12  # float64
     for said, _ in on_two["merged under fsdp"]:
-        assert said == "merge_ needs an unsharded model: load the state into one"
+        assert said == "merge_ needs an unsharded model: load the state into an unsharded copy"
 
 
 def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:

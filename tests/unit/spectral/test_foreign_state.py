@@ -406,7 +406,7 @@ def test_a_gradient_that_does_not_fit_is_refused(rule: str, nonfinite: str) -> N
     parameter.grad = None
     parameter.grad = torch.ones(4, 5)
     parameter.grad.data = torch.ones(5, 4)
-    refuses(optimizer, r"parameter of shape \(4, 5\) must be of that shape, got \(5, 4\)")
+    refuses(optimizer, r"parameter of shape \(4, 5\) must have the same shape, got \(5, 4\)")
 
 
 ODD: dict[str, Callable[[Tensor], Tensor]] = {
@@ -574,7 +574,7 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
     optimizer.step()
     assert not torch.equal(head.weight, before)
     plain = AdamW(nn.Linear(4, 6).parameters())
-    with pytest.raises(ValueError, match="must not name .* make the optimizer from split_param"):
+    with pytest.raises(ValueError, match="must not name .* create the optimizer from split_param"):
         plain.add_param_group({"params": nn.Linear(4, 6).named_parameters()})
 
 

@@ -200,7 +200,7 @@ def test_splitting_parameters() -> None:
 def test_mistakes_are_errors(options, error, message, where) -> None:
     weight, of = nn.Parameter(torch.ones(3, 3)), {"rule": "muon", **options}
     if where == "group" and not {*WHOLE}.isdisjoint(of):
-        error, message = TypeError, "is not for a group; give it to the optimizer"
+        error, message = TypeError, "is not an option of a group; pass it to the optimizer"
     with pytest.raises(error, match=message):
         if where == "group":
             SpectralOptimizer([{"params": [weight], **of}])

@@ -74,7 +74,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 def test_a_group_of_another_library_is_refused(key: str) -> None:
     """If it were accepted, Muon would step it at AdamW's rate."""
     group = {"params": [weight(2, 2)], key: False}
-    with pytest.raises(TypeError, match=f"'{key}' chooses no rule here; give the group rule="):
+    with pytest.raises(TypeError, match=f"'{key}' does not choose a rule here; set rule="):
         Muon([group])
 
 

@@ -123,7 +123,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         ("tok_emb.weight", (8, 4), "is an embedding or an output head"),
         ("shared.embed_tokens.weight", (8, 4), "is an embedding or an output head"),
         ("h.0.attn.c_attn.weight", (4, 12), "looks like several matrices in one"),
-        ("norm.weight", (4,), "put it into a group with an elementwise rule"),
+        ("norm.weight", (4,), "put the parameter in a group with an elementwise rule"),
     ],
 )
 def test_names_are_checked_without_a_split(name: str, shape: tuple[int, ...], message: str) -> None:
