@@ -74,8 +74,8 @@ class MoEConfig(Section):
     expert_ffn: Width
     """Feed-forward hidden size of each expert."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
-    """Number of shared experts, which process every token; they are fused into one expert with the
-    hidden size `shared_experts * expert_ffn`."""
+    """Number of shared experts, which process every token. Shared experts are fused into one expert
+    with the hidden size `shared_experts * expert_ffn`."""
     shared_gate: bool = False
     """Multiply the shared experts' output by a learned sigmoid gate of the token."""
     dense_layers: Whole = 0
@@ -244,9 +244,9 @@ class ModelConfig(Section):
     """Number of tokens, including itself, to which a token attends in layers 0, 2, 4, ...; null =
     all previous tokens. Must be null for most families."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, required for families that use it; null = none."""
+    """Multi-head latent attention; required for families with latent attention, null for others."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers, required for families that use them; null = none."""
+    """Mixture-of-experts layers; required for families with experts, null for others."""
     init: InitConfig = InitConfig()
     """Initialisation of weights."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
@@ -351,8 +351,8 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
     equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g of N(0, 1) logits
     ("Controlled LLM Training on Spectral Sphere", Listing 1); for sigmoid scores, 4 of 64 experts
-    and 1 shared expert, M is 1.998. The mean of 20,000 draws is rounded to 3 decimals, which is
-    about its error. Without shared experts M is 1.
+    and 1 shared expert, M is 1.998. The mean of 20,000 draws is rounded to 3 decimals, about the
+    precision of this mean. Without shared experts M is 1.
     """
     if shared_experts == 0:
         return 1.0

@@ -39,7 +39,7 @@ class EngineError(RuntimeError):
 
 
 def engine_version() -> str:
-    """Return the version of megatron-core; raises EngineError if it is not installed.
+    """Return the version of megatron-core; raises EngineError if megatron-core is not installed.
 
     The result does not include the suffix that newer releases add inside a git checkout.
     """
@@ -111,8 +111,8 @@ def no_collection() -> Iterator[None]:
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Return a variant of `compiler` (torch.compile) that compiles functions at their first call.
 
-    A call from another compiled function is inlined into that function instead. Objects that are
-    not functions are compiled immediately.
+    If another compiled function calls such a function, the call is inlined. Objects that are not
+    functions are compiled immediately.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """The model families: their options, the modules that build them, and the sizes of their models.
 
 A family is one record in `FAMILIES`; no other file names families. Records do not depend on
-megatron-core. Builder modules do, so they are imported when a model is built, not when a config is
-read.
+megatron-core. Builder modules depend on megatron-core and are imported when a model is built, not
+when a config is read.
 """
 
 from collections import Counter
@@ -246,7 +246,7 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
     """Return the mean number of keys to which a token attends in layer `layer`.
 
-    In a sequence of s tokens it is `s / 2` with the causal mask, and `w - w^2 / (2 s)` with a
+    In a sequence of s tokens the mean is `s / 2` with the causal mask, and `w - w^2 / (2 s)` with a
     sliding window of w tokens.
     """
     window = min(model.window(layer) or sequence_length, sequence_length)

@@ -1,7 +1,7 @@
 """The builder of mixture-of-experts models.
 
-After the first dense layers, each feed-forward block consists of a router, routed experts (every
-token uses `top_k` of them) and shared experts (every token uses all of them).
+After the first dense layers, each feed-forward block consists of a router, routed experts (`top_k`
+per token) and shared experts (all for every token).
 
 Each expert has separate parameters, with sequential and with grouped matrix products. No tokens are
 dropped. Attention, embedding and head are the same as in the dense families.
@@ -73,7 +73,7 @@ def transformer_config(
         moe_router_load_balancing_type=kinds,
         moe_aux_loss_coeff=coefficients,
         moe_z_loss_coeff=moe.z_loss or None,
-        moe_token_dispatcher_type="allgather",  # `build` replaces it
+        moe_token_dispatcher_type="allgather",  # `build` replaces this dispatcher
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
@@ -87,8 +87,8 @@ def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | flo
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Return whether experts use grouped matrix products. For the backend auto they do if PyTorch
-    has a kernel, which is the case for bfloat16 on GPUs."""
+    """Return whether experts use grouped matrix products. The backend auto groups products if
+    PyTorch has a kernel: for bfloat16 on GPUs."""
     if moe.backend == "auto":
         return config.bf16 and not config.use_cpu_initialization
     return moe.backend == "grouped"

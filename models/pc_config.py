@@ -61,7 +61,8 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are PC layers; null = the roles o, gate, up and down, if the model has them."""
+    """Roles that are PC layers; null = o, gate, up and down, as far as the model has these
+    roles."""
     level: PresetLevel | None = None
     """Strength of the preset: level 4 raises singular values above 0.3 times the largest to the
     largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
@@ -85,7 +86,7 @@ class PCConfig(Section):
     gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = the decay of optimizer.scalar."""
     init_compensation: bool = False
-    """Initialise gamma such that PC(W) has the Frobenius norm of W; false = initialise it to 1."""
+    """Initialise gamma such that PC(W) has the Frobenius norm of W; false = gamma starts at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
     """materialized: the owner rank of each matrix computes PC(W) once per optimizer step; in_graph:
     every rank computes PC(W) in every forward pass. The results are the same."""

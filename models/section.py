@@ -67,8 +67,8 @@ def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterat
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
-    """Check that `keys`, which have no effect, have their default values; `when` states the
-    condition, such as "with kind preset"."""
+    """Check that keys without effect have their default values; `when` states the condition, such
+    as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
         rule = f"must keep its default {shown(default)}, as it has no effect {when}"

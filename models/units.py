@@ -240,6 +240,6 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         missing, repeated = int((count == 0).sum()), int((count > 1).sum())
         if missing or repeated:
             raise ValueError(
-                f"the units of parameter {name} must cover it exactly once, got {missing} elements "
+                f"units must cover parameter {name} exactly once, got {missing} elements "
                 f"without a unit and {repeated} with several"
             )

@@ -1,4 +1,4 @@
-"""Texts of errors in one line."""
+"""One-line texts of errors."""
 
 
 def described(error: OSError, place: object = None) -> str:

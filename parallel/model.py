@@ -114,8 +114,8 @@ class ParallelModel:
         """Yield each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and
         the tracked spectral norm `[]` of W.
 
-        Each unit is yielded on one of the ranks that have it. All ranks of a stage must call this
-        method together.
+        Each unit is yielded on one of its ranks. All ranks of a stage must call this method
+        together.
         """
         for effective in self.in_graph:
             domain = self.domain_of(effective.units[0])
@@ -396,8 +396,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`, divided among the ranks of the axis, which have the same
-    units: each rank computes every `axis.size`-th unit."""
+    """Return `compute(units)` `[units]`: each rank of the axis computes every `axis.size`-th unit.
+    All ranks of the axis must have the same units."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
@@ -411,7 +411,7 @@ def install_in_graph(
     units: Sequence[Unit],
     groups: Groups | None = None,
 ) -> list[UnitWeight]:
-    """Insert PC layers into the graph of the chunks and return them.
+    """Insert PC layers into the graph of the chunks and return the PC layers.
 
     `units` are this rank's units; without `groups` they must be whole.
     """

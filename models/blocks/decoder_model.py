@@ -36,7 +36,7 @@ def softcapped(x: Tensor, cap: float | None) -> Tensor:
 
 
 def softcap_(x: Tensor, cap: float | None) -> Tensor:
-    """Overwrite `x` by `softcapped(x, cap)` and return it."""
+    """Overwrite `x` with `softcapped(x, cap)` and return `x`."""
     return x if cap is None else x.div_(cap).tanh_().mul_(cap)
 
 
@@ -53,7 +53,7 @@ def losses_and_normalizers(
     of its logits, both `[tokens]`, float32 or wider.
 
     Args:
-        hidden: `[tokens, width]`. Its gradient must be summed over `group`.
+        hidden: `[tokens, width]`. The gradient of `hidden` must be summed over `group`.
         weight: `[rows, width]`, this rank's rows of the head.
         labels: `[tokens]`, the row of each label in `weight`; numbers outside `weight` are rows on
             other ranks.
@@ -235,7 +235,7 @@ class DecoderModel(GPTModel):
 
     The loss processes `loss_chunk` entries of a rank's vocabulary at a time; None: all entries.
     With `fused_loss` Liger's kernels compute the loss and read the logits twice; otherwise
-    Megatron's operations compute it, and each reads the logits once. With `z_loss` the training
+    Megatron computes the loss, and each operation reads the logits once. With `z_loss` the training
     output is `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's
     logits.
     """

@@ -91,7 +91,7 @@ def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
 
 
 def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
-    """Return the number of queries and of keys of each document `[documents, 2]` of a sequence."""
+    """Return `[documents, 2]`, the number of queries and of keys of each document in a sequence."""
     starts = firsts.unique_consecutive()
     ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
     pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)

@@ -228,8 +228,8 @@ class GroupedExperts(SequentialMLP):
     ) -> tuple[Tensor, None]:
         """Return the output `[tokens, hidden]` of tokens sorted by expert, and None as the bias.
 
-        Expert i processes `tokens_per_expert[i]` tokens; the output of each token is multiplied by
-        its entry of `permuted_probs` `[tokens]`.
+        Expert i processes `tokens_per_expert[i]` tokens; the output of token t is multiplied by
+        `permuted_probs[t]`.
         """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)

@@ -20,8 +20,8 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
     layers, passes and steps.
 
     Megatron selects a rank's positions through pinned CUDA memory, and computes cosines and sines
-    in each layer. A compiled kernel of queries and keys would compute them for every head: such
-    rotations took 116 of the 2,074 ms of kernels in a step of llama1b_muon on an H200.
+    in each layer. A compiled kernel of queries and keys would compute cosines and sines for every
+    head: such rotations took 116 of 2,074 ms of kernel time in a step of llama1b_muon on an H200.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
 def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate `query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` by their positions.
 
-    Elements i and i + d / 2 of a head are a pair and rotated by one angle (Su et al., "RoFormer",
-    2021, in the layout of GPT-NeoX and Llama). `turns` `[s, 1 or b, 1, 2 d]` is the result of
-    `RotaryEmbedding`.
+    Elements i and i + d / 2 of a head form a pair that is rotated by one angle (Su et al.,
+    "RoFormer", 2021, in the layout of GPT-NeoX and Llama). `turns` `[s, 1 or b, 1, 2 d]` is the
+    result of `RotaryEmbedding`.
     """
     cos, sin = turns.to(query.dtype).chunk(2, -1)
     return rotated(query, cos, sin), rotated(key, cos, sin)

@@ -1,7 +1,7 @@
 """Self-attention around core attention, with one linear layer for queries, keys and values.
 
 Autograd would write three gradients and then copy them into one tensor for the linear layer's
-backward pass. In this file one function, which can be compiled, writes this tensor.
+backward pass. Here a single function, which can be compiled, writes the gradients to one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ def heads_gradients(
     followed by the gradients of the gains, if any.
 
     `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed`
-    contains the inputs of `turned_heads`: queries, keys and the two gains; without gains it is
-    empty.
+    contains the inputs of `turned_heads`: queries, keys and the two gains. If there are no gains,
+    `normed` is empty.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)

@@ -79,8 +79,8 @@ def softcapped_attention(
 
 
 class _SoftcappedAttention(torch.autograd.Function):
-    """Soft-capped attention of queries `[batch, n, s, d]` to keys and values `[batch, t, d]`, which
-    the n query heads share."""
+    """Soft-capped attention of queries `[batch, n, s, d]` to keys and values `[batch, t, d]`; n
+    query heads share one KV head."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Asynchronous saving of the state of model and optimizer, while training continues.
 
-`start_save` copies this rank's part to host memory and forks a process that writes it; training may
-then change the state. When all writers are done, all ranks call `PendingSave.gather` together, and
-only rank 0 calls `finish`. Only one save runs at a time, so host memory contains one copy of the
-part, and the next save reuses this memory.
+`start_save` copies this rank's part to host memory and forks a process that writes the copy;
+training may then change the state. When all writers are done, all ranks call `PendingSave.gather`
+together, and only rank 0 calls `finish`. Only one save runs at a time, so host memory contains one
+copy of the part, and the next save reuses this memory.
 
 torch's `async_save` with one process per rank (torch 2.13) is not used: if such a process is
 killed, it is never restarted and breaks the processes' group, so all later saves of the run fail.
@@ -152,7 +152,7 @@ class Written:
 
 
 class Writer:
-    """The process that writes one rank's files of one save; a rank without files has no process."""
+    """The process that writes a rank's files of one save; a rank without files has no process."""
 
     def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
         self.written: Written | None = Written() if not plan.items else None
@@ -250,8 +250,8 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error` or, without one, the last line of
-    `error`.
+    """Return the message of the OSError that caused `error`, or the last line of `error` if there
+    is no OSError.
 
     torch's own message states only that a file is too short.
     """

@@ -1,7 +1,7 @@
 """The collectives of training, with counts of sent bytes and errors that name the collective.
 
 `Agreement` combines values in host memory of all ranks during training, such as requests to stop
-and finished checkpoint writers. It uses a CPU process group, so no rank waits for a device.
+and finished checkpoint writers, through a CPU process group, so no rank waits for a device.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ PATIENCE: Final = 5.0
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
     """Return the host of each rank that does not call this function within `PATIENCE` seconds.
 
-    These ranks died, or hang outside collectives. If the store does not respond for twice
-    `PATIENCE`, rank 0 is considered absent, because its node runs the store. Returns {} if the
-    store no longer exists.
+    These ranks died, or hang outside collectives. If the store does not respond for another `2 *
+    PATIENCE` seconds, rank 0 is considered absent, because its node runs the store. Returns {} if
+    the store no longer exists.
     """
     absent: dict[int, str] = {}
 
@@ -79,7 +79,7 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
             silent = [other for other in range(size) if not store.check([f"failed/{other}"])]
             absent.update({other: store.get(f"host/{other}").decode() for other in silent})
 
-    # After a network failure a call of the store waits for minutes, despite its time-out.
+    # After a network failure a call of the store waits for minutes, despite the store's time-out.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(3 * PATIENCE)
@@ -204,7 +204,10 @@ SHOWN = 8
 
 
 class Agreement:
-    """Element-wise maxima of integers over all ranks, which must call methods in the same order."""
+    """Element-wise maxima of integers over all ranks.
+
+    All ranks must call the methods in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

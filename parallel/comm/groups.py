@@ -117,7 +117,8 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return each pipeline stage's number of layers; the layout sets the first or last number.
+    """Return the number of layers of each pipeline stage, for a layout that sets the number of the
+    first or last stage.
 
     Raises ValueError if the other stages cannot share the remaining layers equally.
     """
@@ -198,7 +199,7 @@ def initialize(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
-        create_gloo_process_groups=False,  # one separate group for host values
+        create_gloo_process_groups=False,  # only `host` is needed
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(layout, device, host, store, _expert_stage(timeout))

@@ -126,8 +126,8 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta, which are 0 for rules without momentum; `whole` contains
-    the momenta of W of PC layers."""
+    """Return a snapshot of the momenta (0 for rules without momentum); for PC layers, `whole`
+    contains the momentum of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

@@ -91,8 +91,8 @@ class DistributedOptimizer:
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
         """Add the Gram penalty's gradient to the loss's gradient if `enabled`.
 
-        Call this method once per step, after backward and before `clip`. If `measured`, it returns
-        the penalty's figures, which waits for all ranks and for the device.
+        Call this method once per step, after backward and before `clip`. If `measured`, the method
+        returns the penalty's figures, and waits for all ranks and the device.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -110,7 +110,7 @@ class DistributedOptimizer:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
         If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, states whether this
-        rank allows the step; `active` is equal on all ranks, even if copies differ.
+        rank allows the step; the returned `active` is True only if all ranks allow the step.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -132,7 +132,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield (in_norm, gradient) of this rank; the norm includes only gradients in_norm."""
+        """Yield (in_norm, gradient) for this rank's gradients; the norm omits those not in_norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:

@@ -73,8 +73,7 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of one update of a unit with the whole `shape`; placement balances
-        them."""
+        """Return the FLOPs of one update of a unit with the whole `shape`, for placement."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))

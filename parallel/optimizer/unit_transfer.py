@@ -21,8 +21,8 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""How a tensor-parallel matrix is updated. owner: its owner updates the whole matrix; shardwise:
-each rank updates its piece as a separate matrix, which changes the mathematics."""
+"""Update of a tensor-parallel matrix. owner: one rank updates the whole matrix; shardwise: each
+rank updates its piece as a separate matrix, with a different result."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     width = 4 * stream
     sizes = model.head_size + model.value_head_size
     width += (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
-    width += (inputs.context - 1) * model.query_groups * sizes // tensor  # of other ranks' tokens
+    width += (inputs.context - 1) * model.query_groups * sizes // tensor  # other ranks' k and v
     family = FAMILIES[model.family]
     if family.post_norms:
         width += 2 * stream  # inputs of these norms

@@ -193,7 +193,7 @@ class Links:
         return float(self.per_node < self.size)
 
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
-        """Return the seconds of `calls` collectives in which a rank sends `size` bytes in total.
+        """Return the time in seconds of `calls` collectives, in which a rank sends `size` bytes.
 
         A share `across` of the bytes leaves the node, through this rank's own network adapter.
         """
@@ -244,7 +244,7 @@ class Work:
 
 
 def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> float:
-    """Return the seconds of an operation."""
+    """Return the time of an operation in seconds."""
     least = work.kernels * (device.graph_seconds if in_graph else device.launch_seconds)
     share = device.efficiency if work.share is None else work.share
     return max(
@@ -256,7 +256,7 @@ def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> flo
 
 
 def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
-    """Return the seconds of `[rows, inner] @ [inner, cols]`."""
+    """Return the time of `[rows, inner] @ [inner, cols]` in seconds."""
     if not rows:
         return 0.0
     share = product_share(device, operands, (rows, inner, cols))
@@ -264,7 +264,7 @@ def product_seconds(device: Device, operands: str, rows: float, inner: float, co
 
 
 def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:
-    """Return the seconds of a collective in which each of `ranks` sends `size` bytes."""
+    """Return the time in seconds of a collective in which each of `ranks` sends `size` bytes."""
     links = Links(len(ranks), abs(ranks[1] - ranks[0]), device)
     across = links.all_to_all_across if kind == "all_to_all" else links.ring_across
     return links.seconds(size, across)

@@ -58,8 +58,8 @@ gradients of queries, keys and values written as one tensor."""
 DISPATCHED: Final = 11
 """Passes over the residual stream per expert of a token."""
 ARRIVED: Final = 8
-"""Passes per expert of a token on a rank with several experts, which sorts received tokens by
-expert and restores the order of the results."""
+"""Passes per expert of a token to sort received tokens by expert and to restore the order of the
+results, on a rank with several experts."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18
@@ -100,7 +100,7 @@ class StageTime:
 
     @property
     def total(self) -> float:
-        """Seconds of one micro-batch."""
+        """Time of one micro-batch, in seconds."""
         return self.forward + self.backward + self.recompute + sum(self.sending.values())
 
 
@@ -129,7 +129,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
+        """Time of a step, in seconds."""
         return sum(asdict(self).values())
 
 
@@ -137,7 +137,7 @@ class StepTime:
 class OptimizerLoad:
     """The optimizer's work per step on the busiest rank of a stage.
 
-    flops      FLOPs of the rules of the rank's matrices
+    flops      FLOPs of the rules on the rank's matrices
     elements   elements of the rank's shards
     gradients, weights   bytes of reduce-scatters and of all-gathers over the replicas, by domain
     exchanged  bytes of momentum and updates between owners and shards
@@ -182,8 +182,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the seconds of a weight's product with the inputs of one micro-batch; for an expert's
-    weight, the sum over all experts of a rank."""
+    """Return the time in seconds of a weight's product with the inputs of one micro-batch; for an
+    expert's weight, of the products of all experts on a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -198,7 +198,7 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
 
 
 def attention_seconds(shape: StepShape, layer: int) -> float:
-    """Return the seconds of attention in a layer's forward pass of one micro-batch."""
+    """Return the time in seconds of attention in a layer's forward pass of one micro-batch."""
     model, inputs, share = shape.model, shape.inputs, ATTENTION
     length: float = shape.sequence_length
     if model.explicit_scores:  # masked scores are computed too
@@ -295,7 +295,7 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
 
 
 def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
-    """Return the seconds for which a rank of the slowest stage waits for other stages."""
+    """Return the time in seconds for which a rank of the slowest stage waits for other stages."""
     totals = [stage.total for stage in times]
     return (sum(totals) - max(totals)) / shape.inputs.virtual_pipeline
 
@@ -303,7 +303,7 @@ def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
 def optimizer_parts(
     shape: StepShape, time: StageTime, load: OptimizerLoad
 ) -> tuple[float, float, float, float]:
-    """Return the seconds of gradients, weights, exchange and optimizer of one stage."""
+    """Return the times in seconds of a stage's gradients, weights, exchange and optimizer."""
     device, stage, pipeline = shape.device, shape.links("stage"), shape.links("pipeline")
 
     def ring(sizes: Mapping[Replicas, float]) -> float:
@@ -322,7 +322,7 @@ def optimizer_parts(
 
 
 def rule_seconds(shape: StepShape, flops: float) -> float:
-    """Return the seconds of the rules' matrix products."""
+    """Return the time of the rules' matrix products in seconds."""
     return flops / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
 
 
@@ -344,10 +344,10 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 
 
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
-    """Return a lower bound in seconds for the step of any plan with this layout.
+    """Return a lower bound, in seconds, on the step time of all plans with this layout.
 
-    `owned_flops` are the FLOPs of the rules of all matrices; for the bound, ranks share them
-    equally.
+    `owned_flops` are the FLOPs of the rules on all matrices; the bound divides these FLOPs equally
+    among ranks.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
@@ -358,7 +358,7 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
 
 
 def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
-    """Return a stage's seconds after its backward pass, without the rules and the exchange."""
+    """Return the time in seconds after a stage's backward pass, without rules and exchange."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
