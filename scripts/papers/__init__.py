@@ -1,6 +1,5 @@
-"""The numbered tables and figures of the papers, each with the commands that reproduce it and our
-results.
+"""The numbered tables and figures of the papers, with commands that reproduce them and our results.
 
-papers.yaml contains the entries: catalogue.py reads them, page.py writes docs/papers.md, and
-scripts/paper.py runs the commands.
+catalogue.py reads the entries of papers.yaml, page.py writes docs/papers.md, and scripts/paper.py
+runs the commands.
 """

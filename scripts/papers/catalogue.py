@@ -1,7 +1,6 @@
-"""The entries of papers.yaml, which are the papers' tables and figures, with their commands and the
-GPU-hours of their full runs.
+"""The tables and figures of papers.yaml, with their commands and the GPU-hours of full runs.
 
-The planner computes the hours, and gpu_hours.json stores them for the page.
+The planner estimates the GPU-hours, which are stored in gpu_hours.json for docs/papers.md.
 """
 
 import json
@@ -33,23 +32,22 @@ HOURS_FILE: Final = Path(__file__).with_name("gpu_hours.json")
 
 
 class Hours(TypedDict):
-    """The number of GPUs of a run, and its GPU-hours as the planner computes them."""
+    """GPU count and estimated GPU-hours of a run."""
 
     gpus: int
     gpu_hours: float
 
 
 def key_of(run: str) -> str:
-    """Return the key of a run, RECIPE [OVERRIDES], without overrides that do not change its
-    time."""
+    """Return a run's key in gpu_hours.json: `run` without overrides that do not change its time."""
     recipe, *overrides = shlex.split(run)
     kept = [each for each in overrides if not each.startswith(("run.", "seed="))]
     return " ".join([recipe, *kept])
 
 
 def planned(run: str) -> Hours:
-    """Plan a run on the GPUs that its recipe specifies."""
-    # These load the engine, which a page does not need.
+    """Estimate the GPU-hours of a run on the number of GPUs that its recipe specifies."""
+    # Imported here because they load megatron-core, which the page does not need.
     from training.dry_run import plan_run
     from training.planning.added_cost import run_hours
 
@@ -62,13 +60,13 @@ def planned(run: str) -> Hours:
 
 
 def read_hours() -> dict[str, Hours]:
-    """Read the stored table."""
+    """Read gpu_hours.json."""
     stored: dict[str, Hours] = json.loads(HOURS_FILE.read_text(encoding="utf-8"))
     return stored
 
 
 def write_hours(runs: Iterable[str]) -> None:
-    """Plan every run and store the table."""
+    """Estimate the GPU-hours of every run and write gpu_hours.json."""
     table = {key: planned(key) for key in sorted({key_of(run) for run in runs})}
     HOURS_FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
@@ -82,18 +80,16 @@ Status = Literal[
 class Item(Section):
     """A table or figure, or a proposition of a paper that has neither.
 
-    shows     the subject of the item, in a few words
-    status    status of our result; `cannot tell` at this size, `no claim` if the paper states
-              nothing about the runs
-    tiny      commands for a laptop, in order; a training command runs once with each of the seeds
-              of `measure`
-    full      runs of the paper's size, each a recipe in configs/ with overrides
-    plot      arguments with which scripts/plot.py draws the item from the runs of `tiny`
-    full_plot the same for `full`
+    shows     subject of the item in a few words
+    status    status of our result (docs/papers.md explains each status)
+    tiny      commands for a laptop, in order; training commands run once per seed in `measure`
+    full      runs at the paper's size: recipes in configs/ with overrides
+    plot      arguments of scripts/plot.py that draw the item from the tiny runs
+    full_plot arguments of scripts/plot.py that draw the item from the full runs
     expected  the paper's numbers
-    result    our result, with its model
-    file      committed file of the result
-    measure   figures that `--measure` reads from the runs of `tiny` and writes to `file`
+    result    our result, which starts with the name of the model
+    file      committed file with the result or its test
+    measure   figures that `--measure` reads from the tiny runs and writes to `file`
     why       a remark, or the reason for a missing command or result
     """
 
@@ -111,17 +107,17 @@ class Item(Section):
 
     def __post_init__(self) -> None:
         if self.status not in ("not run", "nothing to run") and self.result is None:
-            raise ValueError(f"result must be given with status {self.status}, got null")
+            raise ValueError(f"result must be given if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("why must be given, and no command, with status nothing to run")
+            raise ValueError("status 'nothing to run' needs why, and neither tiny nor full")
         if self.status == "not run" and self.why is None:
-            raise ValueError("why must be given with status not run, got null")
+            raise ValueError("why must be given if status is 'not run', got null")
         if self.measure is not None and self.file is None:
-            raise ValueError("file must be given with measure, got null")
+            raise ValueError("file must be given if measure is given, got null")
 
 
 class Paper(Section):
-    """A paper: its title, a note on several items, and the items by name, such as figure_1."""
+    """A paper: title, a note on several items, and the items by name, such as figure_1."""
 
     title: str
     note: str | None = None
@@ -140,13 +136,13 @@ def read_catalogue() -> dict[str, Paper]:
 
 
 def full_command(run: str, gpus: int) -> list[str]:
-    """Return the command of a full run on one node or, beyond 8 GPUs, as a SLURM job."""
+    """Return the command of a full run: on one node or, for more than 8 GPUs, as a SLURM job."""
     recipe, *overrides = shlex.split(run)
     config = f"configs/{recipe}.yaml"
     if gpus > 8:
         folder = load_config(ROOT / config, overrides).run.dir
         job = [f"--nodes={gpus // 8}", f"--job-name={Path(folder).name}"]
-        job.append(f"--export=ALL,RUN_DIR={folder}")  # the script reads this variable
+        job.append(f"--export=ALL,RUN_DIR={folder}")  # read by pretrain.sbatch
         rest = [each for each in overrides if not each.startswith("run.dir=")]
         return ["sbatch", *job, "scripts/slurm/pretrain.sbatch", config, *rest]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -154,9 +150,9 @@ def full_command(run: str, gpus: int) -> list[str]:
 
 
 def write_measured(item: Item) -> None:
-    """Write the file of an item's result from its finished tiny runs, and print its table.
+    """Write an item's result file from its finished tiny runs and print a table of the results.
 
-    Raises InputError if the item measures nothing, or a run is missing.
+    Raises InputError if the item has no `measure`, or if a run is missing.
     """
     if item.measure is None or item.file is None:
         raise InputError(f"--measure needs an item with `measure` in papers.yaml, got {item.shows}")
@@ -166,7 +162,7 @@ def write_measured(item: Item) -> None:
 
 
 def commands(item: Item, *, full: bool) -> list[list[str]]:
-    """Return the commands of an item, with this interpreter as python."""
+    """Return the commands of an item, with `python` replaced by this interpreter."""
     if full:
         hours = read_hours()
         return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
@@ -177,7 +173,7 @@ def commands(item: Item, *, full: bool) -> list[list[str]]:
 
 
 def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
-    """Return the command that draws the item, if any."""
+    """Return a list with the command that draws the item, or an empty list."""
     arguments = item.full_plot if full else item.plot
     if arguments is None:
         return []
@@ -193,7 +189,7 @@ def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
 def describe(
     item: Item, runs: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
 ) -> None:
-    """Print the item's subject, its commands, their cost and the paper's figures."""
+    """Print the item's subject, the paper's numbers, our result, the commands and their cost."""
     print(f"shows: {item.shows}")
     for label, value in (
         ("paper's numbers", item.expected),

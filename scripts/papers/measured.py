@@ -1,7 +1,7 @@
-"""The measurements of a row of docs/papers.md, committed as JSON.
+"""The measured results behind a row of docs/papers.md, committed as JSON.
 
-A run is stored with its command, commit, config, and series of figures over the monitored steps; a
-variant of a study is stored with its losses.
+The JSON contains each run's command, config hash, versions and series of figures over the monitored
+steps, or the losses of each variant of a study.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored figures; one seed of a tiny model resolves fewer."""
+"""Significant digits of stored figures, more than one seed of a tiny model determines."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -35,25 +35,24 @@ OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "mean": statistics.fmean,
     "largest": max,
 }
-"""Reductions of the figures of several matrices or blocks to one figure."""
+"""Reductions over matrices or blocks."""
 
 Series = dict[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The figures to read from the folders of finished runs, or from the folder of a finished
-    study.
+    """The figures to read from finished runs or from a finished study.
 
-    runs    folder of each run, or variant of the study, by a short name
-    series  by name, the figure to read at every step that logged the figure: `metric NAME` of
-            metrics.jsonl; `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER
-            FIGURE blocks`. OVER is least, median, mean or largest. FIGURE is one of
-            docs/monitors.md, or `quantile_P`: the singular value at P percent divided by the
-            largest, of PC(W) in PC layers
-    study   folder of the results of a study; series are read from the runs of all its seeds
-    seeds   seeds of each run, whose folder contains `seed_1` and so on; empty = one run, with the
-            recipe's seed
+    runs    folders of the runs, or names of the study's variants, by a short name
+    series  figures by name, read at every step that logged the figure: `metric NAME` from
+            metrics.jsonl; `OVER FIGURE ROLE` or `OVER FIGURE ROLE LAYER` over matrices; `OVER
+            FIGURE blocks` over blocks. OVER is least, median, mean or largest. FIGURE is a figure
+            in docs/monitors.md, or `quantile_P`: the singular value at P percent divided by the
+            largest singular value (of PC(W) in PC layers)
+    study   folder of a study's results; series are read from the runs of all its seeds
+    seeds   seeds of each run, whose results are in the subfolders seed_1, seed_2, ...; empty: one
+            run with the recipe's seed
     """
 
     runs: dict[str, str] = field(default_factory=dict)
@@ -63,7 +62,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.study is not None and self.seeds:
-            raise ValueError("seeds must be empty with study")
+            raise ValueError(f"seeds must be empty if study is given, got {self.seeds}")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
@@ -71,9 +70,9 @@ class Measure:
 
 
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a results file; `commands` are the tiny commands of the row.
+    """Return the content of a result file; `commands` are the row's tiny commands.
 
-    Raises InputError if a run is not the finished run of one of the commands, or lacks a figure.
+    Raises InputError if a run is missing, unfinished or of another config, or lacks a figure.
     """
     if what.study is not None:
         return measure_study(what, commands)
@@ -95,7 +94,7 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
-    """Return the provenance and the series of the finished run of a command."""
+    """Return the provenance and series of a command's finished run."""
     folder = ROOT / load_config(*arguments(command)).run.dir
     made = provenance(folder, command)
     run = read_run(folder)
@@ -103,7 +102,7 @@ def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
 
 
 def seeded(command: str, seeds: Sequence[int]) -> list[str]:
-    """Return a training run's command for each seed; without seeds, the command itself."""
+    """Return a training command per seed, or the command itself if there are no seeds."""
     if not seeds:
         return [command]
     folder = load_config(*arguments(command)).run.dir
@@ -111,20 +110,20 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a results file for a study, which one of `commands` runs.
+    """Return the content of a result file for the study that one of `commands` runs.
 
-    Raises InputError if it is not the finished study of that command.
+    Raises InputError if the study is unfinished or was run from another description.
     """
     command = study_command(what, commands)
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     keys = results.keys() & Study.__dataclass_fields__.keys()
-    # A key that an earlier version did not write counts as having its default.
+    # Keys that an earlier version did not write have their default values.
     if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
         study_file(command)
     ):
         raise InputError(
-            f"{file.parent} must contain the finished study: remove it and run {command}"
+            f"{file.parent} must contain the finished study; remove the folder and run {command}"
         )
     rows = {row["variant"]: row for row in results["rows"]}
     table = comparison(results).astype(object).where(lambda frame: frame.notna(), None)
@@ -149,9 +148,9 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> dict[str, Series]:
-    """Return the series of a run of a study, whose folder is in `output`.
+    """Return the series of a study's run, whose folder is in `output`.
 
-    Raises InputError if the folder is not the run of the record.
+    Raises InputError if the folder's config or loss differs from the record.
     """
     name, *overrides = record.settings
     folder = output / Run(record.label, name, tuple(overrides)).folder
@@ -165,30 +164,30 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
 
 
 def study_command(what: Measure, commands: Sequence[str]) -> str:
-    """Return the command among `commands` that runs the study of a row."""
+    """Return the command that runs the study."""
     return next(each for each in commands if shlex.split(each)[-1] == what.study)
 
 
 def study_file(command: str) -> Path:
-    """Return the YAML file in a command that runs a study."""
+    """Return the YAML file of a command that runs a study."""
     return ROOT / shlex.split(command)[2]
 
 
 def trains(command: str) -> bool:
-    """Return whether a tiny command is a training run."""
+    """Return whether a command is a training run."""
     return "pretrain.py" in shlex.split(command)
 
 
 def arguments(command: str) -> tuple[Path, list[str]]:
-    """Return the config and the overrides of a training run's command."""
+    """Return the config file and the overrides of a training command."""
     words = shlex.split(command)
     at = words.index("--config")
     return ROOT / words[at + 1], words[at + 2 :]
 
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
-    """Return the provenance of a run: versions, hash of the config, last step."""
-    from models.engine import import_engine  # here: it takes seconds
+    """Return the provenance of a run: config hash, versions and last step."""
+    from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     from training.checkpoint.checkpoints import read_checkpoint
@@ -197,7 +196,7 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
     checkpoint = read_checkpoint(folder)
     last = config.train.last
     if checkpoint.step != last:
-        raise InputError(f"{folder} must have ended at step {last}, got {checkpoint.step}")
+        raise InputError(f"{folder} must end at step {last}, got step {checkpoint.step}")
     return {
         "config_sha256": hashlib.sha256(saved.read_bytes()).hexdigest(),
         "versions": checkpoint.meta["versions"],
@@ -206,23 +205,24 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config of `file` and `overrides`; raise InputError if `folder` has another
-    config."""
+    """Return the config of `file` with `overrides`. Raises InputError if the run in `folder` has
+    another config."""
     config, saved = load_config(file, overrides), folder / "config.yaml"
     if not saved.is_file():
-        raise InputError(f"{folder} must be a finished run: run {command}")
+        raise InputError(f"{folder} must contain a finished run; run {command}")
     expected, actual = asdict(config), asdict(load_saved_config(saved))
-    # The vocabulary size in the run's config comes from its data, and the run's folder may have
-    # been moved.
+    # The run's config contains the data's vocabulary size, and its folder may have been moved.
     expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
     expected["run"]["dir"] = actual["run"]["dir"]
     if expected != actual:
-        raise InputError(f"{folder} must have its command's config: remove it and run {command}")
+        raise InputError(
+            f"{folder} must have the config of its command; remove the folder and run {command}"
+        )
     return config
 
 
 def series_of(run: RunData, text: str) -> Series:
-    """Return the figure that `text` names (see `Measure`) at each step."""
+    """Return the figure described by `text` (see `Measure`) at each step."""
     over, figure, *rest = text.split()
     if over == "metric":
         series = {
@@ -232,15 +232,14 @@ def series_of(run: RunData, text: str) -> Series:
         lines = ((line["step"], list(values(run, line, figure, *rest))) for line in run.monitors)
         series = {step: OVER[over](each) for step, each in lines if each}
     if not series:
-        raise InputError(f"{run.folder} must contain figures for `{text}`, got none")
+        raise InputError(f"{run.folder} contains no figures for `{text}`")
     return {step: float(f"{value:.{DIGITS}g}") for step, value in series.items()}
 
 
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield the figure of each matrix of a role, or of each block, in one line of
-    monitors.jsonl."""
+    """Yield the figure of a role's matrices, or of all blocks, from a line of monitors.jsonl."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):
@@ -253,14 +252,14 @@ def values(
 
 
 def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the results of a run by seed; a run without seeds has the key ""."""
+    """Return the results of a run by seed, with key "" for a run without seeds."""
     return dict(run["seeds"]) if "seeds" in run else {"": run}
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a row for each variant of a study, and for each series of each run and seed.
+    """Return a row for each variant of a study, or for each series of each run and seed.
 
-    `early` is the mean over the first fifth of the steps, `settled` the mean over the second half.
+    Column `early` is the mean over the first fifth of the steps, `settled` over the second half.
     """
     lines = []
     for name, run in content.items():
@@ -277,7 +276,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics that results quote of a series."""
+    """Return the statistics of a series that results quote."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],
@@ -292,7 +291,7 @@ def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
 
 
 def to_json(content: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return results as JSON with a line for each key of a run."""
+    """Return results as JSON with one line per key of a run."""
     runs = []
     for name, run in content.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in run.items()]

@@ -1,5 +1,5 @@
-"""Write docs/papers.md from introduction.md, papers.yaml and gpu_hours.json, and draw its figures
-from committed results.
+"""The text of docs/papers.md, from introduction.md, papers.yaml and gpu_hours.json, and its
+figures, drawn from committed results.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ def figure_file(paper: str, key: str) -> Path:
 
 
 def draw(item: Item) -> Figure:
-    """Draw the results in the file of a measured item: its series or, if it has none, the losses of
-    its study."""
+    """Draw a measured item's committed results: its series or, without series, its study's
+    losses."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
     if item.measure.series:
@@ -37,7 +37,7 @@ def draw(item: Item) -> Figure:
 
 
 def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
-    """Draw a panel for each series, with a line per run and seed, or a point for a single value."""
+    """Draw a panel per series, with a line, or a point for a single value, per run and seed."""
     figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
     names = [name.replace("_", " ") for name in runs]
     for panel, (series, text) in zip(panels, described.items(), strict=True):
@@ -64,7 +64,7 @@ def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure
 
 
 def draw_study(variants: Mapping[str, Any]) -> Figure:
-    """Draw the validation losses of variants: every seed, the mean and its standard error."""
+    """Draw the validation losses of variants: all seeds, the mean and its standard error."""
     figure, (panel,) = new_figure(width=6.0, height=1.2 + 0.34 * len(variants))
     rows = [*variants.values()][::-1]
     for place, variant in enumerate(rows):
@@ -84,7 +84,7 @@ DIAGRAM = "A diagram."
 
 
 def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
-    """Return the whole page."""
+    """Return the text of docs/papers.md."""
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
     parts = [INTRODUCTION, count_line(counts)]
     for name, paper in papers.items():
@@ -101,13 +101,13 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
 
 
 def count_line(counts: Counter[Status]) -> str:
-    """Return a line with the number of items of each status."""
+    """Return a line with the number of items per status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
-    """Return the row of an item."""
+    """Return an item's table row."""
     result = item.result or ""
     if item.file is not None and result:
         links = f"[{'test' if item.file.endswith('.py') else 'data'}](../{item.file})"
@@ -124,12 +124,12 @@ def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[
 
 
 def spaced(key: str) -> str:
-    """Return the name of an item in words."""
+    """Return an item's name with spaces."""
     return key.replace("_", " ")
 
 
 def shown(runs: Sequence[Hours]) -> str:
-    """Return the total GPU-hours of runs, and the GPUs of each run."""
+    """Return the total GPU-hours of runs and the largest GPU count, or an empty string."""
     if not runs:
         return ""
     return f"{sum(run['gpu_hours'] for run in runs):,.0f} on {max(run['gpus'] for run in runs)}"
