@@ -1,18 +1,18 @@
-# Three images of the same pinned packages:
+# Three images with the same pinned packages:
 #
 #   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target cuda -t spectrain:cuda --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target transformer-engine -t spectrain:te .
 #
-# PIP_ARGS names the index of torch: an index with CPU builds for a small cpu image, or with builds
-# for an older CUDA if the driver is too old for the default index, which has torch with the newest
-# CUDA on x86-64. Without it the images work, but the cpu image is large. The third image is for CUDA
-# 13, the CUDA of the default index: Transformer Engine is compiled against torch and its CUDA.
+# PIP_ARGS sets the package index of torch. On x86-64 the default index contains torch with the newest
+# CUDA: the cpu image is then large, and the cuda image may need a newer driver. Use an index with CPU
+# builds for a small cpu image, or with builds for an older CUDA. The third image needs the default
+# index, because Transformer Engine is compiled against torch and its CUDA 13.
 
-# Python 3.12 takes the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
+# Python 3.12 gets the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
 ARG PYTHON=3.12.12
 FROM python:${PYTHON}-slim-bookworm AS base
-# torch.compile and Triton's launcher need a C++ and a C compiler; Python.h is in the base image.
+# torch.compile and Triton's launcher need a C++ and a C compiler; the base image contains Python.h.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
     && rm -rf /var/lib/apt/lists/* \
@@ -20,8 +20,8 @@ RUN apt-get update \
     && install --directory --owner=spectrain /spectrain /spectrain/data /spectrain/runs
 WORKDIR /spectrain
 COPY requirements/torch.txt requirements/cpu.txt requirements/constraints.txt requirements/
-# `docker run --user` may name a user that this image does not know, so every user gets a writable
-# home and a name. A stopped container has five minutes to save; see docs/running.md.
+# `docker run --user` may use an id without an account in this image, so HOME and USER are set for
+# every user. A stopped container has five minutes to save; see docs/running.md.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
@@ -48,9 +48,9 @@ USER 1000
 CMD ["python", "pretrain.py", "--help"]
 
 FROM cuda AS transformer-engine
-# nvcc and the headers come from the packages of torch's CUDA, so that all have one version and no
-# other base image is needed. The kernels are precompiled; their binding to torch is compiled here: 33
-# files, JOBS at a time.
+# nvcc and the headers are pip packages of torch's CUDA version, so no other base image is needed. The
+# kernels are precompiled; only their torch bindings, 33 files, are compiled here, JOBS files at a
+# time.
 USER 0
 ARG JOBS=4
 RUN pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]==13.0.3" ninja==1.13.2 \

@@ -1,5 +1,5 @@
-# make help lists the targets. Everything runs in .venv, into which `make setup` installs the pinned CPU
-# requirements; PYTHON=path/to/python uses that interpreter instead and installs nothing.
+# `make help` lists the targets. All commands run in .venv, into which `make setup` installs the pinned
+# CPU requirements. PYTHON=path/to/python uses this interpreter instead and installs nothing.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -18,7 +18,7 @@ PY := $(PYTHON)
 SETUP :=
 endif
 
-# Settings that may be overridden: make train CONFIG=configs/tiny_muon.yaml NPROC=1
+# Variables to set on the command line, such as make train CONFIG=configs/tiny_muon.yaml NPROC=1
 # ARGS="train.steps=50"
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
@@ -40,16 +40,16 @@ made-docs/models.md := -m tests.tiny_families
 made-docs/parallelism.md := -m tests.support_matrix
 $(foreach page,$(LINKING),$(eval made-$(page) := -m tests.line_links $(page)))
 
-# Parts of `make test` by their folders; PARTS="unit smoke" runs these two.
+# Parts of `make test` and their folders; PARTS="unit smoke" runs only these two parts.
 PARTS ?= ranks rehearsal smoke unit
 unit := tests/unit tests/parity tests/gpu
 ranks := tests/distributed
 rehearsal := tests/rehearsal
 smoke := tests/smoke
 
-# Parts of the slow tests, by files: separate files, then the rest of a folder. PART="recipes
-# engine" runs these two; `make test-all` runs all parts except engine in one go, so that no core
-# waits for the last file of each part.
+# Parts of the slow tests and their files. PART="recipes engine" runs only these two parts. `make
+# test-all` runs all parts except engine in one pytest process, so that no core waits for the last
+# file of each part.
 recipes := $(wildcard tests/unit/recipes tests/*/test_*recipes.py)
 studies := $(wildcard tests/unit/*/test_*study*.py tests/distributed/test_*study*.py)
 examples := tests/unit/test_examples.py
@@ -62,19 +62,19 @@ slow-rest: FILES = tests $(addprefix --ignore=,$(ranks) $(rehearsal)) $(other)
 slow-whole: FILES = tests --ignore=tests/cluster
 SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest whole)
 
-# Tests that depend on the release of megatron-core.
+# Tests that depend on megatron-core's version.
 ENGINE_SLOW_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts export_on_ranks)
 ENGINE_TESTS := $(ENGINE_SLOW_TESTS) tests/unit/models tests/parity \
     $(patsubst %,tests/distributed/test_%.py, gradients comm_volume state pc runs)
 
-# Tests of a file stay on one worker, as they share expensive fixtures.
+# Tests of one file run on one worker, because they share expensive fixtures.
 PYTEST = $(PY) -m pytest -q -rfEs --processor-seconds -n 3 --dist loadfile --no-loadscope-reorder
 timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
-# Without caches every process would compile the project again, and pytest its tests' assertions.
+# Without bytecode caches, every process would compile the project, and pytest the tests, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# With small matrices one thread per rank is faster than ranks that compete for cores.
+# For small matrices, one thread per rank is faster than several threads that compete for cores.
 export OMP_NUM_THREADS := 1
 
 help:  ## list the targets
@@ -83,7 +83,7 @@ help:  ## list the targets
 setup: $(SETUP)  ## create .venv with the pinned CPU requirements
 
 $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/constraints.txt
-	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Spectrain needs Python 3.11 or newer, found %d.%d; name another with BASE_PYTHON=" % v[:2])'
+	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Spectrain needs Python 3.11 or newer, got %d.%d; give another interpreter with BASE_PYTHON=path" % v[:2])'
 	"$(BASE_PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/torch.txt
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/cpu.txt
@@ -95,7 +95,7 @@ data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) 
 	$(PY) scripts/prepare_data.py --demo --output data/demo
 	@touch $@
 
-corpus: data/corpus/manifest.json  ## make a corpus of 52 MB from Debian packages in data/corpus
+corpus: data/corpus/manifest.json  ## prepare a corpus of 52 MB from Debian packages in data/corpus
 
 data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	$(PY) scripts/make_corpus.py data/corpus_texts $(CORPUS_ARGS)
@@ -103,7 +103,7 @@ data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@
 
-corpus-large: data/corpus_large/manifest.json  ## make the corpus with the manuals of Linux, 76 MB, in data/corpus_large
+corpus-large: data/corpus_large/manifest.json  ## prepare this corpus with the Linux manuals, 76 MB, in data/corpus_large
 
 data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/corpus.yaml | $(SETUP)
 	$(PY) scripts/make_corpus.py data/corpus_large_texts --corpus examples/data/corpus_large.yaml
@@ -111,7 +111,7 @@ data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/c
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus_large
 	@touch $@
 
-study: data/corpus/manifest.json  ## tune and compare the optimizers: about six hours of one core; JOBS=2
+study: data/corpus/manifest.json  ## tune and compare the optimizers: about six hours on one core; JOBS=2 uses two cores
 	for name in $(STUDIES); do \
 	    $(PY) scripts/study.py studies/optimizers/$$name.yaml runs/optimizers/$$name \
 	        --results studies/optimizers/results/$$name --jobs $(JOBS); \
@@ -120,10 +120,10 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: about six 
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: $(SETUP)  ## run the tests of every change: five to fifteen minutes of two cores
+test: $(SETUP)  ## run the tests for every change: five to fifteen minutes on two cores
 	$(call timed,$(PYTEST) -m "not slow" $(foreach part,$(PARTS),$(or $($(part)),$(error PARTS has no $(part)))))
 
-test-all: $(if $(PART),$(PART:%=slow-%),test .engines/$(ENGINE) slow-whole slow-engine)  ## also run the slow tests, or only some: PART="recipes fuzz"
+test-all: $(if $(PART),$(PART:%=slow-%),test .engines/$(ENGINE) slow-whole slow-engine)  ## run all tests, including slow tests; PART="recipes fuzz" runs only these slow tests
 
 $(SLOW_PARTS): slow-%: $(SETUP)
 	$(call timed,$(PYTEST) -m slow $(FILES) || [ $$? = 5 ])
@@ -131,24 +131,23 @@ $(SLOW_PARTS): slow-%: $(SETUP)
 slow-engine: .engines/$(ENGINE)
 	$(call timed,export PYTHONPATH=$<; $(PYTEST) -m "not slow" $(ENGINE_TESTS); $(PYTEST) -m slow $(ENGINE_SLOW_TESTS))
 
-# Releases are published for some versions of Python only, although the files used here run under
-# others.
+# Wheels are published only for some Python versions, although the files used here also run under
+# other versions.
 .engines/%: | $(SETUP)
 	$(PY) -m pip install $(PIP_ARGS) --target $@ --no-deps --only-binary=:all: --ignore-requires-python \
 	    --python-version 3.12 megatron-core==$*
 
-# Not part of `make test`: it needs root and takes many minutes. It names what is missing if it cannot
-# run.
-test-cluster: $(SETUP)  ## test lost ranks, nodes and links on two nodes in namespaces, with and without SLURM: as root, 20 minutes
+# Not part of `make test`, because it needs root and takes long. It lists missing programs.
+test-cluster: $(SETUP)  ## test failures of ranks, nodes and links on two nodes in namespaces, with and without SLURM: needs root, 20 minutes
 	$(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
-reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
+reproduce: $(SETUP)  ## run the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
 pages: $(SETUP)  ## update the generated pages and tables
 	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) > $(page).new; mv $(page).new $(page);)
 
-site: $(SETUP)  ## make a site with search from the pages, in site/
+site: $(SETUP)  ## build a searchable site from the pages in site/
 	$(PY) -m mkdocs build --strict
 
 lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and generated pages
@@ -157,7 +156,7 @@ lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and
 	$(PY) -m mypy
 	$(dir $(PY))shellcheck .ci/run scripts/*.sh scripts/slurm/*.sbatch
 	$(dir $(PY))hadolint Dockerfile
-	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) | diff -u $(page) - || { echo "$(page) is old: make pages"; exit 1; };)
+	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) | diff -u $(page) - || { echo "$(page) is out of date: run make pages"; exit 1; };)
 
 clean:  ## remove the environment, the prepared data and all caches
 	rm -rf $(VENV) .engines data .pytest_cache .mypy_cache .ruff_cache .hypothesis

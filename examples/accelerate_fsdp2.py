@@ -1,10 +1,11 @@
-"""Train GPT-2 from transformers with accelerate and SSO: by FSDP2 on GPUs, by DDP on CPUs.
+"""Train GPT-2 from transformers with accelerate and SSO, under FSDP2 on GPUs or DDP on CPUs.
 
     pip install . transformers accelerate
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
-accelerate shards the model in `prepare` and puts the sharded parameters into the groups of the
-optimizer, which creates their state at the first step. On CPUs accelerate supports only DDP.
+`prepare` shards the model and replaces the parameters in the optimizer's groups by sharded
+parameters, whose state the optimizer creates at the first step. On CPUs accelerate supports only
+DDP.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def main() -> None:
-    """Train, and print the loss of the first and of the last step."""
+    """Train and print the first and the last loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps

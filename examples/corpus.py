@@ -1,4 +1,4 @@
-"""The embedded corpus as bytes: 256 tokens, no tokenizer, nothing to download."""
+"""A book of the embedded corpus as bytes: a vocabulary of 256 tokens without a tokenizer."""
 
 import lzma
 from pathlib import Path
@@ -10,13 +10,13 @@ VOCABULARY = 256
 
 
 def text() -> Tensor:
-    """Return one book as `[bytes]`."""
+    """Return the book as a uint8 tensor `[bytes]`."""
     book = Path(__file__).parent / "data" / "devils_dictionary.txt.xz"
     return torch.frombuffer(bytearray(lzma.decompress(book.read_bytes())), dtype=torch.uint8)
 
 
 def batch(book: Tensor, size: int, length: int, seed: int) -> Tensor:
-    """Return `[size, length]` tokens from random positions of `book`."""
+    """Return tokens `[size, length]` from random positions of `book`."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(book) - length, (size, 1), generator=generator)
     return book[starts + torch.arange(length)].long()

@@ -1,10 +1,11 @@
-"""Train a small model as a LightningModule with MuonSphere and a schedule.
+"""Train a small LightningModule with MuonSphere and a learning rate schedule.
 
     pip install . lightning
     python examples/lightning_module.py --steps 60
 
-Lightning steps the optimizer of `configure_optimizers`; its clipping and accumulation work as with
-any optimizer. Groups have their own rates; a `LambdaLR` scales all of them.
+Lightning steps the optimizer that `configure_optimizers` returns; gradient clipping and
+accumulation need no changes. Each parameter group has its own learning rate, and a `LambdaLR`
+scales all learning rates.
 """
 
 import argparse
@@ -24,14 +25,14 @@ LENGTH = 65
 
 
 class Decoder(lightning.LightningModule):
-    """The model of the plain loop."""
+    """The model of plain_loop.py."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
         self.model, self.steps = Model(), steps
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Return the mean loss of a batch of `[batch, length + 1]` tokens."""
+        """Return the mean loss of a batch of tokens `[batch, length + 1]`."""
         tokens = batch[0].long()
         logits = self.model(tokens[:, :-1]).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
@@ -40,7 +41,7 @@ class Decoder(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule, which decays to a tenth."""
+        """Return the optimizer and its schedule, a linear decay to a tenth."""
         split = split_parameters(self.model, elementwise=[self.model.head], lr=3e-3)
         optimizer = MuonSphere(split, lr=5e-3)
         factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - 0.9 * s / self.steps)
@@ -48,7 +49,7 @@ class Decoder(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train, and print the loss."""
+    """Train and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps

@@ -1,10 +1,10 @@
-"""Train a small model of torch's own layers with SSO in an ordinary loop.
+"""Train a small model of torch.nn layers with SSO in a plain PyTorch loop.
 
     pip install .
     python examples/plain_loop.py --steps 100
 
-torch's layers fuse queries, keys and values into one weight. `split_parameters` detects this and
-makes each head's query a separate matrix.
+torch's attention fuses queries, keys and values into one weight. `split_parameters` detects this
+and makes the query, key and value of each head separate matrices.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    """A decoder made of torch's encoder layers with a causal mask."""
+    """A decoder of torch's encoder layers with a causal mask."""
 
     def __init__(self, width: int = 64, layers: int = 2, length: int = 64) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train, and print the loss."""
+    """Train and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps

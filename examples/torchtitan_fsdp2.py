@@ -1,11 +1,11 @@
-"""Train a model sharded by FSDP2 with Muon, save, and continue from the checkpoint.
+"""Train a model under FSDP2 with Muon, save a checkpoint and resume from it.
 
     pip install .
     torchrun --nproc-per-node 2 examples/torchtitan_fsdp2.py --steps 40
 
-The order is torchtitan's: build on the meta device, `fully_shard` layer by layer, initialise, then
-create the optimizer, which takes the sharded parameters. Its state is sharded too, so
-torch.distributed.checkpoint saves it and loads it on any number of ranks.
+The order is torchtitan's: build on the meta device, `fully_shard` each layer, initialise the
+weights, then create the optimizer from the sharded parameters. The optimizer's state is also
+sharded, so torch.distributed.checkpoint can save it and load it on any number of ranks.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def build() -> tuple[nn.Module, Muon]:
 
 
 def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> float:
-    """Step on this rank's batches and return the last loss."""
+    """Train on this rank's batches and return the last loss."""
     book = corpus.text()
     for step in range(first, last):
         tokens = corpus.batch(book, 8, 65, step * dist.get_world_size() + dist.get_rank())
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> float:
 
 
 def main() -> None:
-    """Train half of the steps, save, and train the rest from the checkpoint."""
+    """Train half of the steps, save a checkpoint, and train the other half from it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
@@ -73,7 +73,7 @@ def main() -> None:
     loss = train(model, optimizer, steps // 2, steps)
     if dist.get_rank() == 0:
         print(f"step {steps - 1} loss {loss:.3f}")
-    # Free everything with a process group first: gloo's threads must not outlive Python.
+    # First free all objects with a process group: gloo's threads must end before Python exits.
     del model, optimizer, weights, state
     gc.collect()
     dist.destroy_process_group()

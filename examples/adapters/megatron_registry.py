@@ -1,14 +1,14 @@
-"""Megatron-LM: `--optimizer sso`, `muon_sphere` or `muon_plus_plus`, by megatron-core's registry.
+"""Megatron-LM adapter: `--optimizer sso`, `muon_sphere` or `muon_plus_plus`.
 
     from megatron_registry import register
 
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
-It needs megatron-core 0.19, whose registry it extends, and emerging-optimizers, without which
-Megatron does not read the registry. The heads of q, k and v and both halves of a gated layer are
-stepped separately; Megatron's Adam steps embeddings, output heads and gains. Pipeline and data
-parallelism need no changes; under tensor parallelism one rank steps each whole matrix, routed
-experts are refused, and checkpoints do not contain the optimizer's state: set `--no-save-optim`.
+The adapter needs megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers,
+without which Megatron does not read the registry. Each head of q, k and v and each half of a gated
+layer is a separate matrix; Megatron's Adam steps embeddings, output heads and gains. Pipeline and
+data parallelism need no changes. Under tensor parallelism one rank steps each whole matrix, routed
+experts are refused, and checkpoints do not contain the optimizer's state, so set `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +27,13 @@ KINDS: dict[str, type[SpectralOptimizer]] = {
 
 
 def register() -> None:
-    """Add `KINDS` to megatron-core's optimizers."""
+    """Add `KINDS` to megatron-core's registry of optimizers."""
     from megatron.core.optimizer import emerging_optimizers
 
     for name, kind in KINDS.items():
         emerging_optimizers._EMERGING_OPTIMIZERS[name] = emerging_optimizers.EmergingOptimizerEntry(
             optimizer_cls=partial(build, kind),
-            init_state_fn=lambda optimizer, config=None: None,  # state exists from the start
+            init_state_fn=lambda optimizer, config=None: None,  # state exists from construction
             config_to_kwargs=settings,
         )
 
@@ -41,7 +41,7 @@ def register() -> None:
 def settings(
     config: Any, model_chunks: Sequence[torch.nn.Module], pg_collection: Any
 ) -> dict[str, Any]:
-    """Return the arguments of `build` from Megatron's config."""
+    """Return the keyword arguments of `build` from Megatron's config."""
     found = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
     if pg_collection is not None and pg_collection.tp.size() > 1:
         found["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
@@ -57,10 +57,11 @@ def build(
     weight_decay: float,
     groups_of_ranks: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> torch.optim.Optimizer:
-    """Create an optimizer of Megatron's groups, divided into matrices.
+    """Create an optimizer from Megatron's parameter groups, with weights divided into matrices.
 
-    It skips a step with a nonfinite gradient, because Megatron, too, checks gradients before a
-    step. `groups_of_ranks` are the data-parallel and tensor-parallel groups if weights are split.
+    The optimizer silently skips steps with nonfinite gradients, because Megatron checks gradients
+    itself. `groups_of_ranks` are the data-parallel and tensor-parallel process groups, or None
+    without tensor parallelism.
     """
     divisions = {
         parameter: rows_of(name, parameter, chunk)
@@ -76,17 +77,19 @@ def build(
             divided.append({**group, "params": params, "units": {"rows": [rows]} if rows else {}})
     if groups_of_ranks is not None:
         if not all(getattr(p, "allreduce", True) for group in divided for p in group["params"]):
-            raise ValueError("tensor parallelism must be 1 with routed experts, got more")
+            raise ValueError(
+                f"tensor parallelism must be 1 with routed experts, got {groups_of_ranks[1].size()}"
+            )
         return TensorParallel(kind, divided, groups_of_ranks, lr=lr, weight_decay=weight_decay)
     return kind(divided, lr=lr, weight_decay=weight_decay, nonfinite="skip")
 
 
 class TensorParallel(torch.optim.Optimizer):
-    """Optimizer of a rank's parts of weights under Megatron's tensor parallelism.
+    """Optimizer of weights that are sharded by Megatron's tensor parallelism.
 
-    Groups and parameters are Megatron's, which writes rates and gradients to them and may replace
-    parameters by masters. From the first step on, the inner optimizer sees them as DTensors, which
-    are views of the same memory.
+    Megatron writes learning rates and gradients to the groups and parameters of this optimizer, and
+    may replace the parameters by master weights. The inner optimizer, created at the first step,
+    gets DTensors that share the parameters' memory.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class TensorParallel(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every weight with a gradient; a collective of all ranks of a stage."""
+        """Step every weight that has a gradient; all ranks of the pipeline stage must call it."""
         if self.within is None:
             own = [
                 {**group, **self._divided(group, lambda p: p.detach())}
@@ -124,11 +127,11 @@ class TensorParallel(torch.optim.Optimizer):
             for part, gradient in zip(own["params"], gradients, strict=True):
                 part.grad = gradient
         self.within.step()
-        self.within.zero_grad()  # otherwise a second set of gradients would remain
+        self.within.zero_grad()  # free the DTensors' references to the gradients
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Return the results of `of` for the parameters of a group as DTensors, split into halves
-        for gated layers, and the further division of these tensors."""
+        """Apply `of` to the parameters of a group; return the results as DTensors, with gated
+        layers split into halves, and the `units` of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         found, units = [], group["units"]
@@ -146,7 +149,7 @@ class TensorParallel(torch.optim.Optimizer):
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
-    """Return the rows of each matrix in a weight, or 0 for a single matrix."""
+    """Return the number of rows of each matrix in a weight, or 0 if the weight is one matrix."""
     config = next(module.config for module in chunk.modules() if hasattr(module, "config"))
     if name.endswith("linear_qkv.weight"):
         return int(config.kv_channels)
