@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Average the weights of a run's checkpoints into a new one. See docs/running.md.
+"""Average the weights of a run's checkpoints into a new checkpoint. See docs/running.md.
 
 scripts/average.py runs/tiny_sso averaged/tiny --last 3
 """
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Average, and print the averaged checkpoints, the left-out checkpoints, and the next
-    command."""
+    """Write the average; print the used and unused checkpoints and how to start a run from it."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
 
 
 def _average(options: argparse.Namespace) -> int:
-    from models.engine import import_engine  # imported here, as the import takes seconds
+    from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     from scripts.checkpoints.weights_only import average
@@ -41,12 +40,12 @@ def _average(options: argparse.Namespace) -> int:
     pairs = zip(infos, weights, strict=True)
     print("mean of " + ", ".join(f"step {info.step} times {w:.4g}" for info, w in pairs))
     for text in left_out:
-        print(f"left out: {text}")
+        print(f"not averaged: {text}")
     norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
     for text in dropped(infos[-1], norms, options.on_sphere):
         print(text)
     print(
-        f"wrote {options.output}: to begin a run with it, set "
+        f"wrote {options.output}; to start a run from it, set "
         f"checkpoint.initialize_from={options.output}"
     )
     return 0
@@ -55,23 +54,24 @@ def _average(options: argparse.Namespace) -> int:
 def chosen(
     run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
-    """Return the checkpoints to average, by ascending step, and a sentence per left-out checkpoint.
+    """Return the checkpoints to average, sorted by step, and descriptions of the other checkpoints.
 
-    Raises InputError for a step without a checkpoint, an output among a run's checkpoints, or fewer
-    than two checkpoints; BrokenCheckpointError for a named checkpoint that is broken.
+    Raises InputError if a requested step has no checkpoint, if the output is in a run's checkpoint
+    folder, or if fewer than two checkpoints remain; BrokenCheckpointError if a requested checkpoint
+    is broken.
     """
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
         raise InputError(f"the run must be a folder with {FOLDER}, got {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
-        rule = f"must not be in {FOLDER} of a run, as the run would treat it as a checkpoint"
+        rule = f"must not be in a run's {FOLDER}, because the run would read it as a checkpoint"
         raise InputError(f"the output {rule}, got {output}")
     there = steps(run)
     missing = [step for step in requested or () if step not in there]
     if missing:
         present = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}, only of steps {present}")
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}; its steps are {present}")
     infos, broken = [], []
     for step in sorted(set(requested or there)):
         try:
@@ -79,7 +79,7 @@ def chosen(
         except BrokenCheckpointError as error:
             if requested is not None:
                 raise
-            broken.append(f"step {step}, which is broken: {error}")
+            broken.append(f"step {step}, a broken checkpoint: {error}")
     if last is not None and len(infos) < last:
         raise InputError(
             f"--last must be at most {len(infos)}, the number of checkpoints of {run}, got {last}"
@@ -95,11 +95,11 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield the weights of the checkpoints, which sum to 1: equal weights, or with `decay` those of
-    a moving average.
+    """Yield each checkpoint's factor in the average; the factors sum to 1.
 
-    The moving average starts with the first checkpoint. Each later checkpoint multiplies it by
-    `decay` and adds 1 - `decay` times its own weights.
+    Without `decay` all factors are equal. With `decay` they are those of a moving average, which
+    starts as the first checkpoint and then becomes `decay` times the average plus 1 - `decay` times
+    the next checkpoint.
     """
     for i in range(count):
         if decay is None:
@@ -109,30 +109,30 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on state that the average omits."""
+    """Yield notes on the state that the average omits and on the norms of its matrices."""
     yield (
-        "the average has no optimizer state, random numbers or data position, so no run can "
-        "continue it"
+        "the average contains no optimizer state, random number generator state or data position, "
+        "so no run can resume from it"
     )
     if last.config.pc is not None:
-        yield "PC layers became plain weights, the mean of PC(W); the average's config has pc: null"
+        yield "PC layers became plain weights (the mean of PC(W)), and the config now has pc: null"
     if norms:
-        text = f"spectral norms of {len(norms)} matrices on spheres were {min(norms):.4f} to "
-        text += f"{max(norms):.4f} of the radii after averaging"
+        text = f"after averaging, the spectral norms of {len(norms)} matrices of sphere rules are "
+        text += f"{min(norms):.4f} to {max(norms):.4f} times their radius"
         yield (
-            f"{text}; they were rescaled to the radii"
+            f"{text}; the matrices were rescaled to the radius"
             if on_sphere
-            else f"{text}; --on-sphere rescales them to the radii"
+            else f"{text}; --on-sphere rescales the matrices to the radius"
         )
     elif on_sphere:
-        yield "--on-sphere had no effect: no matrix of this average has a radius"
+        yield "--on-sphere had no effect: no matrix of this model has a sphere rule"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("output", type=Path, metavar="OUT", help="checkpoint to create")
+    parser.add_argument("output", type=Path, metavar="OUT", help="new checkpoint folder")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--steps",
@@ -142,17 +142,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="steps of the checkpoints to average (default: all complete checkpoints)",
     )
     choice.add_argument(
-        "--last", type=whole_number(2), metavar="N", help="the newest N checkpoints"
+        "--last", type=whole_number(2), metavar="N", help="average the newest N checkpoints"
     )
     parser.add_argument(
         "--ema",
         type=share,
         metavar="DECAY",
-        help="use a moving average that each later checkpoint multiplies by DECAY (default: "
-        "equal weights)",
+        help="compute an exponential moving average with this decay (default: equal weights)",
     )
     parser.add_argument(
-        "--on-sphere", action="store_true", help="rescale matrices of sphere rules to their radius"
+        "--on-sphere", action="store_true", help="rescale matrices of sphere rules to the radius"
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):
@@ -161,7 +160,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    """Parse `text` as a number between 0 and 1."""
+    """Parse a number between 0 and 1, both exclusive."""
     try:
         value = float(text)
     except ValueError:

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Run the lines of the Dockerfile without a container daemon and a registry.
+# Build a target of the Dockerfile without a container daemon or a registry, and test the image.
 #
 #   scripts/build_image.sh TARGET PYTHON [ARGUMENT ...]
 #   scripts/build_image.sh cpu "$(command -v python3.12)" --volume /opt/wheels:/opt/wheels:ro
 #
-# The base image is made here: packages of Debian by debootstrap, and the interpreter PYTHON, with
-# its version, in the place of Docker's. buildah runs the lines in chroots, and at last the image
-# trains two steps. It takes root, and passes arguments on to `buildah build`. Images are in a new
-# folder, removed afterwards, or in STORE, which is kept and whose layers are used again.
+# Instead of Docker's Python image, the base image consists of Debian packages from debootstrap and
+# the interpreter PYTHON, whose version the image gets. buildah runs the Dockerfile's lines in
+# chroots, which needs root; then the image trains two steps. Each ARGUMENT is passed to `buildah
+# build`. Images are stored in the folder STORE, whose layers later builds reuse, or, if STORE is not
+# set, in a temporary folder that is removed at the end.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
@@ -15,7 +16,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-stop() { # print why nothing can be built, and exit with 2
+stop() { # print an error and exit with 2
     echo "error: $1" >&2
     exit 2
 }
@@ -26,10 +27,10 @@ shift 2
 mapfile -t targets < <(sed -n 's/^FROM [a-z-]* AS //p' "$root/Dockerfile")
 [[ " ${targets[*]} " == *" $target "* ]] || stop "TARGET must be one of ${targets[*]}, got $target"
 version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null) ||
-    stop "PYTHON must be an interpreter, got $python"
+    stop "PYTHON must be a Python interpreter, got $python"
 prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
-[[ $prefix != /usr ]] || stop "PYTHON must have its own folder, not Debian's /usr, got $python"
-[[ $EUID -eq 0 ]] || stop "the user must be root, whom chroot takes, got $(id -un)"
+[[ $prefix != /usr ]] || stop "PYTHON must not be installed in /usr, got $python"
+[[ $EUID -eq 0 ]] || stop "chroot needs the user root, got $(id -un)"
 for tool in buildah debootstrap; do
     command -v "$tool" >/dev/null || stop "$tool must be installed: apt-get install $tool"
 done
@@ -41,7 +42,7 @@ trap 'rm -rf "$work"' EXIT
 export BUILDAH_ISOLATION=chroot
 buildah() { command buildah --root "$store/images" --runroot "$store/run" "$@"; }
 
-make_base() { # make the image $1
+make_base() { # build the base image with the name $1
     local base
     debootstrap --variant=minbase \
         --include=ca-certificates,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3,zlib1g \

@@ -1,4 +1,4 @@
-"""The conventions that all scripts share: arguments, errors and exit codes."""
+"""Conventions of all scripts: arguments, errors and exit codes."""
 
 import argparse
 import functools
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 def new_parser(docstring: str | None) -> argparse.ArgumentParser:
     """Return a parser whose description is the first line of a script's docstring.
 
-    Under `python -OO` there is no docstring, and the parser has no description.
+    The description is empty under `python -OO`, which removes docstrings.
     """
     return Parser(description=(docstring or "").partition("\n")[0])
 
@@ -45,8 +45,8 @@ def warn_replaced(overrides: Sequence[str]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`, which writes all printed figures, and more, as JSON."""
-    parser.add_argument("--json", type=Path, help="also write all figures to FILE")
+    """Add `--json FILE`: the script then also writes its figures as JSON."""
+    parser.add_argument("--json", type=Path, help="also write all figures as JSON to this file")
 
 
 def check_free(target: Path) -> None:
@@ -56,7 +56,7 @@ def check_free(target: Path) -> None:
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """Return the argparse type of whole numbers from `least` to `most`."""
+    """Return an argparse type for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
@@ -69,9 +69,9 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def token_count(text: str) -> int:
-    """Parse a number of tokens, written as 1000000, 1_000_000, 1e6, 1M or 0.001B.
+    """Parse a token count such as 1000000, 1_000_000, 1e6, 1M or 0.001B.
 
-    Raises argparse.ArgumentTypeError unless the number is whole and from 1 to 1e14.
+    Raises argparse.ArgumentTypeError if `text` is not a whole number from 1 to 1e14.
     """
     match = re.fullmatch(
         r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
@@ -86,12 +86,12 @@ def token_count(text: str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 document`, `2,000 documents`."""
+    """Return a number with its noun, such as `1 document` or `2,000 documents`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the whole old or the whole new text.
+    """Replace a file atomically: readers see either the whole old or the whole new text.
 
     Several processes may replace the file at the same time. Raises InputError for a folder.
     """
@@ -104,7 +104,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require(module: str) -> None:
-    """Raise InputError unless the optional package `module` is installed."""
+    """Raise InputError if the optional package `module` is not installed."""
     if find_spec(module) is None:
         raise InputError(f"{module} is not installed: pip install {module}")
 
@@ -112,15 +112,15 @@ def require(module: str) -> None:
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Turn errors that the user can fix into lines on stderr and exit codes.
 
-    `main` returns 0 on success, and 1 if a check or a run failed. A wrong input or an unusable file
-    becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and keep their
-    traceback. Characters outside the encoding of stdout and stderr are escaped.
+    `main` returns 0 on success, and 1 if a check or a run failed. InputError and OSError print
+    `error: ...` and return 2; Ctrl-C returns 130. Other exceptions are bugs and show their
+    traceback. Characters that stdout or stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)
     def checked(*args: P.args, **kwargs: P.kwargs) -> int:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # not the stream of a notebook
+            if isinstance(stream, io.TextIOWrapper):  # streams of notebooks have no reconfigure
                 stream.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)

@@ -24,15 +24,15 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export or import."""
+    """Export a checkpoint or import a model folder."""
     options = parse(arguments)
     check_free(options.target)  # before imports, which take seconds
-    with progress(lambda: "PyTorch, megatron-core and transformers are imported"):
+    with progress(lambda: "importing PyTorch, megatron-core and transformers"):
         return _convert(options)
 
 
 def _convert(options: argparse.Namespace) -> int:
-    # Imported here, as it takes seconds.
+    # Imported here because the import takes seconds.
     from models.engine import EngineError, check_engine, import_engine
 
     try:
@@ -44,7 +44,7 @@ def _convert(options: argparse.Namespace) -> int:
     except EngineError as error:
         return fail(error, code=2)
     except OSError as error:
-        full = ": nothing is written" if error.errno == errno.ENOSPC else ""
+        full = "; nothing was written" if error.errno == errno.ENOSPC else ""
         return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
     except KeyboardInterrupt:
         print("interrupted: all partial files were removed", file=sys.stderr)
@@ -57,7 +57,7 @@ def _export(options: argparse.Namespace) -> None:
     from scripts.huggingface.export import (
         Options,
         export,
-        export_consolidated,  # imported here, as it takes seconds
+        export_consolidated,  # imported here because the import takes seconds
     )
 
     chosen = Options(
@@ -68,7 +68,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     if options.format == "consolidated":
         info = export_consolidated(options.source, options.target, chosen)
-        print(f"wrote {options.target}: step {info.step} of {info.path}, with spectrain's names")
+        print(f"wrote {options.target}: step {info.step} of {info.path}, with Spectrain's names")
         return
     info = export(options.source, options.target, chosen, verify if options.verify else None)
     print(f"wrote {options.target}: step {info.step} of {info.path}")
@@ -90,7 +90,7 @@ def _import(options: argparse.Namespace) -> None:
     if options.write_config is not None:
         print(f"wrote {config}, which extends {options.config} with the model of {options.source}")
     beginning = f"checkpoint.initialize_from={options.target}"
-    # If the run folder existed, the command would continue the run in it.
+    # A new run folder, because the command would resume the run of an existing folder.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
     command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
@@ -105,43 +105,43 @@ def _size(text: str) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="convert a checkpoint to a model folder")
     export.add_argument(
-        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder or a step folder"
+        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run folder or checkpoint folder"
     )
-    export.add_argument("target", type=Path, metavar="OUT", help="folder to create")
+    export.add_argument("target", type=Path, metavar="OUT", help="new model folder")
     export.add_argument(
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: safetensors with spectrain's names and shapes (default: huggingface)",
+        help="consolidated: safetensors with Spectrain's names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: the precision of training)",
+        help="dtype of the weights (default: the training precision)",
     )
     export.add_argument(
         "--shard-size",
         type=_size,
         default=_size("5GB"),
-        help="largest size of a weight file, e.g. 500MB (default: 5GB)",
+        help="maximum size of a weight file, such as 500MB (default: 5GB)",
     )
     tokenizer = export.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a folder with one")
+    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json or its folder")
     tokenizer.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     export.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="skip the comparison of logits with transformers",
+        help="do not compare the logits with transformers",
     )
     back = commands.add_parser("import", help="convert a model folder to a checkpoint")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
-    back.add_argument("target", type=Path, metavar="OUT", help="checkpoint to create")
+    back.add_argument("target", type=Path, metavar="OUT", help="new checkpoint folder")
     back.add_argument(
         "--config",
         type=Path,
@@ -152,7 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--write-config",
         type=Path,
         metavar="NEW",
-        help="write a config based on --config FILE, with the model that config.json describes",
+        help="also write a config that extends --config FILE with the model of config.json",
     )
     options, more = parser.parse_known_args(arguments)
     # argparse accepts no positional arguments after the options of a subcommand.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Evaluate an exported model with lm-eval, or a checkpoint on files of tasks with the trainer. See
+"""Evaluate an exported model with lm-eval, or a checkpoint on task files with the trainer. See
 docs/huggingface.md.
 
 scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
@@ -25,8 +25,8 @@ from training.errors import InputError, Parser
 from training.report.progress import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-"""The parts of lm-eval's output that are written: results and facts that identify the
-measurement."""
+"""Keys of lm-eval's output that are written to results.json: results, and facts that identify the
+evaluation."""
 
 
 @command
@@ -42,8 +42,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
         if len(files) < len(names):
             raise InputError(
-                f"{options.model} must be an exported model with a config.json; a run or a "
-                "checkpoint is scored on .jsonl files alone"
+                f"{options.model} must be an exported model with config.json; a run or checkpoint "
+                "can be scored only on .jsonl tasks"
             )
         _evaluate_checkpoint(options, files)
         return
@@ -65,8 +65,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype or "float32",
             options=options.options,
         )
-        if run.python.exists():  # lm-eval would fill missing weights with random values
-            with progress(lambda: "loading the export with transformers, to find missing weights"):
+        if run.python.exists():  # lm-eval would silently initialize missing weights randomly
+            with progress(lambda: "loading the exported model to check for missing weights"):
                 load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
     text = table(rows(results["results"], sets.values()), sets)
@@ -78,11 +78,11 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:
-    """Score a run's newest checkpoint, or a step folder, and print the table."""
+    """Score a run's newest checkpoint, or a given checkpoint, and print the table."""
     for name in ("run", "options"):
         if getattr(options, name):
             raise InputError(
-                f"{getattr(options, name)} is only for exported models, not a run ({options.model})"
+                f"{getattr(options, name)} needs an exported model, got the run {options.model}"
             )
     with progress(lambda: "importing packages, loading the model, scoring the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)
@@ -95,10 +95,10 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Write tasks over the run's validation sets to `folder` and return their names."""
+    """Write tasks from the run's validation sets to `folder` and return the tasks' names."""
     if options.run is None:
-        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT for its validation sets")
-    from models.engine import import_engine  # imported here, as it takes seconds
+        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT, for its validation sets")
+    from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     from scripts.evaluation.local_text import write_tasks
@@ -107,12 +107,12 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     info = read_checkpoint(options.run)
     tokenizer = options.model / "tokenizer.json"
     if not tokenizer.is_file():
-        raise InputError(f"{options.model} has no tokenizer.json")
+        raise InputError(f"{options.model} must contain tokenizer.json; export with a tokenizer")
     return write_tasks(folder, info.config, tokenizer, info.meta["identity"].get("data", {}))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = Parser(
         description="Evaluate an exported model with lm-eval. Options that are not listed here, "
         "such as --device cuda, --batch_size 32 and --num_fewshot 5, are passed to lm-eval."
@@ -121,22 +121,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "model",
         type=Path,
         metavar="OUT",
-        help="an exported model folder; for .jsonl tasks also a run or step folder, whose "
-        "checkpoint is scored with the trainer's forward pass",
+        help="exported model folder; for .jsonl tasks also a run or checkpoint folder, which is "
+        "scored with the trainer's forward pass",
     )
     parser.add_argument(
         "--tasks",
         nargs="+",
         required=True,
         metavar="TASK",
-        help="local (the run's validation sets, offline), pc_paper or sso_paper (the downstream "
-        "tasks of the paper), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
+        help="local (the validation sets of --run, offline), pc_paper or sso_paper (the paper's "
+        "downstream tasks), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
     )
     parser.add_argument(
         "--run",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="run or checkpoint whose validation sets --tasks local uses",
+        help="run or checkpoint with the validation sets for --tasks local",
     )
     parser.add_argument(
         "--python",
@@ -147,10 +147,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        help="folder for results (default: evaluation/ in an exported model, none for a run)",
+        help="output folder (default: evaluation/ in an exported model; no output for a run)",
     )
     parser.add_argument(
-        "--dtype", help="compute dtype (default: float32; for a run its training precision)"
+        "--dtype", help="compute dtype (default: float32; for a run, the training precision)"
     )
     options, more = parser.parse_known_args(arguments)
     options.options = more

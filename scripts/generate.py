@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise InputError(f"the prompt must be UTF-8, got {options.prompt!r:.40}")
     require("transformers")
     if not 0 <= options.temperature < float("inf"):
-        raise InputError(f"--temperature must be at least 0, got {options.temperature}")
+        raise InputError(f"--temperature must be finite and at least 0, got {options.temperature}")
     if options.seed is not None and not options.temperature:
-        raise InputError("--seed needs a --temperature above 0: without it nothing is random")
+        raise InputError("--seed needs --temperature above 0, because 0 means no sampling")
     with (
-        progress(lambda: "importing packages, loading the model, generating"),
+        progress(lambda: "importing packages, loading the model, generating tokens"),
         exported(options.source, options.tokenizer) as folder,
     ):
         text = continuation(folder, options)
@@ -45,25 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
     """Provide `source` as an exported model within a context.
 
-    The newest complete checkpoint of a run folder is exported to a temporary folder.
-    Raises InputError for anything else, and for a run without a tokenizer.
+    A checkpoint, or the newest complete checkpoint of a run folder, is exported to a temporary
+    folder. Raises InputError if `source` is neither of these nor an exported model, or if the run
+    has no tokenizer.
     """
     if (source / "config.json").is_file():
         if tokenizer is not None:
-            raise InputError(f"--tokenizer is for a run or a checkpoint, got the export {source}")
+            raise InputError(f"--tokenizer needs a run or checkpoint, got the export {source}")
         if not (source / "tokenizer.json").is_file():
-            raise InputError(f"{source} has no tokenizer.json")
+            raise InputError(f"{source} must contain tokenizer.json; export with a tokenizer")
         yield source
         return
     if not source.is_dir():
-        raise InputError(f"no run, checkpoint or exported model at {source}{near_name(source)}")
-    from models.engine import import_engine  # imported here, as it takes seconds
+        raise InputError(
+            f"{source} must be a run, a checkpoint or an exported model{near_name(source)}"
+        )
+    from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     from scripts.huggingface.export import Options, export
 
     if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
-        raise InputError(f"{source} is not an exported model and has no complete checkpoint")
+        raise InputError(f"{source} is not an exported model and contains no complete checkpoint")
     with tempfile.TemporaryDirectory(prefix="spectrain-model-") as folder:
         target = Path(folder) / "model"
         info = export(source, target, Options(tokenizer=tokenizer))
@@ -72,8 +75,8 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
 
 
 def continuation(folder: Path, options: argparse.Namespace) -> str:
-    """Return the prompt and its continuation by the exported model in `folder`."""
-    import torch  # these take seconds to import
+    """Return the prompt with its continuation by the exported model in `folder`."""
+    import torch  # imported here because these imports take seconds
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -86,17 +89,15 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # errors of any type, as every part of these files has its own reader
+    except Exception as error:  # the readers of these files raise errors of many types
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
     if prompt["input_ids"].shape[1] == 0:
-        raise InputError("the prompt has no tokens")
+        raise InputError(f"the prompt must have at least one token, got {options.prompt!r:.40}")
     read = tokenizer.decode(prompt["input_ids"][0], clean_up_tokenization_spaces=False)
     if read != options.prompt:
-        print(f"the tokenizer reads the prompt as {printable(read)!r}", file=sys.stderr)
+        print(f"the tokenizer changes the prompt to {printable(read)!r}", file=sys.stderr)
     positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
     room = positions - length
     if room < 1:
@@ -107,11 +108,10 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     tokens = options.tokens or min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise InputError(
-            f"--tokens must be at most {room}, the model's positions left after the prompt, got "
+            f"--tokens must be at most {room}, the number of positions after the prompt, got "
             f"{tokens}"
         )
-    # Ignore the folder's generation_config.json, and transformers' default of the 50 most probable
-    # tokens.
+    # Ignore the folder's generation_config.json and transformers' default top_k of 50.
     sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     model.generation_config = GenerationConfig(
         max_new_tokens=tokens,
@@ -122,25 +122,25 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
     if missing:
-        raise InputError(f"the model produced token {min(missing)}, which is not in its tokenizer")
+        raise InputError(f"the model generated token {min(missing)}, which its tokenizer lacks")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument(
         "source",
         type=Path,
         metavar="RUN",
-        help="a run folder (its newest complete checkpoint), a step folder or an exported model",
+        help="run folder (its newest complete checkpoint), checkpoint folder or exported model",
     )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
         "--tokens",
         type=whole_number(),
-        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or the model's remaining positions)",
+        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or the model's free positions)",
     )
     parser.add_argument(
         "--temperature",
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="sampling temperature; 0 picks the most probable token (default: 0)",
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of the run's")
-    parser.add_argument("--seed", type=whole_number(0), help="seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=whole_number(0), help="sampling seed (default: 0)")
     return parser.parse_args(arguments)
 
 

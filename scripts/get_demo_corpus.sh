@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make examples/data/*.txt.xz from Debian packages, or check the existing files.
+# Create examples/data/*.txt.xz from Debian packages, or check existing files.
 #
-#   scripts/get_demo_corpus.sh [FOLDER]           make them (default: examples/data)
-#   scripts/get_demo_corpus.sh --check [FOLDER]   check the sha256 of the texts; needs xz only
+#   scripts/get_demo_corpus.sh [FOLDER]           create the files (default: examples/data)
+#   scripts/get_demo_corpus.sh --check [FOLDER]   check the sha256 of the texts; needs only xz
 #
-# Making them needs: apt-get install bible-kjv bible-kjv-text jargon-text dict-devil xz-utils
-# The texts must have the sha256 below, whatever the versions of the packages. See examples/data/SOURCES.md.
+# To create the files: apt-get install bible-kjv bible-kjv-text jargon-text dict-devil xz-utils
+# The texts must have the sha256 below, with any package versions. See examples/data/SOURCES.md.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
@@ -23,30 +23,30 @@ SETS=(kjv jargon devils_dictionary)
 fail() { echo "error: $*" >&2; exit 2; }
 
 kjv() {
-  command -v bible >/dev/null || fail "no command 'bible': apt-get install bible-kjv bible-kjv-text"
-  # Every line is 'Ge1:1 In the beginning ...'. The reference is removed, since it is not prose; a
-  # blank line is added before each chapter's first verse, to separate chapters.
+  command -v bible >/dev/null || fail "the command 'bible' is missing: apt-get install bible-kjv bible-kjv-text"
+  # Every line is 'Ge1:1 In the beginning ...'. Remove the reference, which is not prose, and add a
+  # blank line before each chapter's first verse.
   bible -f "Ge1:1-Re22:21" |
     awk '{ if (NR > 1 && $1 ~ /:1$/) print ""; sub(/^[^ ]+ /, ""); print }'
 }
 
 jargon() {
   local source=/usr/share/doc/jargon-text/jargon.txt.gz
-  [ -r "$source" ] || fail "no file $source: apt-get install jargon-text"
+  [ -r "$source" ] || fail "the file $source is missing: apt-get install jargon-text"
   gzip -dc "$source"
 }
 
 devils_dictionary() {
   local source=/usr/share/dictd/devil.dict.dz
-  [ -r "$source" ] || fail "no file $source: apt-get install dict-devil"
+  [ -r "$source" ] || fail "the file $source is missing: apt-get install dict-devil"
   gzip -dc <"$source"
 }
 
-check() {  # check FILE EXPECTED: FILE is a .txt.xz
+check() {  # check FILE SHA256: compare the text of a .txt.xz file with its sha256
   local found
-  [ -r "$1" ] || fail "no file $1"
+  [ -r "$1" ] || fail "the file $1 is missing"
   found=$(xz -dc "$1" | sha256sum | cut -d' ' -f1) || fail "$1 is not a readable xz file"
-  [ "$found" = "$2" ] || fail "the text in $1 has sha256 $found, expected $2"
+  [ "$found" = "$2" ] || fail "the text in $1 must have sha256 $2, got $found"
   echo "ok: $1"
 }
 
@@ -58,7 +58,7 @@ if ! $checking; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   for name in "${SETS[@]}"; do
-    # One thread and one block make each version of xz always write the same bytes.
+    # With one thread and one block, all versions of xz write the same bytes.
     "$name" | xz -9e --threads=1 --check=crc64 >"$scratch/$name.txt.xz"
     check "$scratch/$name.txt.xz" "${TEXT_SHA256[$name]}" >/dev/null
   done

@@ -20,10 +20,9 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect the corpus; return 0 for success, 2 if a package is unavailable or its texts
-    differ."""
+    """Collect the corpus; exit with 2 if a package is unavailable or its texts differ."""
     options = parse(arguments)
-    from scripts.data.debian import read_corpus, write_set  # imported here, as it loads torch
+    from scripts.data.debian import read_corpus, write_set  # imported here because it loads torch
 
     output = options.output.absolute()
     corpus = read_corpus(options.corpus)

@@ -7,9 +7,8 @@
     python scripts/paper.py pc_layer figure_3 --tiny --plot-only
     python scripts/paper.py pc_layer figure_5 --measure
 
-The script prints the commands, their planned GPU-hours and the paper's numbers. It then runs or
-submits the commands in order, and draws the figure from the resulting runs. It stops at the first
-command that fails.
+The script prints the commands, their estimated GPU-hours and the paper's numbers. Then it runs or
+submits the commands in order, stops if one fails, and draws the figure from the finished runs.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from training.errors import InputError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
     parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
@@ -36,25 +35,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--tiny", action="store_true", help="run on a laptop (default)")
     size.add_argument("--full", action="store_true", help="run at the size of the paper")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
-    parser.add_argument("--plot-only", action="store_true", help="only draw finished runs")
+    parser.add_argument("--plot-only", action="store_true", help="only plot finished runs")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="write the numbers of the item's finished tiny runs to its result file",
+        help="write the results of the finished tiny runs to the item's JSON file and figure",
     )
     parser.add_argument("--list", action="store_true", help="list papers and items and exit")
     parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")
     parser.add_argument(
-        "--plan", action="store_true", help="plan all full runs, store their GPU-hours and exit"
+        "--plan", action="store_true", help="estimate and store the full runs' GPU-hours and exit"
     )
     return parser.parse_args(arguments)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code of the first command that fails."""
+    """Run the options' commands; return the exit code of the first command that fails."""
     options = parse(arguments)
-    # Imported here, as these modules load torch, pandas and matplotlib.
+    # Imported here because these modules load torch, pandas and matplotlib.
     from scripts.papers.catalogue import (
         commands,
         describe,
@@ -102,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.returncode
     if submitted and drawing:
         again = ["scripts/paper.py", options.paper, options.item, "--full", "--plot-only"]
-        print(f"when the jobs have ended: python {shlex.join(again)}")
+        print(f"after the jobs have ended, plot with: python {shlex.join(again)}")
     return 0
 
 

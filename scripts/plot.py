@@ -1,4 +1,4 @@
-"""Draw figures of runs, checkpoints and studies, and pages about runs.
+"""Draw figures of runs, checkpoints and studies, and write HTML pages about runs.
 
     python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
     python scripts/plot.py runs/tiny_sso --html
@@ -9,9 +9,9 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-If only run folders are given, the command writes every figure for which the runs have data. Several
-runs are overlaid, or drawn separately where an overlay would be unreadable. With --html it writes a
-page per run instead; `compare` writes one page about all runs in the given folders.
+Without a subcommand, the script writes every figure for which the given runs have data. Figures
+overlay several runs, or show each run separately if an overlay would be unreadable. With --html the
+script writes a page per run instead. `compare` writes one page about all runs in the given folders.
 """
 
 import argparse
@@ -29,25 +29,24 @@ KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; if it does not begin with one of `KINDS`, the command is
-    `figures`."""
+    """Parse the command line; without a subcommand in `KINDS`, the subcommand is `figures`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]
     output = Parser(add_help=False)
-    output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf file")
+    output.add_argument("--output", type=Path, required=True, help="file: .svg, .png or .pdf")
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    runs = kinds.add_parser("figures", help="draw every figure of runs, or a page per run")
+    runs = kinds.add_parser("figures", help="draw all figures of runs, or write a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
         "--output",
         type=Path,
-        help="output folder (default: RUN/figures of the first run; with --html each RUN)",
+        help="output folder (default: RUN/figures of the first RUN; with --html, each RUN)",
     )
     form = runs.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
-    form.add_argument("--html", action="store_true", help="write report.html, one page per run")
+    form.add_argument("--html", action="store_true", help="write a page report.html per run")
     compare = kinds.add_parser("compare", help="write one page about several runs")
     compare.add_argument(
         "folders", type=Path, nargs="+", help="run folders, or folders with runs at any depth"
@@ -58,15 +57,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="page to write (default: compare.html in the common parent folder)",
     )
     spectrum = kinds.add_parser(
-        "spectrum", parents=[output], help="draw singular values of weights, raw and effective"
+        "spectrum", parents=[output], help="draw singular values of weights W and PC(W)"
     )
-    spectrum.add_argument("run", type=Path, help="a run folder or a checkpoint")
+    spectrum.add_argument("run", type=Path, help="run folder or checkpoint")
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
-    study = kinds.add_parser("study", parents=[output], help="draw a study's differences")
+    study = kinds.add_parser("study", parents=[output], help="draw loss differences of a study")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
     shown.add_argument(
-        "--by", help="draw losses by this setting of the search, on the horizontal axis"
+        "--by", help="draw the losses by this searched setting on the horizontal axis"
     )
     shown.add_argument(
         "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare_runs(options: argparse.Namespace) -> Path:
-    """Write the page about the runs in folders and return the file."""
+    """Write the page that compares the runs; return its path."""
     from scripts.plots.compare import comparison
 
     around = Path(os.path.commonpath([folder.absolute() for folder in options.folders]))
@@ -100,13 +99,13 @@ def compare_runs(options: argparse.Namespace) -> Path:
         around = options.folders[0]
     path: Path = options.output or around / "compare.html"
     if path.suffix != ".html":
-        raise InputError(f"output must end in .html, got {path}")
+        raise InputError(f"--output must end in .html, got {path}")
     write_whole(path, comparison(around, options.folders))
     return path
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
-    """Write every figure of the runs, or their pages, and return the files."""
+    """Write all figures of the runs, or a page per run; return the paths."""
     from scripts.plots.run_data import read_run
     from scripts.plots.run_figures import write_figures
     from scripts.plots.run_page import report
@@ -114,15 +113,15 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
     runs = [read_run(folder) for folder in options.runs]
     if len({run.name for run in runs}) < len(runs):
         raise InputError(
-            f"runs must have folders of different names, got {', '.join(run.name for run in runs)}"
+            f"run folders must have different names, got {', '.join(run.name for run in runs)}"
         )
     if not options.html:
         for run in runs:
             if not run.metrics:
-                raise InputError(f"{run.folder} contains no logged step yet")
+                raise InputError(f"{run.folder} has not logged a step yet")
         folder = options.output or options.runs[0] / "figures"
         if options.output is None and folder.is_symlink():
-            raise InputError(f"{folder} must not be a link: give the folder with --output")
+            raise InputError(f"{folder} must not be a link; give its target with --output")
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:
@@ -133,7 +132,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
 
 
 def draw_one(options: argparse.Namespace) -> Path:
-    """Write one figure and return the file."""
+    """Write one figure; return its path."""
     from scripts.plots.style import check_target, save
 
     target: Path = options.output

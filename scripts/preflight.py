@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
     sbatch --nodes=8 scripts/slurm/preflight.sbatch
 
-Every rank computes and sends integers whose results are known exactly. A row of the table contains
-the slowest and the median rate of all ranks, and names ranks below 80% of the median. The exit code
-is 1 if a result is wrong. If a check hangs, the last line is its name.
+Every rank computes with and sends integers whose exact results are known. Each row of the table
+shows the slowest and the median rate over all ranks, and lists ranks below 80% of the median. The
+exit code is 1 if a result is wrong. If a check hangs, its name is the last line printed.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from scripts.command import add_json, command, new_parser, whole_number, write_w
 from training.report.table import table
 
 SLOW = 0.8
-"""Share of the median rate below which a rank is named."""
+"""Fraction of the median rate below which a rank is listed as slow."""
 TIMEOUT = datetime.timedelta(seconds=120)
 REPEATS = 5
-"""Number of calls whose median gives the rate, after a warm-up call."""
+"""Number of timed calls after one warm-up call; the rate uses their median time."""
 # PyTorch 2.13 renamed these functions and warns about the old names.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,10 +43,11 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(frozen=True)
 class Check:
-    """A check on one rank: `run` fills `result`, which must equal `expected`.
+    """A check on one rank: `run` writes `result`, which must equal `expected`.
 
-    unit    unit of the rate, which is `amount` per second: TFLOP/s or GB/s
-    source  tensor that is copied to `result` before each run; the copy is not timed
+    unit    unit of the rate: TFLOP/s or GB/s
+    amount  TFLOPs or GB per run
+    source  tensor to copy to `result` before each run, outside the timing
     """
 
     name: str
@@ -60,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of a check over all ranks: rates, and wrong or slow ranks with their hosts."""
+    """Results of a check on all ranks: rates, and wrong and slow ranks with their hosts."""
 
     name: str
     unit: str
@@ -72,7 +73,7 @@ class Row:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks on all ranks; rank 0 prints. Return 1 if a result is wrong."""
+    """Run all checks on all ranks and print on rank 0; return 1 if a result is wrong."""
     options = parse(arguments)
     device = start()
     rank, rows = dist.get_rank(), []
@@ -89,19 +90,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     default = 256 if torch.cuda.is_available() else 4
     parser.add_argument(
         "--mebibytes", type=whole_number(most=16384), default=default,
-        help=f"MiB that each rank sends and copies (default on this machine: {default})",
+        help=f"MiB per rank to send and copy (default on this machine: {default})",
     )  # fmt: skip
     add_json(parser)
     return parser.parse_args(arguments)
 
 
 def start() -> torch.device:
-    """Join the job's ranks (one rank without torchrun) and return this rank's device."""
+    """Initialize torch.distributed, with one rank without torchrun; return this rank's device."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)
@@ -110,14 +111,14 @@ def start() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    # Sums with intermediate rounding to bfloat16 would not be exact.
+    # Reductions in bfloat16 would not be exact.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     return device
 
 
 def checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield the checks in order: each device, each link, each collective of `size` bytes."""
+    """Yield the checks of the device, the links and the collectives, each with `size` bytes."""
     yield product_check(device)
     yield copy_check(device, size)
     ranks = dist.get_world_size()
@@ -131,24 +132,24 @@ def checks(device: torch.device, size: int) -> Iterator[Check]:
 
 
 def product_check(device: torch.device) -> Check:
-    """Multiply matrices of -1, 0 and 1, whose products are exact."""
+    """Return a check of a product of matrices of -1, 0 and 1, which is exact."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
     result, expected = torch.empty_like(left), left @ right
-    expected[:4] = exact.to(device, dtype)  # other rows: a second product must be equal
+    expected[:4] = exact.to(device, dtype)  # other rows must equal the first product
     name = f"product, {str(dtype).removeprefix('torch.')}"
     run = partial(torch.matmul, left, right, out=result)
     return Check(name, "TFLOP/s", 2e-12 * n**3, run, result, expected)
 
 
 def integers(n: int, seed: int) -> Tensor:
-    """Return a matrix `[n, n]` of -1, 0 and 1, the same on every rank."""
+    """Return a matrix `[n, n]` of -1, 0 and 1 that is the same on every rank."""
     return torch.randint(-1, 2, (n, n), generator=torch.Generator().manual_seed(seed))
 
 
 def copy_check(device: torch.device, size: int) -> Check:
-    """Copy memory of the device."""
+    """Return a check of a copy in device memory."""
     source = numbers(device, size, 0)
     result = torch.empty_like(source)
     run = partial(result.copy_, source)
@@ -156,13 +157,13 @@ def copy_check(device: torch.device, size: int) -> Check:
 
 
 def numbers(device: torch.device, size: int, offset: int) -> Tensor:
-    """Return `size` bytes of int32 that differ by position and, with `offset`, by rank."""
+    """Return `size` bytes of int32 that depend on the position; `offset` makes ranks differ."""
     return torch.arange(size // 4, dtype=torch.int32, device=device) % 1021 + offset
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Send to the rank `shift` places later in a ring, and receive from the rank `shift` places
-    earlier."""
+    """Return a check of links: in a ring of `ring` ranks, send to the rank `shift` ahead and
+    receive from the rank `shift` behind."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))
@@ -179,8 +180,8 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
 
 
 def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield the collectives of training over all ranks; rates count the bytes that a rank of a ring
-    sends."""
+    """Yield checks of training's collectives over all ranks; rates count the bytes that each rank
+    sends in a ring algorithm."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)
     whole, part = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
@@ -200,7 +201,7 @@ def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
 
 
 def over_ranks(check: Check, device: torch.device) -> Row:
-    """Run a check on all ranks and compare them."""
+    """Run a check on all ranks and collect the results."""
     seconds, right = [], True
     for _ in range(1 + REPEATS):
         check.result.zero_() if check.source is None else check.result.copy_(check.source)
@@ -224,32 +225,32 @@ def over_ranks(check: Check, device: torch.device) -> Row:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def report(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the table, and a last line with the verdict."""
+    """Return the table, with the verdict in the last line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     title = f"{dist.get_world_size()} ranks, {name}"
     cells = [
         (row.name, f"{row.slowest:.3g}", f"{row.median:.3g}", row.unit, remark(row)) for row in rows
     ]
     wrong = [row.name for row in rows if row.wrong]
-    verdict = f"WRONG: {', '.join(wrong)}" if wrong else "all results are right"
+    verdict = f"WRONG: {', '.join(wrong)}" if wrong else "all results are correct"
     lines = table(("check", "slowest", "median", "", ""), cells)
     return f"{title}\n{lines}\n{verdict}"
 
 
 def remark(row: Row) -> str:
-    """Return a remark about wrong or slow ranks."""
+    """Return a remark that lists wrong and slow ranks."""
     parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
     return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
 
 
 def as_json(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the figures of the table."""
+    """Return the table's figures as JSON."""
     facts = {"ranks": dist.get_world_size(), "device": str(device.type), "torch": torch.__version__}
     return json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=2) + "\n"
 

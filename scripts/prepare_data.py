@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn text into the token sets that pretrain.py reads. See docs/data.md.
+"""Convert text to token sets for pretrain.py. See docs/data.md.
 
     scripts/prepare_data.py --demo --output data/demo
     scripts/prepare_data.py --corpus fineweb --output data/fineweb
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         return fail(f"{error}{_kept(place, '')}", code=2)
     except BrokenProcessPool:
-        return fail(f"a worker process was killed (out of memory?){_kept(place)}", code=1)
+        return fail(f"a worker process was killed, perhaps out of memory{_kept(place)}", code=1)
     except OSError as error:
         return fail(f"{described(error, options.output)}{_kept(place)}", code=2)
     except KeyboardInterrupt:
@@ -56,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(output: Path, nothing: str = "; nothing was written") -> str:
-    """Return a message about the finished work of an interrupted run."""
+    """Return the end of an error message: whether a run can be resumed, else `nothing`."""
     state = output.with_name(f"{output.name}.preparing.state")
     if not (state / "progress.json").exists():
         return nothing
-    return f"; {output.name}.preparing keeps the written part, and the same command continues"
+    return f"; the work so far is in {output.name}.preparing, and the same command resumes it"
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> None:
-    from scripts.data.folder import (  # imported here, as this module imports torch
+    from scripts.data.folder import (  # imported here because it imports torch
         check_replaceable,
         clean_up,
         holds_preparation,
@@ -72,18 +72,18 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 
     shard: Shard | None = options.shard
     preparation = chosen(options)
-    warnings = preparation.check()  # checked before any slow step
+    warnings = preparation.check()  # before any slow step
     identities = preparation.identities() if shard is None else []
     if shard is None:
         warnings += preparation.repeated(identities)
         fingerprint = preparation.fingerprint(identities)
         if holds_preparation(output, fingerprint, overwrite=options.overwrite):
             clean_up(output)
-            print(f"{options.output} already holds this preparation")
+            print(f"{options.output} already contains this preparation")
             return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
-    from models.engine import import_engine  # imported here, as it takes seconds
+    from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     _check_export(preparation.tokenizer)
@@ -95,8 +95,8 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         documents, tokens = (sum(part[i] for part in parts) for i in (0, 1))
         print(
             f"wrote {shard.folder(output)}: {counted(documents, 'document')}, "
-            f"{counted(tokens, 'token')}; without --shard the same command joins the "
-            f"{counted(shard.count, 'shard')}"
+            f"{counted(tokens, 'token')}; when all shards are done, the same command without "
+            f"--shard joins {counted(shard.count, 'shard')}"
         )
         return
     manifest = prepare(preparation, output, identities=identities, **how)
@@ -111,14 +111,14 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 
 
 def _check_export(tokenizer: Path | None) -> None:
-    """Check that an exported model's tokenizer will produce the prepared tokens.
+    """Raise DataError if the tokenizer of an exported model would encode text differently.
 
-    transformers builds some tokenizers from tokenizer_config.json, which may differ from
-    tokenizer.json, for instance in `add_prefix_space`. Raises DifferentError.
+    transformers builds some tokenizers from tokenizer_config.json, which may contradict
+    tokenizer.json, for instance in `add_prefix_space`.
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.equivalence import (  # imported here, as the import is slow
+    from scripts.huggingface.equivalence import (  # imported here because the import is slow
         DifferentError,
         checked_tokenizer,
     )
@@ -127,17 +127,17 @@ def _check_export(tokenizer: Path | None) -> None:
         checked_tokenizer(tokenizer, with_template=True)
     except DifferentError as error:
         raise DataError(
-            f"{error}; an export would be refused: make tokenizer_config.json agree with "
-            "tokenizer.json, or give only tokenizer.json"
+            f"{error}; a model with this tokenizer cannot be exported: correct "
+            "tokenizer_config.json, or give only tokenizer.json"
         ) from None
-    except Exception as error:  # transformers raises errors of many libraries
+    except Exception as error:  # transformers raises errors of many types
         print(
             f"warning: transformers cannot load {tokenizer}: {first_line(error)}", file=sys.stderr
         )
 
 
 def say(preparation: Preparation, warnings: list[str]) -> None:
-    """Print the read and ignored files, and the warnings."""
+    """Print which files are read and ignored, and print the warnings."""
     for plan in preparation.sets:
         print(f"set {plan.name} {plan.listing()}")
     for warning in warnings:
@@ -145,7 +145,7 @@ def say(preparation: Preparation, warnings: list[str]) -> None:
 
 
 def how_to_train(folder: str, sets: Sequence[str]) -> str:
-    """Return a config of the prepared sets to paste, and the training command."""
+    """Return a config of the prepared sets for the user to save, and the training command."""
     name = Path(folder).name
     lines = ["base: configs/tiny_sso.yaml", f"run: {{name: {name}}}", "data:", "  replace: true"]
     for kind in ("train", "validation"):
@@ -157,13 +157,13 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
         ]
     config = "\n".join(lines)
     return (
-        f"\nto train on it, save these lines as {name}.yaml next to pretrain.py:\n\n{config}\n\n"
-        f"and run: python pretrain.py --config {name}.yaml --ranks 2"
+        f"\nto train on this data, save these lines as {name}.yaml next to pretrain.py:\n\n{config}"
+        f"\n\nand run: python pretrain.py --config {name}.yaml --ranks 2"
     )
 
 
 def chosen(options: argparse.Namespace) -> Preparation:
-    """Return the preparation of the command line."""
+    """Return the preparation that the options describe."""
     if options.demo:
         kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
@@ -171,9 +171,9 @@ def chosen(options: argparse.Namespace) -> Preparation:
     sets, tokenizer = (_custom if options.corpus is None else _corpus)(options)
     inputs = [each for plan in sets for each in plan.inputs()]
     if all(each.text_key is not None or not each.has_keys for each in inputs):
-        _refuse(options, "without files of rows whose input names no key", "text_key")
+        _refuse(options, "if every JSON lines, Parquet or hub input has a KEY", "text_key")
     if all(each.has_keys for each in inputs):
-        _refuse(options, "without files of text", "document_bytes")
+        _refuse(options, "without .txt or .md files", "document_bytes")
     return Preparation(
         sets=sets,
         vocabulary=options.train_tokenizer,
@@ -185,7 +185,7 @@ def chosen(options: argparse.Namespace) -> Preparation:
 
 
 def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
-    """Raise InputError for an option among `names` that was given although it has no effect."""
+    """Raise InputError if an option in `names`, which have no effect here, was given."""
     defaults = vars(parse(["--output", ""]))
     flags = {"inputs": "NAME=INPUT", "local": "--from"}
     for name in names:
@@ -195,15 +195,15 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
-    """Return the plan of a corpus of scripts/data/corpora.yaml, and its tokenizer or the given
-    tokenizer."""
+    """Return the plan of a corpus in scripts/data/corpora.yaml, and the path of its tokenizer or of
+    --tokenizer."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        text = "--corpus defines inputs and validation; --tokenizer PATH replaces its tokenizer"
-        raise InputError(text)
+        text = "--corpus must be given without inputs, --validation and --train-tokenizer; "
+        raise InputError(f"{text}to replace the tokenizer of the corpus, give --tokenizer PATH")
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
@@ -211,7 +211,8 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
 
 
 def _demo() -> Preparation:
-    """Return the embedded corpus: three sets, a twentieth held out, a BPE with 4,096 tokens."""
+    """Return the preparation of the embedded corpus: three sets, 5% held out, a BPE with 4,096
+    tokens."""
     sets = []
     for name in _DEMO_SETS:
         file = f"examples/data/{name}.txt.xz"
@@ -221,18 +222,18 @@ def _demo() -> Preparation:
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
-    """Return the plans of the sets, and the given tokenizer, None if one is to be trained."""
+    """Return the plans of the sets, and --tokenizer, or None to train a tokenizer."""
     if not options.inputs:
-        raise InputError("give at least one NAME=INPUT, --corpus NAME or --demo")
+        raise InputError("no input: give NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
-        raise InputError("--from needs --corpus; an input names its own source")
+        raise InputError("--from needs --corpus; NAME=INPUT already contains the source")
     if (options.train_tokenizer is None) == (options.tokenizer is None):
-        raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
+        raise InputError("give exactly one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
-        raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
+        raise InputError("--eod needs --tokenizer; a trained tokenizer always has its own EOD")
     train, validation = _named(options.inputs), _named(options.validation)
     for name in validation.keys() - train.keys():
-        raise InputError(f"--validation {name}=... has no training set {name}=...")
+        raise InputError(f"--validation {name}=INPUT needs a training set {name}=INPUT")
     plans = []
     for name, sources in train.items():
         portions, fraction = [_portion(sources, tokens=options.tokens)], options.validation_fraction
@@ -243,11 +244,11 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
 
 
 _Source = tuple[str, str | None]
-"""A source of documents, and the field of their text if the argument names it."""
+"""A source of documents, and the field that contains the text, or None for --text-key."""
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
-    """Return the inputs of `sources` in order; `limits` are further fields of `Portion`."""
+    """Return the portion with the inputs of `sources` in order; `limits` are its other fields."""
     listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],
@@ -258,14 +259,14 @@ def _portion(sources: list[_Source], **limits: Any) -> Portion:
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
-    """Return the sources of each name, in the given order; a name may have several sources."""
+    """Parse NAME[:KEY]=INPUT arguments; return the sources of each name in the given order."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
         if match is None:
             raise InputError(
-                f"an input must be written NAME=INPUT or NAME:KEY=INPUT with a name of letters, "
-                f"digits, _ and -, got {argument}"
+                f"an input must be NAME=INPUT or NAME:KEY=INPUT, with letters, digits, _ and - in "
+                f"NAME, got {argument}"
             )
         name, key, source = match.groups()
         named.setdefault(name, []).append((source, key))
@@ -290,53 +291,59 @@ def _shard(text: str) -> Shard:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = Parser(
-        description="Turn text into token sets (Megatron .bin/.idx) with a tokenizer and a "
-        "manifest. The output folder appears complete or not at all."
+        description="Convert text to token sets (Megatron .bin and .idx files) with a tokenizer "
+        "and a manifest. The output folder appears only when it is complete."
     )
     parser.add_argument(
         "inputs",
         nargs="*",
         metavar="NAME[:KEY]=INPUT",
-        help="name of a set, and INPUT: a file, a folder, a quoted glob or "
-        "hf:DATASET[:CONFIG][:SPLIT]. KEY is the field with the text (default: --text-key). "
-        f"A name may be repeated. Files: {SUFFIXES}",
+        help="NAME is the name of a set, INPUT a file, a folder, a quoted glob or "
+        "hf:DATASET[:CONFIG][:SPLIT], KEY the field that contains the text (default: --text-key). "
+        f"Several inputs may have the same name. File suffixes: {SUFFIXES}",
     )
-    parser.add_argument("--output", required=True, help="folder to create")
+    parser.add_argument("--output", required=True, help="output folder")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a different or damaged preparation"
+        "--overwrite",
+        action="store_true",
+        help="replace a different or damaged preparation in the output folder",
     )
     parser.add_argument(
-        "--demo", action="store_true", help="prepare only the corpus in examples/data"
+        "--demo", action="store_true", help="prepare the embedded corpus in examples/data"
     )
     parser.add_argument(
         "--corpus",
-        help="prepare the corpus of a recipe, streamed from the Hugging Face hub: "
+        help="prepare a recipe's corpus, streamed from the Hugging Face hub: "
         f"{', '.join(read_corpora())}",
     )
     parser.add_argument(
         "--from",
         dest="local",
         type=Path,
-        help="with --corpus: read this file or folder instead of the hub",
+        help="with --corpus, read this file or folder instead of the hub",
     )
     parser.add_argument(
         "--tokens",
         type=token_count,
-        help="stop each set after N tokens, written as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: no limit, or the number that the corpus defines)",
+        help="maximum number of tokens per set, such as 10000000000, 10_000_000_000, 1e10 or 10B "
+        "(default: no limit, or the corpus's number)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
         "--train-tokenizer",
         type=whole_number(),
-        help="train a byte-level BPE with this many tokens on the training documents",
+        help="train a byte-level BPE with this vocabulary size on the training documents",
     )
     tokenizer.add_argument(
-        "--tokenizer", type=Path, help="use a tokenizer.json or Hugging Face folder"
+        "--tokenizer", type=Path, help="use this tokenizer.json or Hugging Face folder"
     )
-    tokenizer.add_argument("--eod", help="the token that ends a document")
+    tokenizer.add_argument(
+        "--eod",
+        help="end-of-document token of --tokenizer (default: its end-of-sequence token or only "
+        "special token)",
+    )
     tokenizer.add_argument(
         "--allow-lossy",
         action="store_true",
@@ -347,39 +354,40 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--validation-fraction",
         type=_fraction,
         default=Fraction(0),
-        help="share of each set's documents to hold out for validation (default: %(default)s)",
+        help="fraction of each set's documents to hold out for validation (default: %(default)s)",
     )
     documents.add_argument(
         "--validation",
         action="append",
         default=[],
         metavar="NAME[:KEY]=INPUT",
-        help="validation documents of a set, instead of a share of its training documents",
+        help="validation documents of a set, instead of --validation-fraction",
     )
     documents.add_argument(
         "--text-key",
         default="text",
-        help="field with the text, for inputs without KEY (default: %(default)s)",
+        help="field that contains the text, for inputs without KEY (default: %(default)s)",
     )
     documents.add_argument(
         "--document-bytes",
         type=whole_number(0),
         default=2048,
-        help="split a .txt into documents at the first blank line after N bytes; 0 keeps it whole "
-        "(default: %(default)s)",
+        help="split .txt and .md files into documents at the first blank line after this many "
+        "bytes; 0 means one document per file (default: %(default)s)",
     )
     parser.add_argument(
         "--shard",
         type=_shard,
         metavar="K/N",
-        help="encode only share K of N, on any node that has access to OUTPUT's folder; when all "
-        "N shares are done, the same command without --shard joins them",
+        help="encode only shard K of N, on any node that can access OUTPUT; when all N shards are "
+        "done, the same command without --shard joins them",
     )
     parser.add_argument(
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="number of encoding processes; it does not change the result (default: %(default)s)",
+        help="number of encoding processes, which does not affect the result (default: "
+        "%(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

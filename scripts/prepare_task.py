@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prepare a multiple-choice task that scores the model during training (`tasks.files`).
+"""Prepare a multiple-choice task for scoring during training (`tasks.files`).
 
 scripts/prepare_task.py hf:allenai/ai2_arc:ARC-Easy:test --format arc --output data/tasks/arc.jsonl
 scripts/prepare_task.py examples.parquet --output data/tasks/own.jsonl
@@ -27,10 +27,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows, and its data sets.
+    """A format of rows.
 
-    example   function that maps a row to the values of an `Example`, in order
-    sources   datasets on the hub, with a split that has answers
+    example   function from a row to the fields of an `Example`, in order
+    sources   datasets on the hub with this format, each with a split that contains answers
     """
 
     example: Callable[[Row], tuple[str, list[str], int]]
@@ -82,7 +82,7 @@ def _hellaswag(row: Row) -> tuple[str, list[str], int]:
 
 
 def _cleaned(text: str) -> str:
-    """Return a text of WikiHow without the parts in square brackets."""
+    """Remove bracketed annotations from a WikiHow text, as lm-eval does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -99,35 +99,35 @@ FORMATS: Final[Mapping[str, Format]] = {
     "piqa": Format(_piqa, ("hf:baber/piqa::validation",)),
     "sciq": Format(_sciq, ("hf:allenai/sciq::test",)),
 }
-"""Formats by name; plain rows are already examples."""
+"""Formats by name; rows in the format `plain` are already examples."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the examples, one per line, and print their number."""
+    """Write the examples as JSON lines and print their number."""
     options = parse(arguments)
     if options.output.suffix != ".jsonl":
         raise InputError(f"--output must end in .jsonl, got {options.output}")
     if options.output.exists() and real_path(options.output) == real_path(options.source):
-        raise InputError(f"--output must not replace the source, got {options.output}")
+        raise InputError(f"--output must not be the source file, got {options.output}")
     rows = list(islice(examples(options.source, options.format), options.limit))
     if not rows:
-        raise DataError(f"{options.source} has no rows")
+        raise DataError(f"{options.source} contains no rows")
     write_whole(options.output, "".join(each.line() for each in rows))
     choices = [len(each.choices) for each in rows]
     chance = sum(1 / count for count in choices) / len(choices)
     print(
         f"wrote {options.output}: {counted(len(rows), 'example')}, {sum(choices):,} choices, "
-        f"{chance:.3f} by chance; to score it in a run, set "
+        f"accuracy by chance {chance:.3f}; to score the task in a run, set "
         f"tasks.files.{options.output.stem}={options.output}"
     )
     return 0
 
 
 def examples(source: str, name: str) -> Iterator[Example]:
-    """Yield the example of each row of a source in the format `name`.
+    """Yield an example per row of a source in the format `name`.
 
-    Raises DataError for a row of another format or without an answer.
+    Raises DataError if a row has another format or no answer.
     """
     keys = ("context", "choices", "answer")
     for where, row in rows(source):
@@ -135,20 +135,20 @@ def examples(source: str, name: str) -> Iterator[Example]:
             values = FORMATS[name].example(row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DataError(
-                f"{where}: the row must have the format {name} and an answer, which some test "
-                f"splits lack: {error!r:.80}"
+                f"{where}: the row must have the format {name}, with an answer (some test splits "
+                f"contain no answers), got {error!r:.80}"
             ) from None
         yield example_of(dict(zip(keys, values, strict=True)), where)
 
 
 def rows(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a source, each with a name for use in errors.
+    """Yield the rows of a source, each with its place for error messages.
 
-    The source is a dataset of the hub or a folder that `datasets` loads (`hf:NAME:CONFIG:SPLIT`), a
-    Parquet file, or a possibly compressed file with one JSON object per line. Raises DataError if
-    it cannot be read.
+    The source is a hub dataset or a folder that `datasets` can load (`hf:NAME:CONFIG:SPLIT`), a
+    Parquet file, or JSON lines, which may be compressed. Raises DataError if the source cannot be
+    read.
     """
-    from scripts.data.compression import read_lines  # imported here, as these take a second
+    from scripts.data.compression import read_lines  # imported here because it takes a second
     from scripts.data.document_files import parquet_rows
     from scripts.data.hub import parse_hub_input
 
@@ -157,7 +157,7 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
             yield f"{source}, row {number}", row
     elif source.endswith(".parquet"):
         if not Path(source).is_file():
-            raise DataError(f"no file {source}")
+            raise DataError(f"the file {source} does not exist")
         for number, row in enumerate(parquet_rows(Path(source)), start=1):
             yield f"{source}, row {number}", row
     else:
@@ -171,11 +171,11 @@ def rows(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
                       if each.sources)  # fmt: skip
     parser = new_parser(__doc__)
-    parser.epilog = f"Formats and their data sets on the hub, as lm-eval reads them: {formats}"
+    parser.epilog = f"Formats, which follow lm-eval, and their datasets on the hub: {formats}"
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
     )
@@ -186,7 +186,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="plain",
         help="format of the rows (default: plain, with the keys context, choices and answer)",
     )
-    parser.add_argument("--limit", type=whole_number(), help="examples to write (default: all)")
+    parser.add_argument("--limit", type=whole_number(), help="write at most N examples")
     return parser.parse_args(arguments)
 
 

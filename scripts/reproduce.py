@@ -1,12 +1,12 @@
-"""Repeat the papers' synthetic experiments and check their numbers. See docs/papers.md.
+"""Run the papers' synthetic experiments and check their numbers. See docs/papers.md.
 
     python scripts/reproduce.py
     python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png
     python scripts/reproduce.py --list
 
-Each experiment writes a figure and NAME.json, which contains measured and expected numbers,
-settings, versions and data; results.json and table.md contain the checks of all experiments. The
-exit code is 1 if a check failed.
+Each experiment writes a figure and NAME.json with measured and expected numbers, settings, versions
+and data. results.json and table.md contain the checks of all experiments. The exit code is 1 if a
+check fails.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from training.report.table import markdown_table, table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all)")
     parser.add_argument(
@@ -32,9 +32,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path("runs/reproduce"),
         help="output folder (default: runs/reproduce)",
     )
-    parser.add_argument("--seed", type=int, help="seed (default: each experiment's own)")
+    parser.add_argument("--seed", type=int, help="seed (default: the seed of the published run)")
     parser.add_argument(
-        "--small", action="store_true", help="run at a tiny size and check only properties"
+        "--small",
+        action="store_true",
+        help="use tiny sizes; skip the comparison with recorded numbers",
     )
     parser.add_argument(
         "--format", choices=("svg", "png", "pdf"), default="svg", help="format of the figures"
@@ -45,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run experiments; return 0 if every check passed, else 1."""
+    """Run the experiments; return 0 if all checks pass, else 1."""
     options = parse(arguments)
     require("matplotlib")
     from scripts.experiments.runner import HEADINGS, SEEDS, perform, rows, title, write_json

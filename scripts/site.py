@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for `make site`, which adapt pages of the checkout to the site."""
+"""mkdocs hooks of `make site`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace links to files outside the site by the files' names.
+    """Replace each link to a file outside docs/ by the link's text and the file's path.
 
     Raises FileNotFoundError for a link to a file that does not exist.
     """
@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def _named(link: re.Match[str]) -> str:
-    """Return the text and the target file of a link."""
+    """Return the replacement of a link."""
     text, path = link.groups()
     if not (ROOT / path).exists():
         raise FileNotFoundError(f"a page links to {path}, which does not exist")

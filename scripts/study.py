@@ -1,30 +1,32 @@
-"""Tune the variants of a study at equal cost, run them with several seeds and compare them.
+"""Tune the variants of a study at equal cost, train them with several seeds and compare them.
 
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius --jobs 2 train.steps=50
 
-A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
-with a `config`, its own `overrides` and the variant it is compared `against`. Each run is a process
-of `pretrain.py` with one thread and the `environment` of the study, and with the ranks of `--nproc`
-or `--gpus-per-run`. A finished run is not repeated, even without its folder: runs.jsonl stores its
-figures with its settings. A study whose data or environment has changed is refused. The same
-command therefore continues an interrupted study. Several processes with the same command, started
-by hand or as a SLURM array (scripts/slurm/study.sbatch), share the runs. results.json and table.md
-appear next to runs.jsonl at the end; results.json also after each part, with `complete: false`.
+A study is a YAML file with `title`, `seeds`, `overrides` for every run, and `variants` by name. A
+variant has a `config`, its own `overrides`, and the variant `against` which it is compared. Each
+run is a process of pretrain.py with one thread per rank, the study's `environment`, and as many
+ranks as `--nproc` or `--gpus-per-run`. runs.jsonl stores the figures and settings of finished runs,
+which are not repeated, even if their folders are gone, so the same command resumes an interrupted
+study. If the data or environment of a finished run has changed, the study is refused. Several
+processes with the same command, started by hand or as a SLURM array (scripts/slurm/study.sbatch),
+share the runs. results.json and table.md are written next to runs.jsonl after each part, with
+`complete: false` in results.json until the end.
 
-The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
-A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
-with Student's 95% interval over the seeds: `level` if the whole interval is within `level_within`
-(0.02 nats) of 0, `cannot tell` if a wider interval contains 0. A run with a nonfinite loss counts
-as failed, and so does its variant. A variant whose chosen setting is at an end of its grid is
-`refused`. Other keys in which a variant differs from its reference, neither tuned nor in
-`overrides` or `differs`, are listed at the start and in table.md.
+The figure of a run is its last validation loss in nats per token, averaged over its validation
+sets. A seed determines the initial weights and the order of the data. Variants are compared seed by
+seed, with Student's 95% interval of the mean difference: the verdict is `level` if the whole
+interval is within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains
+0. A run with a nonfinite loss fails, and its variant has no mean. If a chosen setting is at an end
+of its grid, the verdict is `refused`. Keys that differ between a variant and its reference,
+although they are neither tuned nor in `overrides` or `differs`, are printed at the start and listed
+in table.md.
 
-With `search`, every variant is tuned first, by successive halving with the seed of the search: the
-candidates of a stage are trained for a `share` of the length `full`, then the best `keep` of them
-for the next share. The next stage starts from the best candidate of this stage. A study that tunes
-variants at different cost is refused. With `tuned_in`, variants start from the choices of another
-study. A width sweep is a study whose variants are widths and whose only stage is a grid of learning
+With `search`, every variant is first tuned by successive halving with the search's seed: the
+candidates of a stage are trained for a `share` of the length `full`, then the best `keep`
+candidates for the next share. The next stage starts from the best candidate. The tuning cost must
+be the same for all variants. With `tuned_in`, variants start from the settings that another study
+chose. A width sweep is a study whose variants are widths and whose only stage is a grid of learning
 rates.
 """
 
@@ -43,9 +45,9 @@ from training.report.progress import progress
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study and return the exit code."""
+    """Run the study and print its tables."""
     options = parse(arguments)
-    # Imported here, as these modules load torch and pandas.
+    # Imported here because these modules load torch and pandas.
     from scripts.studies.description import read_study
     from scripts.studies.records import RecordBook
     from scripts.studies.running import run_study
@@ -68,22 +70,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
-    parser.add_argument("output", type=Path, help="output folder of the runs")
+    parser.add_argument("output", type=Path, help="folder of the runs")
     parser.add_argument(
-        "--results", type=Path, help="folder of runs.jsonl and results.json (default: output)"
+        "--results", type=Path, help="folder of runs.jsonl and the results (default: output)"
     )
     add_places(parser)
-    parser.add_argument("override", nargs="*", help="override of every run's config")
+    parser.add_argument("override", nargs="*", help="key=value override of every run's config")
     return parser.parse_intermixed_args(arguments)
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `places` reads."""
+    """Add the options of `places`."""
     parser.add_argument(
         "--jobs",
         type=whole_number(),
         metavar="N",
-        help="number of simultaneous runs (default: 1, or as many as the GPUs allow)",
+        help="number of simultaneous runs (default: 1; with --gpus-per-run, as many as fit)",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
@@ -93,7 +95,7 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="give each run N GPUs with one rank on each, and run as many at a time as this "
+        help="use N GPUs per run, with one rank per GPU; by default, run as many at a time as this "
         "node's GPUs allow",
     )
 

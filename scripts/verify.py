@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Read all of a run folder, a checkpoint or prepared data, and report damage.
+"""Check run folders, checkpoints and prepared data for damage.
 
     scripts/verify.py runs/tiny_sso data/demo
 
-Every file is compared with its hash, and every tensor of a checkpoint is opened.
+The script compares every file with its stored hash and reads every tensor of a checkpoint.
 """
 
 import argparse
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from training.data.manifest import Manifest
 
 Row = tuple[str, str]
-"""A path and its verdict: `good`, or a sentence about the damage."""
+"""A path and its verdict: `good` or a description of the damage."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row per verdict; return 1 if something is damaged."""
+    """Print a table of verdicts; return 1 if anything is damaged."""
     options = parse(arguments)
     rows: list[Row] = []
-    with progress(lambda: f"{len(rows)} verdicts so far, one for each part such as a checkpoint"):
+    with progress(lambda: f"checked {len(rows)} parts so far, such as checkpoints"):
         for path in options.paths:
             rows.extend(verified(path))
     print(table(("what", "verdict"), rows))
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 GOOD = "good"
 LONGEST = 10_000_000
-"""A run with more steps than this is not searched for gaps in its logs."""
+"""Largest number of steps of a run whose logs are checked for missing steps."""
 
 
 def verified(path: Path) -> Iterator[Row]:
-    """Yield the rows of a path, by the kind of folder. Raises InputError for other kinds."""
+    """Yield the rows of a run, checkpoint or prepared folder. Raises InputError for other paths."""
     from models.engine import import_engine
 
     import_engine()
@@ -64,12 +64,12 @@ def verified(path: Path) -> Iterator[Row]:
         yield from run_rows(path)
     else:
         raise InputError(
-            f"{path} is not a run folder, a checkpoint or prepared data{near_name(path)}"
+            f"{path} must be a run folder, a checkpoint or prepared data{near_name(path)}"
         )
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Yield a row per problem, or one row if there are no problems."""
+    """Yield a row per problem, or the row `good` if there are no problems."""
     lines = []
     try:
         for problem in find():
@@ -80,9 +80,9 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 
 def data_problems(folder: Path) -> Iterator[str]:
-    """Yield a sentence for each difference between a prepared folder and its manifest.
+    """Yield a sentence per difference between a prepared folder and its manifest.
 
-    Raises DataError if there is no readable manifest.
+    Raises DataError if the manifest cannot be read.
     """
     from training.data.hashes import file_sha256
     from training.data.manifest import read_manifest
@@ -92,7 +92,7 @@ def data_problems(folder: Path) -> Iterator[str]:
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            yield f"no file {path}"
+            yield f"{path} is missing"
         elif path.stat().st_size != size:
             yield f"{path} must have {size} bytes, got {path.stat().st_size}"
     lengths = None
@@ -116,9 +116,10 @@ def data_problems(folder: Path) -> Iterator[str]:
 
 
 def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> Iterator[str]:
-    """Yield differences between a set and its entry in the manifest; raise DataError for damage.
+    """Yield a sentence per difference between a set and its manifest entry.
 
-    `lengths` are the bytes of each token, None if they are unknown.
+    `lengths` contains the number of bytes of each token, None if unknown. Raises DataError if the
+    set is damaged.
     """
     from training.data.hashes import file_sha256
     from training.data.token_set import TokenSet
@@ -140,14 +141,14 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence for each fact that differs from the attribute of `stated`."""
+    """Yield a sentence per fact that differs from the attribute of `stated` with the same name."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Open every tensor of a checkpoint, and yield a sentence for each damage."""
+    """Read every tensor of a checkpoint; yield a sentence per problem."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
@@ -156,7 +157,7 @@ def checkpoint_problems(path: Path) -> Iterator[str]:
 
 
 def run_rows(run_dir: Path) -> Iterator[Row]:
-    """Yield the rows of a run: its checkpoints, `latest`, its config and its logs."""
+    """Yield the rows of a run: checkpoints, `latest`, config and logs."""
     from training.checkpoint import checkpoints
     from training.config import load_saved_config
     from training.report.log_lines import LOGS
@@ -183,7 +184,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 
 
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
-    """Yield sentences about damaged lines and missing steps of a log."""
+    """Yield sentences about damaged lines and missing steps in a log."""
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
@@ -192,13 +193,13 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     expected = logged_steps(run_dir, name.partition(".")[0])
     missing = sorted(expected - {line["step"] for line in log.lines})
     if missing:
-        yield f"lacks {len(missing)} steps from {missing[0]} to {missing[-1]}"
+        yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:
-    """Return the steps that `metrics` or `monitors` must contain, up to the newest checkpoint.
+    """Return the steps up to the newest checkpoint that `metrics` or `monitors` must contain.
 
-    The intervals come from the events that the run wrote when it started.
+    The logging intervals are in the events that the run wrote at each start.
     """
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines
@@ -221,7 +222,7 @@ def logged_steps(run_dir: Path, log: str) -> set[int]:
 
 
 def newest_name(run_dir: Path) -> str | None:
-    """Return the name of the newest complete checkpoint, or None."""
+    """Return the folder name of the newest complete checkpoint, or None."""
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint
     from training.checkpoint.stored_checkpoint import ResumeError
 
@@ -234,7 +235,7 @@ def newest_name(run_dir: Path) -> str | None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
     return parser.parse_args(arguments)

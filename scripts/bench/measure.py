@@ -1,8 +1,8 @@
 """Timing, records and tables of all benchmarks.
 
-On a GPU, times are device times measured by events. On a CPU they are processor time of this
-process, which other work on the machine disturbs less than wall time. Compared sides take turns in
-one run; only times of the same run may be compared.
+On a GPU, CUDA events measure device time. On a CPU, times are processor time of this process, which
+other work on the machine disturbs less than wall time. The compared variants run alternately in one
+process; compare only times of the same run.
 """
 
 import json
@@ -23,7 +23,7 @@ from training.machine.environment import versions
 from training.report.table import table
 
 FLUSHED_BYTES = 1 << 28
-"""Number of bytes written between two calls on a GPU: several times its second-level cache."""
+"""Bytes written between two calls on a GPU to flush its L2 cache: several times the cache size."""
 MIB = 2**20
 
 Call = Callable[[], object]
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
-    """Return the milliseconds until a call is done, and until it returns to the host.
+    """Return the milliseconds until the device finishes a call, and until the call returns.
 
-    Both times start after `before` has run. On a GPU, events measure the first time; on a CPU, both
-    are processor time.
+    Both times start after `before` was called. On a GPU, events measure the first time; on a CPU,
+    both times are the same processor time, and `before` is not called.
     """
     if device.type != "cuda":
         begin = time.process_time()
@@ -53,17 +53,17 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call with a cold cache. A first call, which may compile,
-    is not timed."""
+    """Return the median milliseconds of a call with a cold cache, after one untimed call, which may
+    compile."""
     call()
-    # Filling this memory keeps the device busy until the host has launched the call.
+    # Filling `scratch` keeps the device busy until the host has launched the call.
     size = FLUSHED_BYTES if device.type == "cuda" else 0
     scratch = torch.empty(size, dtype=torch.int8, device=device)
     return statistics.median(timed(call, device, scratch.zero_)[0] for _ in range(repeats))
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every side once in each round, and return the results after `warm_up` rounds."""
+    """Call every variant once per round; return the results of the rounds after `warm_up`."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():
@@ -76,10 +76,10 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> 
 def record(
     script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `figures` with the command, date, device and versions that are needed to repeat them.
+    """Return `figures` with the command, date, device and versions needed to reproduce them.
 
-    `script` is a path in the repository; `arguments` are those of its `main`, None for the command
-    line.
+    `script` is a path in the repository; `arguments` are the arguments of the script's `main`, or
+    None for `sys.argv`.
     """
     words = sys.argv[1:] if arguments is None else arguments
     return {
@@ -93,7 +93,7 @@ def record(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same columns, floats with three decimals."""
+    """Print rows as one table, with three decimals for floats and empty cells for None."""
 
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)
@@ -104,6 +104,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write `content` to `path`, unless it is None."""
+    """Write `content` as JSON to `path`, if a path is given."""
     if path is not None:
         write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -4,22 +4,23 @@
     python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
-`--sets` gives the matrices as COUNTxROWSxCOLS; one set may have several shapes, separated by
-commas. With a recipe the matrices are those of the fullest rank, for each number of ranks in
-`--shares`. With a recipe our rules use its settings, its msign, bfloat16 weights and float32
-masters. Without a recipe our rules use the library's defaults and float32 weights; rows named
-"equal" use five steps of msign in bfloat16, the default of the peers. All other optimizers have
-float32 weights.
+Each argument of `--sets` is a set of matrices: COUNTxROWSxCOLS, or several of these, separated by
+commas. With `--config` the matrices are those of the rank with the most work, for each number of
+ranks in `--shares`; our rules then use the recipe's settings and msign, bfloat16 weights and
+float32 master weights. Without `--config` our rules use the library's defaults and float32 weights;
+rows named "equal" use five steps of msign in bfloat16, the default of the other libraries. All
+other optimizers step float32 weights.
 
-`--peers` names a folder with checkouts of other projects under these names, any of which may be
-missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
+`--peers` is a folder with checkouts of other projects in subfolders of these names, any of which
+may be missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
 (NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon with
 torch's matrix products). On a GPU each project uses its own kernels.
 
-All optimizers step equal weights on equal gradients, in turn, with one thread. A cell is the median
-processor time or, on a GPU, the median time of the device and the median time of the host. Under
-torchrun the weights are sharded over all ranks by rows, as by FSDP2. Only our and dion's optimizers
-step such weights; a row shows the ranks' mean processor time, and the bytes that all ranks send.
+All optimizers step equal weights with equal gradients, alternately, on one thread. The table shows
+the median processor time, or on a GPU the median device time and the median host time. Under
+torchrun the weights are sharded by rows over all ranks, as in FSDP2. Only our optimizers and dion's
+can step sharded weights; each row then shows the mean processor time per rank and the bytes that
+all ranks send.
 """
 
 import argparse
@@ -75,25 +76,25 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
         "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
     ),
 }  # fmt: skip
-"""For each library: its checkout, module, class and settings, and the setting that turns on its GPU
+"""The checkout, module, class and settings of each library, and the setting that turns on its GPU
 kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
 """Fields that all matrix rules share and that determine most of their cost."""
 WARM_UP = 3
-"""Number of first steps of each side, which are not timed; the third step records a graph."""
+"""Number of untimed first steps of each optimizer; the third step captures the CUDA graph."""
 ALIGNMENT = 0.6
-"""The gradient's component along the weight's top singular pair Theta, in units of min(shape)^-1/2.
-With this value |f(0)| is 0.5, as in training; with unaligned gradients every solver would be too
-fast."""
+"""Component of the gradient along Theta, the weight's top singular pair, in units of
+min(shape)^-1/2. This value makes |f(0)| 0.5, as in training; with random gradients every solver
+would converge too fast."""
 
 Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Return options of our rules by name: the defaults, and for rules with msign also the "equal"
-    options."""
+    """Return options of our rules by row name: the defaults, and "equal" options of rules with
+    msign."""
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
         options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
@@ -102,9 +103,9 @@ def library_options() -> dict[str, dict[str, Any]]:
 
 
 def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return options of our rules by name: the recipe's, with the msign of the recipe's rule.
+    """Return the recipe's options of each of our rules, with the msign of the recipe's matrix rule.
 
-    Raises InputError for a rule that cannot take that msign.
+    Raises InputError if a rule does not support these msign options.
     """
     optimizer, options = config.optimizer, {}
     main = vars(optimizer.rule(optimizer.matrix.rule))
@@ -122,7 +123,7 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def torch_optimizers(msign_steps: int) -> dict[str, Make]:
-    """Return the optimizers of torch, by name."""
+    """Return the factories of torch's optimizers by name."""
     return {
         "torch AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True, **PLAIN),
         "torch Muon": lambda p: torch.optim.Muon(p, ns_steps=msign_steps, **PLAIN),
@@ -130,19 +131,19 @@ def torch_optimizers(msign_steps: int) -> dict[str, Make]:
 
 
 def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
-    """Return the Muon of each checkout in `folder`, by name; print the missing ones."""
+    """Return the Muon factory of each checkout in `folder`; print which libraries are missing."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
     for name, (checkout, module, attribute, settings, kernels) in PEERS.items():
         if not (folder / checkout).is_dir():
-            print(f"{name} left out: no {folder / checkout}")
+            print(f"{name} skipped: {folder / checkout} does not exist")
             continue
         sys.path.insert(0, str((folder / checkout).resolve()))
         try:
             kind = getattr(import_module(module), attribute)
         except (ImportError, SyntaxError) as error:
-            print(f"{name} left out: {error}")
+            print(f"{name} skipped: {error}")
             continue
         own_kernels = {kernels: device.type == "cuda"} if kernels else {}
         makers[name] = partial(kind, **PLAIN, **settings, **own_kernels)
@@ -150,8 +151,8 @@ def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return weights of spectral norm sqrt(rows / cols), and gradients that are aligned with them
-    as in training, both `[count, rows, cols]`."""
+    """Return weights of spectral norm sqrt(rows / cols) and gradients aligned with the weights as
+    in training, both `[count, rows, cols]`."""
     rows, cols = shape
     generator = torch.Generator(device).manual_seed(rows * cols)
     weight = torch.randn(count, rows, cols, generator=generator, device=device)
@@ -164,10 +165,10 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 
 
 class Side:
-    """An optimizer on its own weights, equal to those of every other side.
+    """A compared optimizer with its own copy of the weights and gradients.
 
-    With a mesh the weights are sharded over its ranks by rows. `graph` records the step as a CUDA
-    graph.
+    With a mesh the weights are sharded by rows over the mesh. `graph` captures the step of our
+    optimizers as a CUDA graph.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step; return its milliseconds and the milliseconds of the host, as means over
+        """Take a step; return its milliseconds on the device and on the host, averaged over
         ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
@@ -206,7 +207,7 @@ class Side:
         return mean, mean
 
     def sent(self) -> float:
-        """Take a step; return the bytes that all ranks send."""
+        """Take a step; return the total bytes that all ranks send."""
         with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
             self.step()
         total = torch.tensor(float(traffic.sent))
@@ -215,14 +216,14 @@ class Side:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that this rank sends to others in all-to-alls and all-gathers."""
+    """Counter of the bytes that this rank sends to other ranks in all-to-alls and all-gathers."""
 
     sent = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation; the second argument of a collective is the tensor that it sends."""
+        """Run an operation and count its bytes; a collective sends its second argument."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -236,20 +237,19 @@ class Traffic(TorchDispatchMode):
 
 
 def parsed_shapes(text: str) -> Shapes:
-    """Parse COUNTxROWSxCOLS[,...] into the shape of every weight."""
+    """Parse COUNTxROWSxCOLS[,...] into one shape per weight."""
     shapes: Shapes = []
     for part in text.split(","):
         try:
             count, rows, cols = map(int, part.split("x"))
         except ValueError:
-            raise InputError(f"--sets must be COUNTxROWSxCOLS, got {text}") from None
+            raise InputError(f"--sets must be COUNTxROWSxCOLS[,...], got {text}") from None
         shapes += count * [(rows, cols)]
     return shapes
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrices of the rank with the largest load, if a run places the config's matrices
-    on `ranks` ranks."""
+    """Return the matrix shapes of the most loaded rank of a run of `config` on `ranks` ranks."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -259,8 +259,7 @@ def fullest_share(config: Config, ranks: int) -> Shapes:
 
 
 def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) -> dict[str, Any]:
-    """Return, by optimizer, the median milliseconds of a step and, on several ranks, the sent
-    bytes."""
+    """Return each optimizer's median milliseconds per step and, on several ranks, bytes sent."""
     device, mesh = torch.device(options.device), None
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -291,7 +290,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) 
 
 
 def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the figures of an optimizer."""
+    """Return an optimizer's table row from its times on the device and on the host."""
     whole, host = (statistics.median(times) for times in zip(*turns, strict=True))
     row = {"ms": whole}
     if side.device.type == "cuda":
@@ -302,11 +301,11 @@ def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
-    """Return the matrices to step, and their recipe if any, by name."""
+    """Return the shapes of the matrices to step, and their recipe or None, by case name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # With a vocabulary the config needs no data; the vocabulary's weights seldom have a matrix
-    # rule.
+    # A given vocabulary size lets the config load without data. The size hardly matters, because
+    # embedding and head seldom have a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     warn_replaced(options.overrides)
     return {
@@ -316,21 +315,23 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of weights")
-    parser.add_argument("--config", type=Path, help="YAML file of a recipe, instead of --sets")
+    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of matrices")
+    parser.add_argument("--config", type=Path, help="YAML file of a recipe, used instead of --sets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument(
         "--shares",
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="numbers of ranks (default: 1 8)",
+        help="rank counts for which to measure the recipe (default: 1 8)",
     )
-    parser.add_argument("--peers", type=Path, help="folder of checkouts")
+    parser.add_argument("--peers", type=Path, help="folder with other libraries' checkouts")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
-    parser.add_argument("--repeats", type=whole_number(), default=10, help="steps (default: 10)")
+    parser.add_argument(
+        "--repeats", type=whole_number(), default=10, help="steps to time (default: 10)"
+    )
     parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
@@ -339,7 +340,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row for each optimizer, and write them."""
+    """Measure all optimizers; print a table per set and write the JSON file."""
     options = parse(arguments)
     ranks, device = int(os.environ.get("WORLD_SIZE", "1")), torch.device(options.device)
     if ranks > 1 and device.type != "cpu":

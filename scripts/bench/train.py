@@ -5,24 +5,24 @@
     python scripts/bench/train.py --config configs/tiny_muon_pc.yaml --synthetic \
         --variant pc=null --variant pc.evaluator=in_graph
 
-The measured trainer is the trainer of pretrain.py, built from the config and its `key=value`
-overrides; nothing is saved or validated. `--synthetic` trains on random tokens and reads no data.
+The script measures pretrain.py's trainer, built from the config and its `key=value` overrides,
+without checkpoints and validation. `--synthetic` trains on random tokens and reads no data.
 
-Each `--variant` is the same config with further overrides; several overrides need quotes. Variants
-and the config take steps in turn. Column `x` is a variant's time divided by the config's time; `x
-by update` leaves out data, forward and backward. On a CPU, phases are measured in processor time if
-there are variants. The phase `data` reads tokens and compares them with their hashes; `--variant
-data.verify=none` omits the comparison.
+Each `--variant` adds overrides to the config; quote several overrides as one argument. The config
+and its variants take steps alternately. Column `x` is a variant's step time divided by the
+config's; `x by update` is the same ratio if only the time outside data, forward and backward
+differed. With variants, phases on a CPU are measured in processor time. The phase `data` reads
+tokens and checks their hashes; `--variant data.verify=none` omits the check.
 
-MFU is model FLOPs per token, times tokens per second and device, over the device's dense bfloat16
-peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix and those of causal
-attention; recomputation does not count. The peaks (training/report/metrics.py) are from NVIDIA's
-data sheets, such as 989e12 for H100 SXM and H200. For other devices give --peak-flops; otherwise
-MFU is null. Phases are timed by the clock on a CPU, and on a GPU by events, which do not make a
-step wait. Steps include the logging that the config asks for.
+MFU is model FLOPs per token, times tokens per second and device, divided by the device's dense
+bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix plus those of
+causal attention, without recomputation. The peaks (parallel/plan/devices.py) come from NVIDIA's
+data sheets, such as 989e12 for H100 SXM and H200. Devices without a listed peak need --peak-flops;
+otherwise MFU is null. On a GPU, phases are timed by CUDA events, which do not block the step. Steps
+include the logging that the config requests.
 
-A run's own `log.profile` writes a trace of steps, and a rehearsal names the lines at which the host
-waits (docs/planning.md).
+In a training run `log.profile` writes a trace of steps. A rehearsal prints the lines at which the
+host waits for the device (docs/planning.md).
 """
 
 import argparse
@@ -65,22 +65,21 @@ from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
-"""Number of first steps of each side, which are not timed."""
+"""Number of untimed first steps of the config and of each variant."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
 )  # fmt: skip
-"""Phases of a step; every moment belongs to one phase. Reduction and weights count only while the
-step waits for them. Backward is all of Megatron's schedule except forward, so it includes
-recomputation."""
+"""Phases of a step; each moment counts for exactly one phase. "gradient reduction" and "wait for
+weights" are only the time that the step waits. "backward" is Megatron's schedule without forward
+and thus includes recomputation."""
 PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Records the moments at which phases begin.
+    """Timer of phases: CUDA events, which do not block, on a GPU; `clock` on a CPU.
 
-    It uses events on a GPU, which do not block, and `clock` on a CPU. Phases may be nested; time
-    counts for the innermost.
+    Phases may be nested; time counts for the innermost phase.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Phases:
             self._mark()
 
     def restart(self) -> None:
-        """Forget earlier times and begin to measure."""
+        """Discard earlier times and start measuring."""
         self._marks.clear()
         self._mark()
 
@@ -127,7 +126,7 @@ class Phases:
 
 
 def watch(trainer: Trainer, phases: Phases) -> None:
-    """Make `phases` measure the steps of a trainer from now on."""
+    """Wrap the trainer's methods so that `phases` measures all further steps."""
     model, optimizer = trainer.model, trainer.optimizer
     calls: list[tuple[Any, str, str]] = [
         (model, "forward_backward", "backward"),
@@ -158,7 +157,7 @@ def _timed(batches: Iterator[torch.Tensor], phases: Phases) -> Iterator[torch.Te
 
 
 class Side:
-    """A trainer whose steps are measured."""
+    """The measured trainer of the config or of one variant."""
 
     def __init__(self, config: Config, groups: Groups, clock: Callable[[], float]) -> None:
         data, _ = build_data(config)
@@ -168,7 +167,7 @@ class Side:
         watch(self.trainer, self.phases)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Take steps; return seconds per step of each phase, and of wall time as `step`."""
+        """Take steps; return each phase's seconds per step, and wall seconds per step as `step`."""
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -178,10 +177,9 @@ class Side:
 
 
 def start(config: Config) -> Groups:
-    """Start the process groups of a config that this world can run.
+    """Check the config against the world size and start its process groups.
 
-    Raises InvalidConfigError, which names the problems, for a config that cannot run on these
-    ranks.
+    Raises InvalidConfigError, which lists the problems, if the config cannot run on these ranks.
     """
     check(config, world_size())
     groups = start_groups(config)
@@ -190,12 +188,12 @@ def start(config: Config) -> Groups:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     add_config(parser)
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"key=value ..."',
-        help="also measure the config with these overrides; may be repeated",
+        help="also measure the config with these additional overrides; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
@@ -207,9 +205,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def variants(options: argparse.Namespace) -> dict[str, Config]:
-    """Load the config and its variants as they are measured, by name.
+    """Load the config and its variants by name, adapted to the benchmark.
 
-    Raises InputError for a variant on another layout of ranks.
+    Raises InputError if a variant changes the parallel layout.
     """
     warn_replaced(options.overrides)
     overrides = {CONFIG: "", **{text: text for text in options.variant}}
@@ -219,9 +217,9 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
     }
     for name, config in configs.items():
         if config.parallel != configs[CONFIG].parallel:
-            raise InputError(f"--variant must keep the layout of ranks, got {name}")
-        # The last step of a run is logged, so it must come after the measured ones, which have the
-        # full batch.
+            raise InputError(f"--variant must not change the section parallel, got {name}")
+        # A run always logs its last step, so the last step must come after the measured steps.
+        # Without a batch ramp all steps have the full batch.
         steps = max(config.train.steps, WARM_UP + options.steps + 3)
         train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
         configs[name] = replace(config, train=train)
@@ -231,22 +229,21 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: on a GPU, allocated since the last reset; on a CPU, of this
-    process."""
+    """Return the peak memory: allocated on the GPU since the last reset, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Measure every side: its seconds, as in `Side.turn`, and its bytes on this rank."""
+    """Return each side's median seconds, as in `Side.turn`, and its memory on this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    # A single side takes all steps at once, so that on a GPU the host runs ahead as in training.
+    # Without variants all steps run in one call: on a GPU the host then runs ahead as in training.
     alone = len(sides) == 1
     calls = {name: partial(side.turn, steps if alone else 1) for name, side in sides.items()}
     turns = in_turn(calls, 1 if alone else steps, warm_up=0)
@@ -261,7 +258,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Return figures over all ranks: the largest time and memory, and mean phases."""
+    """Return figures of all ranks: the maximum of step time and memory, and mean phases."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, trainer.data.attended_length()).flops_per_token
@@ -289,7 +286,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the figures of the config for people."""
+    """Print the config's figures in a readable form."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "
@@ -303,7 +300,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the table of the config and its variants."""
+    """Return the rows of the table that compares the config with its variants."""
 
     def spent(figures: Mapping[str, Any]) -> tuple[float, float]:
         phases = figures["phase_seconds"]
@@ -329,7 +326,7 @@ def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print and write the result on rank 0."""
+    """Measure the config and its variants; rank 0 prints and writes the result."""
     options = parse(arguments)
     configs = variants(options)
     groups = start(configs[CONFIG])

@@ -1,13 +1,13 @@
-"""Compare the kernels with the library and write the dispatcher's table.
+"""Time the Triton kernels against the vendor library and write the dispatcher's table.
 
     python scripts/bench/tune.py                       # all default problems; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
-A problem is batch x rows x columns. For each problem, dtype and operation, events of the device
-time the library and every tile. The fastest becomes this device's entry in
-spectral/kernels/table.json, with date and versions; entries of other devices are kept. A tile whose
-result differs from the library's result by more than rounding is never chosen, and the exit code is
-then 1. Times are medians of single calls with a cold second-level cache.
+A problem is BATCHxROWSxCOLUMNS. For each problem, dtype and operation, CUDA events time the library
+and every tile. The fastest becomes the device's entry in spectral/kernels/table.json, with date and
+versions; entries of other devices do not change. A tile whose result differs from the library's by
+more than rounding is never chosen, and the script then exits with 1. Times are medians of single
+calls with a cold L2 cache.
 """
 
 import argparse
@@ -59,16 +59,16 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Calls of an operation on `x` `[batch, rows, cols]` by tile; the library's call is under None.
+    """Return calls of an operation on `x` `[batch, rows, cols]` by tile, None for the library.
 
-    "commuting" and "polynomial" are the operations of the first step of msign; "grouped" takes two
-    stacks: `x`, and the first half of the columns of `x`.
+    "commuting" and "polynomial" are operations of msign's first step. "grouped" computes the Gram
+    matrices of two stacks: `x`, and the first half of the columns of `x`.
     """
     if operation == "gram":
         return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
-        # quack takes only one stack.
+        # quack supports only one stack.
         tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)
 
         def grams() -> Tensor:
@@ -87,16 +87,15 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile, with None for the library; `by_kernel` takes the tile as its last
-    argument."""
+    """Return calls by tile, None for the library; `by_kernel` accepts the tile as last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
 
 def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether two products differ only by the rounding of `dtype`, by default their own.
+    """Return whether two products differ only by the rounding of `dtype` (default: `result`'s).
 
-    Truncated bfloat16 is tolerated.
+    The bound of bfloat16 also allows truncation instead of rounding.
     """
     bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
@@ -106,10 +105,9 @@ def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem: yield a table entry per operation, and whether all results agree.
+    """Measure one problem; yield table entries, each with whether all tiles' results are right.
 
-    The tiles are those in `only`, or all candidates if it is None; the results are compared with
-    the library's.
+    `only` contains the tiles to measure; None means all candidates.
     """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
@@ -129,8 +127,8 @@ def measure(
             + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
             flush=True,
         )
-        # If quack is best, a second entry serves installations without quack; the first entry that
-        # can be used counts.
+        # The dispatcher uses the first usable entry. If quack is fastest, a second entry is for
+        # installations without quack.
         others = [tile for tile in times if tile != dispatch.QUACK]
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
@@ -142,7 +140,7 @@ def measure(
 
 
 def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
-    """Return the problem size under which the dispatcher looks up the operation on `x`."""
+    """Return the problem size by which the dispatcher looks up the operation on `x`."""
     batch, rows, cols = x.shape
     if operation == "grouped":
         return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
@@ -164,14 +162,14 @@ def written(table: dict[str, Any]) -> str:
 
 
 def parse_tile(text: str) -> Tile:
-    """Parse a tile, "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
+    """Parse a tile: "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
     sizes, warps, stages, *precision = text.split(":")
     block, depth = map(int, sizes.split("x"))
     return Tile(block, depth, int(warps), int(stages), *precision)  # type: ignore[arg-type]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda", help="device (default: cuda)")
     parser.add_argument(
@@ -185,23 +183,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="BxD:W:S[:PRECISION]",
         help="tiles to try (default: all candidates)",
     )
-    parser.add_argument("--repeats", type=int, default=25, help="calls to measure (default: 25)")
+    parser.add_argument("--repeats", type=int, default=25, help="timed calls a tile (default: 25)")
     parser.add_argument(
         "--output",
         type=Path,
         default=dispatch.TABLE,
-        help="the table to write (default: spectral/kernels/table.json)",
+        help="table to write (default: spectral/kernels/table.json)",
     )
     return parser.parse_args(arguments)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the table; return 1 if a kernel gave a wrong result."""
+    """Measure and write the table; return 1 if a kernel computed a wrong result."""
     options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("a CUDA device must be present, got none")
+        raise InputError(f"--device {options.device} needs a CUDA device, and torch finds none")
     entries, right = [], True
     for problem in options.problems:
         for dtype in options.dtypes:
@@ -215,8 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
-    # The name of a device is longer than the name of its kind; the entries of a kind serve devices
-    # that were not measured.
+    # The dispatcher uses the longest key with which a device's name begins, so shorter keys such as
+    # "NVIDIA H100" apply to devices that were not measured.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }

@@ -1,5 +1,5 @@
-"""Weights-only checkpoints, written with one parameter in memory at a time, and the weighted mean
-of a run's checkpoints."""
+"""Writing weights-only checkpoints with one parameter in memory at a time, and averaging a run's
+checkpoints."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,16 +44,16 @@ from training.report.progress import progress
 from training.report.table import short
 
 Read = Callable[[str], Tensor]
-"""Function from the name of a parameter or buffer to its value, float32."""
+"""Function that returns the float32 value of a parameter or buffer by name."""
 
 
 def write_state(
     folder: Path, config: Config, read: Read, buffers: Mapping[str, tuple[int, ...]], step: int = 0
 ) -> dict[str, FileFacts]:
-    """Write the files of a checkpoint's state to `folder`; return their facts by name.
+    """Write the state files of a checkpoint to `folder`; return the facts of each file by name.
 
-    Parameters are read in the shape in which their units view them; `buffers` contains the shape of
-    each buffer by name. Raises InputError if `read` does.
+    `read` must return each parameter in its units' `view_shape`; `buffers` contains the shape of
+    each buffer. Raises InputError if `read` raises it.
     """
     last = LastParameter(read)
     units = all_units(config.model, **unit_options(config))
@@ -69,7 +69,7 @@ def write_state(
     writer, planner = StateWriter(folder), LazyPlanner(sources)
     with (
         progress(lambda: f"{short(planner.written)} of {total} parameters written"),
-        warnings.catch_warnings(),  # a save by one process is intended
+        warnings.catch_warnings(),  # torch warns about saves by one process
     ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -82,7 +82,7 @@ def write_state(
 
 
 class LastParameter:
-    """Cache of the parameter that was read last, as the units of a parameter are consecutive."""
+    """Cache of the last parameter read; the units of one parameter are requested consecutively."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -90,7 +90,7 @@ class LastParameter:
         self._value = torch.empty(0)
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return a whole unit `[*axes]`, float32."""
+        """Return a whole unit `[*axes]` in float32."""
         if unit.parameter != self._name:
             self._value = torch.empty(0)  # freed before the next unit is read
             self._name, self._value = unit.parameter, self._read(unit.parameter)
@@ -98,7 +98,7 @@ class LastParameter:
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Save planner that creates each tensor when it is written; the state contains only shapes.
+    """Save planner that creates each tensor when it is written; the state dict has only shapes.
 
     written    number of elements written so far
     """
@@ -110,8 +110,8 @@ class LazyPlanner(DefaultSavePlanner):
         self.written = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of an item of the plan."""
-        if self._last is not None:  # torch's writer would keep every tensor until the end
+        """Return the tensor of a planned item and free the previous tensor."""
+        if self._last is not None:  # torch's writer references every tensor until the end
             self._last.untyped_storage().resize_(0)
         value = self._last = self._sources[write_item.index.fqn]().clone()
         self.written += value.numel()
@@ -121,11 +121,11 @@ class LazyPlanner(DefaultSavePlanner):
 def average(
     infos: Sequence[CheckpointInfo], weights: Sequence[float], target: Path, *, on_sphere: bool
 ) -> list[float]:
-    """Write the mean of checkpoints as a weights-only checkpoint, the new folder `target`.
+    """Write the weighted mean of checkpoints as a weights-only checkpoint in a new folder `target`.
 
     `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
-    Returns the spectral norms of these matrices in the mean, relative to the radius. Raises
-    InputError for checkpoints of several runs, models or tokenizers, and if the target exists.
+    Returns the spectral norm over radius of each of these matrices before rescaling. Raises
+    InputError if the runs, models or tokenizers of the checkpoints differ, or if `target` exists.
     """
     check_free(target)
     for info in infos:
@@ -149,8 +149,8 @@ def average(
 
 
 def kept(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the entries about the run in the average's meta.json, taken from the last
-    checkpoint."""
+    """Return the entries of the average's meta.json that are copied from the last checkpoint, with
+    the versions."""
     keys = ("step", "identity", "progress", "initialized_from")
     return {
         **{key: info.meta[key] for key in keys if key in info.meta},
@@ -160,16 +160,16 @@ def kept(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
-    """Raise InputError unless both checkpoints are of one run, model and tokenizer."""
+    """Raise InputError if the run, model or tokenizer of the checkpoints differ."""
     if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
         raise InputError(
-            f"{info.path} must be a checkpoint of the run of {last.path}, whose run_id is "
-            f"{last.meta.get('run_id')}, got {run}"
+            f"{info.path} must be from the same run as {last.path}, whose run_id is "
+            f"{last.meta.get('run_id')}, got run_id {run}"
         )
     different = list(changes(*map(_model, (info, last))))
     if different:
         raise InputError(
-            f"{info.path} must have the model of {last.path}, got differences: "
+            f"{info.path} must have the same model as {last.path}, but these settings differ: "
             f"{', '.join(map(str, different))}"
         )
 
@@ -184,11 +184,11 @@ def _model(info: CheckpointInfo) -> dict[str, Any]:
 
 
 class Mean:
-    """Parameters and buffers of the weighted mean of checkpoints.
+    """The weighted mean of checkpoints, computed one parameter or buffer at a time.
 
     buffers  shape of each buffer
     units    units of each parameter
-    norms    spectral norm over radius of each matrix on a sphere, in the parameters read so far
+    norms    spectral norm over radius of each matrix with a sphere rule that was read so far
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Mean:
         self._assign = config_assignments(self.config)
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter in the shape in which its units view it, or a buffer, float32."""
+        """Return a parameter in its units' `view_shape`, or a buffer, in float32."""
         if name in self.buffers:
             shape = self.buffers[name]
             return weighted_sum((each.buffer(name, shape), weight) for each, weight in self._parts)
@@ -219,7 +219,7 @@ class Mean:
         return whole
 
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
-        """If a rule keeps the matrix on a sphere, record its relative norm, and rescale it if
+        """Record the norm over radius of a matrix with a sphere rule, and rescale it if
         requested."""
         rule = self._assign(unit).rule
         if not rule.whole_matrix:
@@ -237,7 +237,7 @@ class Mean:
 
 
 def weighted_sum(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the weighted sum of tensors, computed in float64, as float32."""
+    """Return the weighted sum of tensors, summed in float64, as float32."""
     total = torch.zeros(())
     for i, (value, weight) in enumerate(parts):
         total = torch.zeros_like(value, dtype=torch.float64) if not i else total

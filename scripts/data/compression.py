@@ -1,4 +1,4 @@
-"""Decompression of text files. The format is detected from the content, as file names can be
+"""Decompression of text files, whose format is detected from the content because file names can be
 wrong."""
 
 import gzip
@@ -25,7 +25,7 @@ _MAGIC: Final = {
     **{bytes((0x50 + i, 0x2A, 0x4D, 0x18)): "zstd" for i in range(16)},  # a skippable frame
 }
 _HEAD: Final = 512
-"""Number of bytes at the start of a file that identify its format."""
+"""Number of bytes read from the start of a file to detect its format."""
 _READ: Final = 1 << 20
 _ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
@@ -34,8 +34,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the decompressed lines of a text file, with their line ends.
 
     Raises:
-        DataError: the file is missing or is not text, or its compressed content is corrupt,
-            truncated or empty.
+        DataError: the file is missing or not text, or the compressed content is corrupt, truncated
+            or empty.
     """
     try:
         with _opened(path) as lines:
@@ -46,7 +46,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file from its first bytes, or None if it is not compressed."""
+    """Detect the compression of a file from its first bytes; None means not compressed."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
@@ -57,9 +57,10 @@ def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
     if named is not None and kind is None:
         empty = path.stat().st_size == 0
         raise DataError(
-            f"cannot read {path}: empty, as after a failed download; fetch it again or delete it"
+            f"cannot read {path}: it is empty, perhaps after a failed download; download it again "
+            "or delete it"
             if empty
-            else f"cannot read {path}: not {named}; if it is plain text, rename it without "
+            else f"cannot read {path}: it is not {named}; if it is plain text, rename it without "
             f"{path.suffix}"
         )
     match kind:
@@ -78,17 +79,16 @@ def _unreadable(path: Path, error: BaseException) -> str:
         return f"cannot read {path}: {reason}"
     if "too much memory" in reason:
         return (
-            f"cannot read {path}: its zstd window is over 128 MiB (made with --long); write it "
-            f"again: zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
+            f"cannot read {path}: its zstd window exceeds 128 MiB (zstd --long); recompress it: "
+            f"zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
         )
-    return f"cannot read {path}: corrupt: {reason}"
+    return f"cannot read {path}: it is corrupt: {reason}"
 
 
 class _XzStreams(io.RawIOBase):
-    """All streams of an .xz file as one, without the padding that the format allows between
-    streams.
+    """Reader of all streams of an .xz file, which skips padding between streams.
 
-    Python's `lzma.open` silently stops at padding and at a later stream that is damaged.
+    Python's `lzma.open` silently stops at padding, and at a damaged stream after the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,11 +97,11 @@ class _XzStreams(io.RawIOBase):
         self._pending = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True, as `io` requires of a readable stream."""
+        """Return True: `io` requires this method of a readable stream."""
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        """Copy at most the next block to the buffer; return the bytes copied, 0 at the end."""
+        """Copy at most one block to the buffer; return the number of bytes copied, 0 at the end."""
         if not self._pending:
             self._pending = memoryview(next(self._blocks, b""))
         size = min(len(buffer), len(self._pending))
@@ -116,7 +116,7 @@ class _XzStreams(io.RawIOBase):
 
 
 def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed content of an .xz file, all streams, in pieces that are not empty."""
+    """Yield the decompressed content of all streams of an .xz file in nonempty blocks."""
     stream: lzma.LZMADecompressor | None = None
     padding = 0
     while content := file.read(_READ):
@@ -142,11 +142,11 @@ def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 def _check_padding(size: int) -> None:
     if size % 4:
-        raise lzma.LZMAError(f"{size} zero bytes after a stream, not a multiple of 4")
+        raise lzma.LZMAError(f"padding after a stream must be a multiple of 4 bytes, got {size}")
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return a command that pipes a file's content through `program` into a new file next to it."""
+    """Return a command that pipes the decompressed file through `program` into a new file."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
@@ -154,11 +154,11 @@ def rewritten(path: Path, program: str, end: str) -> str:
 
 
 def _check_text(head: bytes, path: Path) -> None:
-    """Raise DataError if the first bytes of a file's content show that it is not UTF-8 text."""
+    """Raise DataError if the first bytes of a file show that it is not UTF-8 text."""
     if encoding := _encoding(head):
         plain = path.with_suffix("") if path.suffix in SUFFIXES else path
         command = rewritten(path, f"iconv -f {encoding} -t UTF-8", f"utf8{plain.suffix}")
-        raise DataError(f"{path} is {encoding}, not UTF-8: {command}")
+        raise DataError(f"{path} must be UTF-8, got {encoding}; convert it: {command}")
     what = next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
     if head[257:262] == b"ustar":
         what = "a tar archive: tar -xf {path}"
@@ -167,7 +167,7 @@ def _check_text(head: bytes, path: Path) -> None:
 
 
 def _encoding(head: bytes) -> str | None:
-    """Return UTF-16 or UTF-32 if a byte order mark, or zeros in every second byte, indicate it."""
+    """Detect UTF-16 or UTF-32 from a byte order mark, or UTF-16 from zeros in every second byte."""
     for mark, encoding in ((b"\xff\xfe\0\0", "UTF-32"), (b"\xff\xfe", "UTF-16"),
                            (b"\xfe\xff", "UTF-16")):  # fmt: skip
         if head.startswith(mark):
@@ -180,7 +180,7 @@ def _encoding(head: bytes) -> str | None:
 
 _FOREIGN: Final = {
     b"PAR1": "a Parquet file: mv {path} {parquet}",
-    b"ARROW1": "an Arrow file: write it as Parquet with datasets or pyarrow",
+    b"ARROW1": "an Arrow file: convert it to Parquet with datasets or pyarrow",
     b"PK\x03\x04": "a zip archive: unzip {path}",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive: 7z x {path}",
     b"BZh91AY&SY": "compressed by bzip2: bunzip2 {path}",
@@ -192,4 +192,4 @@ _FOREIGN: Final = {
         if magic != b"\x5d\0\0"
     },
 }
-"""For files that are not text: the format and the remedy, by the file's first bytes."""
+"""Format and remedy of files that are not text, by their first bytes."""

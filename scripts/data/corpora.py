@@ -1,4 +1,4 @@
-"""The corpora on which recipes train: sources, tokenizer and number of tokens of each."""
+"""The corpora of the recipes, with sources, tokenizers and token counts."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,9 +17,9 @@ FILE: Final = Path(__file__).with_name("corpora.yaml")
 
 @dataclass(frozen=True)
 class Part:
-    """A source of a corpus and its share.
+    """A dataset in a corpus and its share of the tokens.
 
-    source  name of the dataset on the hub
+    source  `hf:NAME` of the dataset on the hub
     share   share of the tokens, relative to the other parts' shares
     folder  folder of the part's files in a snapshot of the dataset; None: the part's name
     """
@@ -31,13 +31,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus that becomes one set.
+    """A corpus, which is written as one set.
 
-    about        the paper or project that uses the corpus, and what is different here
-    tokenizer    name on the Hugging Face hub
-    tokens       number of tokens to write, validation included
-    validation   share of the documents that is held out
-    parts        sources by name
+    about        the paper or project that uses the corpus, and differences from its corpus
+    tokenizer    name of the tokenizer on the Hugging Face hub
+    tokens       number of tokens to write, including validation
+    validation   fraction of the documents to hold out for validation
+    parts        datasets by name
     """
 
     name: str
@@ -48,15 +48,15 @@ class Corpus:
     parts: dict[str, Part]
 
     def set_plan(self, tokens: int | None = None, local: Path | None = None) -> SetPlan:
-        """Return the plan of the corpus's only set.
+        """Return the plan of the corpus's set.
 
         Args:
-            tokens: number of tokens to write instead of `self.tokens`.
-            local: a file or folder to read instead of the hub. Each part is in a folder with the
-                part's name or in `data/NAME`, as on the hub. If the corpus has one part, `local`
+            tokens: number of tokens to write; None: `self.tokens`.
+            local: a file or folder to read instead of the hub. It contains a folder for each part,
+                named as in `Part.folder`, NAME or data/NAME. If the corpus has one part, `local`
                 may also be the part's only file or the folder of its files.
 
-        Raises DataError if `local` contains nothing to read, or no folder for a part.
+        Raises DataError if `local` contains no readable file, or no folder for a part.
         """
         total = self.tokens if tokens is None else tokens
         shares = sum(part.share for part in self.parts.values())
@@ -72,7 +72,7 @@ class Corpus:
         return SetPlan(self.name, portions, self.validation)
 
     def _local(self, place: Path, name: str) -> str:
-        """Return the path of a part's files in a local copy."""
+        """Return the path of a part's files in a local copy of the corpus."""
         names = [self.parts[name].folder or name, f"data/{name}", name]
         folders = [place / each for each in dict.fromkeys(names)]
         for folder in folders:
@@ -81,13 +81,13 @@ class Corpus:
         if len(self.parts) == 1 and (place.is_file() or _holds_rows(place)):
             return str(place)
         raise DataError(
-            f"--from {place} contains no folder for {name}, a part of {self.name}: move the "
-            f"files of this part to one of {', '.join(map(str, folders))}"
+            f"--from {place} contains no folder for {name}, a part of {self.name}; move the files "
+            f"of {name} to one of {', '.join(map(str, folders))}"
         )
 
 
 def _holds_rows(folder: Path) -> bool:
-    """Return whether a folder itself, not only its subfolders, contains files of rows."""
+    """Return whether a folder directly contains JSON lines or Parquet files."""
     return folder.is_dir() and any(
         isinstance(each, FileInput) and each.has_keys and each.path.parent == folder
         for each in find_inputs(str(folder)).inputs
@@ -96,7 +96,7 @@ def _holds_rows(folder: Path) -> bool:
 
 @cache
 def read_corpora() -> dict[str, Corpus]:
-    """Return the corpora of corpora.yaml by name."""
+    """Return the corpora in corpora.yaml by name."""
     return {
         name: Corpus(
             name=name,

@@ -1,5 +1,5 @@
-"""Sets of documents from Debian packages and this repository, as a corpus file describes them.
-apt-get downloads the packages and dpkg-deb opens them.
+"""Sets of documents, described by a corpus file, from Debian packages and this repository.
+apt-get downloads the packages, and dpkg-deb opens them.
 """
 
 import gzip
@@ -24,21 +24,20 @@ from training.config.yaml_files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
-_COMPRESSED = (".gz", ".dz")  # .dz, used by dictionaries, is gzip with an index
+_COMPRESSED = (".gz", ".dz")  # .dz is the format of dictd: gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """Return the .deb of a package in `folder`; download it if `version` is missing there.
+    """Return the .deb of a package in `folder`, downloaded if `folder` lacks this version.
 
-    If apt's sources offer only another version, the other version is used, as its texts may be the
-    same.
+    If apt offers only another version, return that version, because its texts may be the same.
 
     Raises:
         DataError: apt-get or dpkg-deb is missing, or the package cannot be downloaded.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise DataError(f"no {tool}: make these texts on Debian 12 or in a container of it")
+            raise DataError(f"{tool} is missing: run this on Debian 12 or in a Debian 12 container")
     folder.mkdir(parents=True, exist_ok=True)
     debs, problem = _debs(folder, name), ""
     if version not in debs:
@@ -48,19 +47,19 @@ def download(name: str, version: str, folder: Path) -> Path:
         debs = _debs(folder, name)
     if not debs:
         raise DataError(
-            f"cannot download {name} {version}: {problem or 'apt-get left no file'}; Debian 12 "
-            "contains it: is there a network, did `apt-get update` run?"
+            f"cannot download {name} {version} of Debian 12: {problem or 'apt-get wrote no file'}; "
+            "check the network and run `apt-get update`"
         )
     return debs.get(version, [*debs.values()][-1])
 
 
 def _debs(folder: Path, name: str) -> dict[str, Path]:
-    """Return the packages of a name in a folder, by version."""
+    """Return all versions of a package in a folder, by version."""
     return {version_of(deb): deb for deb in sorted(folder.glob(f"{name}_*.deb"))}
 
 
 def _apt_download(package: str, folder: Path) -> str:
-    """Download a package; return the error as one line, empty after success."""
+    """Download a package; return apt's error as one line, or an empty string."""
     command = ["apt-get", "download", "-q", package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]
@@ -68,7 +67,7 @@ def _apt_download(package: str, folder: Path) -> str:
 
 
 def version_of(deb: Path) -> str:
-    """Return the version that a .deb states."""
+    """Read the version of a .deb."""
     done = subprocess.run(
         ["dpkg-deb", "--field", str(deb), "Version"], capture_output=True, text=True, check=True
     )
@@ -78,13 +77,12 @@ def version_of(deb: Path) -> str:
 def read_texts(
     deb: Path, patterns: Sequence[str], leave_out: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every file of a .deb whose path matches one of `patterns`, sorted by
-    path.
+    """Yield path and decompressed text of the files of a .deb that match `patterns`, by path.
 
-    Files whose names match one of `leave_out` are skipped. Compressed files are decompressed.
+    Files whose names match one of `leave_out` are skipped.
 
     Raises:
-        DataError: dpkg-deb cannot read the package, a pattern matches nothing, or a text is not
+        DataError: dpkg-deb cannot read the package, a pattern matches no file, or a text is not
             UTF-8.
     """
     command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
@@ -100,7 +98,7 @@ def read_texts(
                 texts[path] = file.read()
     unmatched = [p for p in patterns if not any(fnmatchcase(path, p) for path in texts)]
     if unmatched:
-        raise DataError(f"{deb.name} has no file {', '.join(unmatched)}")
+        raise DataError(f"{deb.name} contains no file that matches {', '.join(unmatched)}")
     for path in sorted(texts):
         name = PurePosixPath(path).name
         if not any(fnmatchcase(name, pattern) for pattern in leave_out):
@@ -135,12 +133,12 @@ class Source(Section):
 
     @property
     def name(self) -> str:
-        """The name of the source in reports."""
+        """Package or file name of the source."""
         return self.package or str(self.file)
 
 
 class DocumentSet(Section):
-    """Sources of one set; `sha256` is the hash of its documents as JSON lines."""
+    """Sources of one set, and the sha256 of its documents as JSON lines."""
 
     sources: list[Source]
     sha256: str
@@ -153,7 +151,7 @@ class Corpus(Section):
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Return the corpus that a file describes. Raises ConfigError with all problems of the file."""
+    """Read a corpus file. Raises InvalidConfigError with all problems of the file."""
     try:
         return bind(Corpus, read_merged(path))
     except InvalidConfigError as error:
@@ -161,13 +159,13 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
-    """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
+    """Write `output`/NAME.jsonl, one line `{"text": ..., "source": ...}` per document.
 
-    Packages are downloaded to `output`/packages; the paths of files are relative to `root`. Returns
-    a report: a line with the hash of the written file, and a line for each source.
+    Packages are downloaded to `output`/packages; file paths are relative to `root`. Returns a
+    report: a line with the hash of the written file, and a line per source.
 
     Raises:
-        DataError: a source cannot be read, or the documents differ from the recorded hash.
+        DataError: a source cannot be read, or the documents do not match the recorded hash.
     """
     reports: list[str] = []
     others: list[str] = []
@@ -196,19 +194,18 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
     digest = hashlib.sha256(encoded).hexdigest()
     if digest != content.sha256:
         raise DataError(
-            f"the documents of {name} have sha256 {digest}, expected {content.sha256}"
-            f"; packages other than recorded: {', '.join(others) or 'none'}. Run `apt-get update` "
-            "and try again, or record their sha256 in a --corpus file of your own"
+            f"the documents of {name} must have sha256 {content.sha256}, got {digest}; packages "
+            f"that differ from the recorded packages: {', '.join(others) or 'none'}. Run `apt-get "
+            "update` and try again, or record the new sha256 in your own --corpus file"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
     return [f"{name}.jsonl: sha256 {digest}", *reports]
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """Yield the documents of a text: the whole text, or pieces that begin at lines matching
-    `entry`.
+    """Yield the whole text as one document, or split it before lines that match `entry`.
 
-    A matching line begins a piece only if a blank line precedes it.
+    A matching line starts a document only after a blank line.
     """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:

@@ -1,9 +1,9 @@
 """Reading documents from text, JSON lines and Parquet files, compressed or not.
 
-pyarrow reads Parquet files and `datasets` reads the hub. Text and JSON lines are read here, because
-`datasets` would silently change or lose text: it turns line ends into `\\n`, turns strings that
-look like dates into dates, and reads a truncated .zst file as if it were whole. It also refuses
-fields that appear late or change their type, and restarts line numbers in each block.
+pyarrow reads Parquet files, and `datasets` reads the hub. This module parses text and JSON lines,
+because `datasets` silently changes or loses text: it converts line ends to `\\n` and strings that
+look like dates to dates, and reads a truncated .zst file without an error. It also rejects fields
+that appear late or change their type, and restarts line numbers in each block.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,32 +24,32 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
 CHECKED: Final = 1000
-"""Number of documents of each input that are checked before the preparation begins."""
+"""Number of documents of each input that are checked before the preparation starts."""
 PARQUET_ROWS: Final = 1024
 """Number of rows of a Parquet file in memory at a time."""
 NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
-"""Function that returns whether to read (input, document). If document is None, it returns whether
-to read any document of the input."""
+"""Function (input number, document number) that returns whether to read the document. For document
+None it returns whether to read any document of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How documents are found in files."""
+    """Options for splitting files into documents."""
 
-    text_key: str = "text"  # field that contains the text, for inputs that do not name one
+    text_key: str = "text"  # field that contains the text, for inputs without their own text_key
     document_bytes: int = (
-        2048  # bytes after which a blank line ends a document in text files; 0: never
+        2048  # in text files, a blank line after this many bytes ends a document; 0: never
     )
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
-    """Yield the text of every document that is not blank, in order.
+    """Yield the text of every nonblank document in order.
 
     Raises:
-        DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
+        DataError: an input is missing, unreadable or not UTF-8, or has no text field.
     """
     for each in inputs:
         with closing(_documents(each, options)) as documents:
@@ -63,10 +63,9 @@ def numbered_documents(
 
     Args:
         inputs: the inputs to read.
-        options: how to split files into documents.
-        start: the position that an interrupted run reached.
-        owns: function of (i, n) that returns whether to yield document `n` of input `i`; n = None
-            asks whether to yield any document of `i`.
+        options: options for splitting files into documents.
+        start: the position at which an interrupted run stopped.
+        owns: function that returns whether to yield a document.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
@@ -79,13 +78,13 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input; return (checked, blank) documents of
-    each.
+    """Check the first `CHECKED` documents of every input; return each input's counts of checked and
+    of blank documents.
 
-    An input whose documents are all blank is read to its end.
+    The check reads on while all documents of an input are blank.
 
     Raises:
-        DataError: as in `read_documents`; also if all documents of a file of rows are blank.
+        DataError: as in `read_documents`; also if all rows of an input are blank.
     """
     counts = []
     for each in inputs:
@@ -97,8 +96,8 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
                     break
         if blank == number > 0 and each.has_keys:
             raise DataError(
-                f"{each}: {_key(each, options)!r} is blank in all of "
-                f"{counted(number, 'document')}; name the key of the text, or leave the file out"
+                f"{each}: {_key(each, options)!r} is blank in all "
+                f"{counted(number, 'document')}; give the key of the text, or omit the file"
             )
         counts.append((number, blank))
     return counts
@@ -125,10 +124,9 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
 
 
 def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file; if the file has the column `key`, a row has only this
-    column.
+    """Yield every row of a Parquet file, only with column `key` if the file has this column.
 
-    Raises DataError for a file that is missing, damaged or not Parquet.
+    Raises DataError if the file is missing, damaged or not Parquet.
     """
     _check_parquet(path)
     try:
@@ -141,14 +139,14 @@ def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError unless a file begins as a Parquet file does."""
+    """Raise DataError if a file does not start with Parquet's magic bytes."""
     if is_pointer(path):
         raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     with path.open("rb") as file:
         head = file.read(16)
     if not head.startswith(b"PAR1"):
         raise DataError(
-            f"cannot read {path}: it is not a Parquet file but begins with {head!r}; fetch it again"
+            f"cannot read {path}: not a Parquet file: it begins with {head!r}; download it again"
         )
 
 
@@ -178,11 +176,10 @@ def _as_text(path: Path, program: str) -> str:
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
-    """Split text into documents, which joined give the same text byte for byte.
+    """Split text into documents whose concatenation is the same text, byte for byte.
 
-    Once a document has `document_bytes` bytes, it ends after the next blank lines. If no blank line
-    follows, it ends at the first line end after 16 times `document_bytes`. 0 keeps the text in one
-    document.
+    A document of at least `document_bytes` bytes ends after the next blank lines, or, if no blank
+    line follows, at the first line end after 16 times `document_bytes`. 0 means one document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False
@@ -210,16 +207,15 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
             remedy = _remedy(number, line, path)
             raise DataError(f"{where}: invalid JSON: {error}; {remedy}") from None
         if isinstance(row, list):
-            raise DataError(f"{where}: one JSON list, not a row; {_rewrite('.[]', path)}")
+            raise DataError(f"{where}: rows must be objects, got a list; {_rewrite('.[]', path)}")
         yield row_text(row, where, key)
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:
-    """Return the remedy for a line that is not JSON; it may be part of JSON spread over several
-    lines."""
+    """Return the remedy for a line that is not valid JSON, such as a part of a longer JSON text."""
     line = line.strip()
     if number == 1 and line.startswith(b"<"):
-        return "it is HTML or XML, as after a failed download: fetch it again"
+        return "the file is HTML or XML, perhaps after a failed download; download it again"
     if number == 1 and line.startswith(b"["):
         return f"the file is one list that spans several lines; {_rewrite('.[]', path)}"
     if number == 1 and not line.endswith(b"}"):
@@ -233,17 +229,17 @@ def _rewrite(rows: str, path: Path) -> str:
 
 
 def row_text(row: object, where: str, key: str) -> str:
-    """Return the text under `key` in a row.
+    """Return the value of `key` in a row.
 
     Raises:
         DataError: the key is missing, its value is not a string, or UTF-8 cannot encode the value
-            because it contains half of a surrogate pair.
+            because of an unpaired surrogate.
     """
     if not isinstance(row, Mapping) or key not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"{where}: no key {key!r}, found {keys or 'no keys'}; name the key of the text by "
-            "--text-key KEY or NAME:KEY=INPUT"
+            f"{where}: the row must have the key {key!r}, got {keys or 'no keys'}; give the key of "
+            "the text as --text-key KEY or NAME:KEY=INPUT"
         )
     value = row[key]
     if not isinstance(value, str):
@@ -254,6 +250,6 @@ def row_text(row: object, where: str, key: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: {key!r} is not Unicode text: {error.reason}; fix or remove the row"
+            f"{where}: {key!r} is not valid Unicode: {error.reason}; fix or remove the row"
         ) from None
     return value

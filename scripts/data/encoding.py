@@ -1,5 +1,5 @@
-"""Encode documents in several processes, in order, and decode some of them as a check. Workers
-import this module and the main script, so neither of the two imports torch.
+"""Encoding of documents in several processes, in order; some documents are decoded as a check.
+Workers import this module and the main script, so neither of them imports torch.
 """
 
 import multiprocessing
@@ -27,24 +27,22 @@ from training.errors import DataError
 _CHUNK_CHARACTERS = 1 << 18
 DECODED: Final = 1000
 ONE_IN: Final = 64
-_CHUNKS_PER_WORKER = 4  # enough chunks to keep workers busy, few enough to limit memory
+_CHUNKS_PER_WORKER = 4  # queued chunks: enough to keep workers busy, few enough to limit memory
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The settings of encoding: the tokenizer's file, the EOD token and the integer type of
-    tokens."""
+    """An encoder of texts: tokenizer file, EOD token id and dtype of the tokens."""
 
     path: Path
     eod_id: int
     dtype: str
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, with EOD after each text, and decode the texts whose numbers are in
-        `sample`.
+        """Encode texts, append EOD to each, and decode the texts whose indices are in `sample`.
 
         Text that looks like a special token is encoded as plain text, so a document cannot contain
-        a forged end of document.
+        a forged EOD.
         """
         tokenizer = _load(self.path)
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -62,16 +60,16 @@ class Encoder:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The tokens of some consecutive documents."""
+    """The tokens of consecutive documents."""
 
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
-    lengths: list[int]  # tokens of each document, EOD included
-    bytes: list[int]  # size of each document in UTF-8
-    # Decoded texts: the original and the result.
+    lengths: list[int]  # number of tokens of each document, including EOD
+    bytes: list[int]  # UTF-8 size of each document
+    # (original text, decoded text) of each sampled document
     decoded: list[tuple[str, str]] = field(default_factory=list)
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """Yield (tokens, bytes of text) of each document."""
+        """Yield the tokens and the UTF-8 size of each document."""
         pieces = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
         yield from zip(pieces, self.bytes, strict=True)
 
@@ -86,11 +84,11 @@ def _load(path: Path) -> Tokenizer:
 
 
 class Workers:
-    """Processes that encode documents. They start with the first input of more than one chunk;
-    smaller inputs, and all inputs of a single worker, are encoded in this process.
+    """Pool of processes that encode documents, started at the first call with more than one chunk.
+    A single chunk, or with one worker every chunk, is encoded in this process.
 
-    On exit the context manager ends the processes and drops the loaded tokenizer, because another
-    tokenizer may be written to its path later.
+    The context manager ends the processes at exit and unloads the tokenizer, because another
+    tokenizer may later be written to the same path.
     """
 
     def __init__(self, count: int) -> None:
@@ -109,7 +107,7 @@ class Workers:
     def encode(
         self, documents: Iterable[tuple[Position, str]], encoder: Encoder
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield encoded documents with their positions, in order for any number of workers."""
+        """Yield encoded documents with their positions, in the documents' order."""
         chunks = _sampled(_chunked(documents))
         few = list(islice(chunks, 2))
         chunks = chain(few, chunks)
@@ -140,8 +138,8 @@ def _result(
 def _sampled(
     chunks: Iterable[tuple[list[Position], list[str]]],
 ) -> Iterator[tuple[list[Position], list[str], range]]:
-    """Yield chunks, each with the range of texts to decode: the first `DECODED` texts of all, then
-    one in `ONE_IN`."""
+    """Yield chunks with the range of texts to decode: about the first `DECODED` texts, then one in
+    `ONE_IN`."""
     done = 0
     for positions, texts in chunks:
         step = 1 if done < DECODED else ONE_IN
@@ -167,7 +165,7 @@ def _chunked(
 
 
 def _start_worker() -> None:
-    """Make a worker ignore Ctrl-C, use one thread, and exit with its parent."""
+    """Make the worker ignore Ctrl-C, use one thread, and exit when its parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -181,21 +179,20 @@ def _exit_with_parent() -> None:
 
 
 LARGEST: Final = 0.01
-"""Largest share of the decoded documents that may differ from their text."""
+"""Largest allowed share of decoded documents that differ from the original text."""
 _AROUND: Final = 20
 
 
 @dataclass
 class RoundTrip:
-    """The number of a set's documents that were decoded, and how many of them differ from their
-    text."""
+    """Counts of a set's decoded documents and of those that differ from the original text."""
 
     decoded: int = 0
     lost: int = 0
     example: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Count the decoded documents of a chunk, and the documents that differ."""
+        """Add the counts of a chunk."""
         for text, decoded in chunk.decoded:
             self.decoded += 1
             if text != decoded:
@@ -203,19 +200,16 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Refuse a tokenizer that changes text; checked after `DECODED` documents and, if `final`,
-        at the end.
+        """Refuse a tokenizer that changes text, once `DECODED` documents were decoded, or if
+        `final`.
 
         Raises:
-            DataError: a larger share of documents than `LARGEST` differs, and this is not
-                `allowed`.
+            DataError: `allowed` is False and the share of changed documents exceeds `LARGEST`.
         """
         if allowed or not (final or self.decoded >= DECODED):
             return
         if self.lost > LARGEST * self.decoded:
-            raise DataError(
-                f"set {name}: {self}; use a tokenizer that keeps the text, or give --allow-lossy"
-            )
+            raise DataError(f"set {name}: {self}; use a lossless tokenizer, or give --allow-lossy")
 
     def __str__(self) -> str:
         share, of = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
@@ -223,7 +217,7 @@ class RoundTrip:
 
 
 def _difference(text: str, decoded: str) -> str:
-    """Return both texts around their first difference."""
+    """Return excerpts of both texts around the first difference."""
     start = max(0, len(commonprefix([text, decoded])) - _AROUND // 2)
     pieces = [repr(each[start : start + 2 * _AROUND]) for each in (text, decoded)]
     return " for ".join(reversed(pieces))

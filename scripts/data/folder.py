@@ -1,4 +1,4 @@
-"""An output folder that appears only when it is complete; a killed run can continue its work."""
+"""An output folder that appears only when it is complete, and that can be resumed after a kill."""
 
 import fcntl
 import json
@@ -20,27 +20,26 @@ PROGRESS = "progress.json"
 
 
 class AtomicFolder:
-    """Builds `output` in the folder `output.preparing`, and renames it when everything is on disk.
+    """Context manager that writes a folder atomically: it is built as `output.preparing`.
 
-    Inside the context manager, write to `path`. `commit` turns `path` into `output`; without a
-    commit everything is deleted. A killed run leaves `output.preparing`, which the next run
-    removes. A run locks `output.preparing.lock` until it has cleaned up, so two runs never work at
-    once. If there is no lock file, a folder with such a name comes from another program and is not
-    touched.
+    Inside the context manager, write to `path`. `commit` syncs `path` and renames it to `output`;
+    without a commit everything is deleted. After a kill, `output.preparing` remains until the next
+    run removes it. A run locks `output.preparing.lock` until it has cleaned up, so two runs never
+    write the same folder. If `output.preparing` exists without a lock file, another program wrote
+    it, and it is not touched.
 
-    After `save`, the written files are kept even without a commit. The next run with the same key
-    finds the saved value in `progress`, and the kept files of the preparation's state in the folder
-    `state`.
+    After `save`, the written files are kept even without a commit. In the next run with the same
+    key, `progress` is the saved value, and the folder `state` contains the saved state files.
 
     Args:
-        output: the folder.
-        check: raises InputError unless `output` may be written to. `check` is called when the lock
-            is taken, and again before `output` is replaced.
-        key: identifies everything that determines the content; None if no later run may continue.
+        output: the folder to write.
+        check: raises InputError if `output` must not be written. `check` is called after locking
+            and before `output` is replaced.
+        key: identifies everything that determines the content; None if no later run may resume.
 
     Raises:
-        InputError: `output` is a URL or contains ~ or a variable; another run is preparing the same
-            folder or has just finished it; or a folder of another program is in the way.
+        InputError: `output` is a URL or contains ~ or a variable; another run is writing the same
+            folder or has just finished it; or a folder of another program has the same name.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
@@ -61,7 +60,7 @@ class AtomicFolder:
         was_killed = self._lock.exists()
         self._locked = _lock(self._lock)
         if self._locked is None:
-            raise InputError(f"another run is preparing {self.output}")
+            raise InputError(f"another process is writing {self.output}")
         try:
             self._begin(was_killed)
         except BaseException:
@@ -70,12 +69,12 @@ class AtomicFolder:
         return self
 
     def _begin(self, was_killed: bool) -> None:
-        """Remove a killed run's leftovers, check `output`, and create the folder to write to."""
+        """Remove the remains of a killed run, check `output`, and create the folder to write."""
         places = (self.path, self.state, self._replaced)
         leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
             raise InputError(
-                f"{leftovers[0]} is in the way and was not left by a preparation: move it"
+                f"{leftovers[0]} must not exist, and no preparation wrote it; move it elsewhere"
             )
         # A run that was killed between the renames of `commit` left this folder.
         if self._replaced.exists() and not self.output.exists():
@@ -83,8 +82,8 @@ class AtomicFolder:
         self.progress = self._saved()
         if self.kept and self.progress is None:
             print(
-                f"warning: {self.path} belongs to another preparation, or its inputs have changed; "
-                "starting again",
+                f"warning: {self.path} was made from other inputs or options; starting from the "
+                "beginning",
                 file=sys.stderr,
             )
         for leftover in places if self.progress is None else (self._replaced,):
@@ -96,9 +95,9 @@ class AtomicFolder:
             self.state.mkdir(exist_ok=True)
 
     def save(self, progress: Any) -> None:
-        """Save `progress` as JSON, and keep the written files from now on.
+        """Save `progress` as JSON; from now on the written files are kept without a commit.
 
-        The files that `progress` counts must be on disk.
+        All files that `progress` counts must be synced to disk.
         """
         new = self.state / (PROGRESS + ".new")
         new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
@@ -107,7 +106,7 @@ class AtomicFolder:
         sync(self.state)
 
     def _saved(self) -> Any:
-        """Return the progress that a run with the same key saved, or None if there is none."""
+        """Return the progress saved by a run with the same key, or None."""
         if self._key is None or not self.path.is_dir():
             return None
         try:
@@ -118,7 +117,7 @@ class AtomicFolder:
 
     @property
     def kept(self) -> bool:
-        """Whether a run can continue from saved progress."""
+        """Whether a later run can resume from saved progress."""
         return self.path.exists() and (self.state / PROGRESS).exists()
 
     def _release(self) -> None:
@@ -150,15 +149,17 @@ class AtomicFolder:
 
 
 def clean_up(output: Path) -> None:
-    """Remove what a run killed after completing `output` left, unless another run is at work."""
+    """Remove the remains of a run that was killed after completing `output`.
+
+    Does nothing while another process is writing `output`.
+    """
     if output.with_name(output.name + LOCK).exists():
         with suppress(InputError), AtomicFolder(output, lambda: None):
             pass
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file, which is created if missing; return its descriptor, or None if another process
-    holds the lock."""
+    """Create and lock a file; return its descriptor, or None if another process has locked it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -168,14 +169,14 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        os.close(descriptor)  # a run that has just ended removed the file
+        os.close(descriptor)  # another process removed the file when it ended; try again
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
     """Return whether `output` already contains the complete preparation with this fingerprint.
 
     Raises:
-        InputError: the preparation is damaged, and `output` must not be overwritten.
+        InputError: the preparation is damaged, and `overwrite` is False.
     """
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
@@ -183,7 +184,8 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     damaged = _damaged_files(output, manifest.files)
     if damaged and not overwrite:
         raise InputError(
-            f"{output} is damaged: {', '.join(damaged)} missing or truncated; give --overwrite"
+            f"{output} is damaged: {', '.join(damaged)} missing or truncated; give --overwrite to "
+            "write it again"
         )
     return not damaged
 
@@ -197,16 +199,16 @@ def _damaged_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
 
 
 def check_replaceable(output: Path, overwrite: bool) -> None:
-    """Check that a preparation may be written to `output`: it is absent, empty or replaceable.
+    """Check that `output` is missing, empty, or a preparation that may be replaced.
 
     Raises:
-        InputError: `output` is not a folder, contains files that no preparation made, or contains a
-            preparation that must not be overwritten.
+        InputError: `output` is not a folder, contains files that no preparation wrote, or contains
+            a preparation and `overwrite` is False.
     """
     if not os.path.lexists(output):
         return
     if not output.is_dir():
-        raise InputError(f"output {output} is not a folder")
+        raise InputError(f"output {output} must be a folder, got a file")
     present = {each.name for each in output.iterdir()}
     if not present:
         return

@@ -1,4 +1,4 @@
-"""Rows and tokenizers of the Hugging Face hub. Only this module imports `datasets`."""
+"""Reading datasets and tokenizers of the Hugging Face hub. Only this module imports `datasets`."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 
 WAITS: Final = (2.0, 8.0, 32.0, 128.0)
-"""Seconds to wait before each new attempt to read a file of the hub after an error."""
+"""Seconds to wait before each retry after an error in reading a file of the hub."""
 Row = dict[str, object]
 
 
@@ -26,22 +26,22 @@ class HubInput:
     name: str
     config: str | None = None
     split: str = "train"
-    text_key: str | None = None  # field that contains the text; None: the field in the options
+    text_key: str | None = None  # field that contains the text; None: ReadOptions.text_key
     revision: str | None = None  # commit on the hub; None: the newest
     file: tuple[int, int] | None = None  # (index, number of files); None: all files
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows, which is always true on the hub."""
+        """Whether documents are fields of rows: always true for datasets."""
         return True
 
     @property
     def identity(self) -> str:
-        """Name of the dataset, with its commit if known."""
+        """Name of the dataset, with the commit if known."""
         return str(self) if self.revision is None else f"{self} at {self.revision}"
 
     def files(self) -> list["HubInput"]:
-        """Return one input for each file of the dataset, in order, at the newest commit.
+        """Return one input per file of the dataset, in order, pinned to the newest commit.
 
         Raises DataError if the dataset cannot be opened.
         """
@@ -51,10 +51,10 @@ class HubInput:
         return [replace(pinned, file=(number, count)) for number in range(count)]
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row as a stream; no file is downloaded whole.
+        """Stream all rows without downloading whole files.
 
-        After an error on the hub, wait and continue after the last row. Raises DataError if the
-        dataset cannot be opened or read.
+        After an error on the hub, wait and continue after the last row that was read. Raises
+        DataError if the dataset cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS
         done, left = 0, list(waits)
@@ -69,11 +69,11 @@ class HubInput:
                 if not left and isinstance(error, DataError):
                     raise
                 if not left:
-                    hint = "is the name right, is there a network?"
-                    raise DataError(f"cannot read {self}: {first_line(error)} ({hint})") from None
+                    hint = "check the name and the network"
+                    raise DataError(f"cannot read {self}: {first_line(error)}; {hint}") from None
                 wait = left.pop(0)
                 problem = first_line(error)
-                print(f"{self}: {problem}; trying again in {wait:.0f} s", file=sys.stderr)
+                print(f"{self}: {problem}; retrying in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
 
     def _rows(self) -> Iterable[Row]:
@@ -89,7 +89,7 @@ class HubInput:
 
 
 def _stream(each: HubInput) -> Any:
-    """Return the rows of a whole dataset. Raises DataError if the dataset cannot be opened."""
+    """Return a dataset's rows as a stream. Raises DataError if the dataset cannot be opened."""
     for path in Path(each.name).rglob("*"):  # empty for a dataset on the hub
         if is_pointer(path):
             raise DataError(f"cannot read {path}: it is {UNFETCHED}")
@@ -97,7 +97,7 @@ def _stream(each: HubInput) -> Any:
         return _opened(each.name, each.config, each.split, each.revision)
     except Exception as error:  # errors of many libraries, as above
         raise DataError(
-            f"cannot read {each}: {first_line(error)} (is the name right, is there a network?)"
+            f"cannot read {each}: {first_line(error)}; check the name and the network"
         ) from None
 
 
@@ -110,7 +110,7 @@ def _opened(name: str, config: str | None, split: str, revision: str | None) -> 
 
 
 def _newest(name: str) -> str | None:
-    """Return the newest commit of a dataset on the hub."""
+    """Return the hash of a hub dataset's newest commit."""
     from huggingface_hub import HfApi
 
     try:
@@ -121,7 +121,7 @@ def _newest(name: str) -> str | None:
 
 
 def parse_hub_input(source: str) -> HubInput:
-    """Parse `hf:NAME[:CONFIG][:SPLIT]`; `hf:NAME::SPLIT` leaves out the config.
+    """Parse `hf:NAME[:CONFIG][:SPLIT]`; `hf:NAME::SPLIT` omits the config.
 
     Raises:
         DataError: the name is missing or there are too many parts.
@@ -146,6 +146,6 @@ def hub_tokenizer(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # errors of many libraries, as above
         raise DataError(
-            f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
-            "or, if the tokenizer is gated, log in with `hf auth login`)"
+            f"cannot download the tokenizer {name}: {first_line(error)}; give --tokenizer PATH, "
+            "or, if the tokenizer is gated, log in with `hf auth login`"
         ) from None

@@ -17,21 +17,22 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
-"""Largest number of characters to train a tokenizer on; every set provides an equal share."""
+"""Maximum number of characters for tokenizer training; each set provides an equal share."""
 _EMPTY = hashlib.sha256().hexdigest()
 _METHOD = 1  # increase when a code change alters the tokens of the same inputs and options
 
 
 BLOCK: Final = 1024
-"""Number of consecutive documents that one shard encodes, if inputs are cut."""
+"""Number of consecutive documents per shard if inputs are cut."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` shares of the work.
+    """Shard `number` of `count` of the work.
 
-    Shards take whole inputs in turn. If there are fewer inputs than shards, the inputs are `cut`:
-    every shard reads all inputs and encodes every `count`-th block of `BLOCK` documents.
+    Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, the
+    inputs are `cut`: every shard reads all inputs and encodes every `count`-th block of `BLOCK`
+    documents.
     """
 
     number: int  # from 0
@@ -41,19 +42,19 @@ class Shard:
     def owns(self, unit: int, document: int | None) -> bool:
         """Return whether the shard encodes document number `document` of input number `unit`.
 
-        If `document` is None, return whether it encodes any document of the input.
+        If `document` is None, return whether the shard encodes any document of the input.
         """
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
 
     def folder(self, output: Path) -> Path:
-        """Return the folder of the shard of a preparation."""
+        """Return the shard's folder, given the preparation's output folder."""
         return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
 
 
 def shards_folder(output: Path) -> Path:
-    """Return the folder that contains the shards of a preparation."""
+    """Return the folder of all shards, given the preparation's output folder."""
     return output.with_name(output.name + ".shards")
 
 
@@ -63,13 +64,13 @@ WHOLE: Final = Shard(0, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Inputs that are read one after another.
+    """Inputs that are read in sequence, up to a number of tokens.
 
     inputs    the inputs
-    source    the arguments that name the inputs, for the manifest
-    tokens    number of tokens after which reading stops; None: all inputs are read
-    held_out  whether the portion is for validation alone
-    ignored   files of the source's folders that are not read
+    source    the command-line arguments that specify the inputs, for the manifest
+    tokens    number of tokens after which reading stops; None: read all inputs
+    held_out  whether the whole portion is for validation
+    ignored   files in the source's folders that are not read
     """
 
     inputs: list[Input]
@@ -81,7 +82,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class SetPlan:
-    """A set's documents, in portions. Validation is the last portion, or a `fraction` of all."""
+    """The portions of a set. Validation is the last portion or a `fraction` of all documents."""
 
     name: str
     portions: list[Portion]
@@ -97,7 +98,7 @@ class SetPlan:
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write, by the set's name."""
+        """Return the sources of each set to write (NAME.train, NAME.validation), by its name."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):
@@ -105,24 +106,24 @@ class SetPlan:
         return outputs
 
     def outputs_of(self, portion: Portion) -> list[str]:
-        """Return the names of the sets that can get documents of a portion."""
+        """Return the names of the sets to which a portion's documents are written."""
         train, validation = f"{self.name}.train", f"{self.name}.validation"
         if portion.held_out:
             return [validation]
         return [train, validation] if self.fraction else [train]
 
     def listing(self) -> Listing:
-        """Return the inputs and the ignored files of the source."""
+        """Return the inputs and ignored files of all portions."""
         return Listing(self.inputs(), [each for part in self.portions for each in part.ignored])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Everything that determines the content of a prepared folder."""
+    """All inputs and options that determine the content of a prepared folder."""
 
     sets: list[SetPlan]
-    vocabulary: int | None = None  # number of tokens of the BPE to train; None: do not train one
-    tokenizer: Path | None = None  # the tokenizer to use if none is trained
+    vocabulary: int | None = None  # vocabulary size of the BPE to train; None: use `tokenizer`
+    tokenizer: Path | None = None  # tokenizer to use if `vocabulary` is None
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
     allow_lossy: bool = False  # accept a tokenizer that changes documents
@@ -141,14 +142,16 @@ class Preparation:
             empty = [each for each, (n, blank) in zip(inputs, counts, strict=True) if blank == n]
             if empty:
                 more = (
-                    f" and {counted(len(empty) - 1, 'more input')} give" if empty[1:] else " gives"
+                    f" and {counted(len(empty) - 1, 'more input')} contain"
+                    if empty[1:]
+                    else " contains"
                 )
                 warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
             first, blank = map(sum, zip(*counts, strict=True))
             if blank:
                 warnings.append(
                     f"set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
-                    f"{'is' if blank == 1 else 'are'} blank; blank documents are left out"
+                    f"{'is' if blank == 1 else 'are'} blank; blank documents are skipped"
                 )
             if mixture := plan.listing().mixture():
                 warnings.append(f"set {plan.name}: {mixture}")
@@ -161,10 +164,10 @@ class Preparation:
     def identities(
         self, shard: Shard = WHOLE, cached: Mapping[Input, str] | None = None
     ) -> list[str]:
-        """Return the identity of each input's content, or "" for inputs that `shard` skips.
+        """Return the identity of each input's content, or "" for inputs that `shard` does not read.
 
-        A file is identified by its sha256, a dataset by its name. `cached` contains known
-        identities.
+        A file's identity is its sha256, a hub dataset's its name and commit. `cached` contains
+        identities that need not be computed.
         """
         inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
         return [
@@ -173,8 +176,7 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """Return the sha256 of the options and the inputs' identities, which are computed if
-        None."""
+        """Return the sha256 of the options and the inputs' identities (None: compute them)."""
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {
@@ -204,16 +206,15 @@ class Preparation:
         return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
 
     def hub_identities(self) -> list[str]:
-        """Return the identity of each input of the hub."""
+        """Return the identities of all inputs on the hub."""
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number`, counted from 0, of `count`; inputs are cut if there are fewer than
-        `count`."""
+        """Return shard `number` (from 0) of `count`; fewer than `count` inputs are cut."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:
-        """Return a warning if inputs have equal contents, or [] if all contents differ."""
+        """Return a list with a warning if inputs have the same content, else an empty list."""
         inputs = (
             (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets
@@ -230,7 +231,7 @@ class Preparation:
         (one, first), *_, (other, last) = max(repeated, key=lambda same: len({n for n, _ in same}))
         count = counted(len(repeated), "input")
         example = f"{one} ({first}) and {other} ({last})"
-        return [f"inputs with the same text: {count}, for example {example}"]
+        return [f"several inputs have the same content ({count}), for example {example}"]
 
     def _tokenizer_files(self) -> list[Path]:
         if self.tokenizer is None:
@@ -238,7 +239,7 @@ class Preparation:
         if self.tokenizer.is_dir():
             return sorted(self.tokenizer.glob("*.json"))
         if not self.tokenizer.is_file():
-            raise DataError(f"no tokenizer file or folder {self.tokenizer}")
+            raise DataError(f"the tokenizer {self.tokenizer} must be an existing file or folder")
         return [self.tokenizer]
 
 
@@ -249,10 +250,10 @@ def _hub_files(inputs: list[Input]) -> list[Input]:
 
 
 def is_validation(index: int, fraction: Fraction) -> bool:
-    """Return whether document `index` of a set is held out.
+    """Return whether document `index` of a set is held out for validation.
 
     Held-out documents are evenly spaced: of the first n documents, round(n * fraction) are held
-    out. The choice does not depend on later documents.
+    out, for every n.
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
@@ -267,7 +268,7 @@ def _described(plan: SetPlan, identities: Iterator[str], *, held_out: bool) -> l
 
 
 def _identity(each: Input, folders: dict[str, str]) -> str:
-    """Return the hash of a file, or the name of a dataset with the hashes of its local files.
+    """Return a file's hash, or a dataset's name and commit with the hashes of its local files.
 
     `folders` caches the hashes of local folders.
     """

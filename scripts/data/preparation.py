@@ -1,6 +1,6 @@
-"""Write a preparation: tokenizer, token sets and manifest, in one atomic folder.
+"""Writing a preparation: one atomic folder with tokenizer, token sets and manifest.
 
-A preparation continues after a kill and can be divided: `prepare_shard` encodes one share of the
+A killed preparation can be resumed. Work can be split: `prepare_shard` encodes one shard of the
 documents, and `prepare` joins the shards.
 """
 
@@ -56,8 +56,8 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""If a portion has a limit of tokens, a shard encodes this multiple of an equal share of the limit.
-Shards produce different numbers of tokens; the process that joins them encodes missing tokens."""
+"""If a portion has a token limit, each shard encodes this multiple of its equal share of the limit,
+because shards yield different numbers of tokens. `prepare` encodes the tokens still missing."""
 
 
 def prepare(
@@ -65,13 +65,13 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
-    It continues the work of an interrupted run. Finished shards are joined and deleted.
+    An interrupted preparation is resumed. Finished shards are joined and deleted.
 
     Raises:
-        DataError: an input cannot be used, contains no documents, or differs from its entry in
+        DataError: an input cannot be used, contains no documents, or does not match its entry in
             `identities`. `output` is then unchanged.
-        InputError: `output` must not be replaced (see `check_replaceable`); or a shard is missing,
-            or belongs to another preparation.
+        InputError: `output` must not be replaced (see `check_replaceable`), or a shard is missing
+            or from another preparation.
     """
     fingerprint = preparation.fingerprint(identities)
     given, preparation = preparation, preparation.with_hub_files()
@@ -79,7 +79,7 @@ def prepare(
     shards = None
     if has_shards(output):
         shards = Shards(preparation, output, identities)
-        print(f"joining {counted(len(shards.folders), 'shard')} of {shards_folder(output)}")
+        print(f"joining {counted(len(shards.folders), 'shard')} in {shards_folder(output)}")
     key = " ".join([fingerprint, *preparation.hub_identities()])
     check = partial(check_replaceable, output, overwrite)
     with AtomicFolder(output, check, key) as folder, Workers(workers) as pool:
@@ -113,11 +113,11 @@ def prepare(
 def prepare_shard(
     preparation: Preparation, output: Path, shard: Shard, *, workers: int, overwrite: bool
 ) -> ShardEntry:
-    """Encode the documents of one shard of a preparation, and return the entry of its folder.
+    """Encode the documents of one shard and return the shard's entry.
 
     Raises:
         DataError: see `prepare`.
-        InputError: the folder contains a shard of another preparation.
+        InputError: the folder contains a shard of another preparation, and `overwrite` is False.
     """
     preparation = preparation.with_hub_files()
     shard = preparation.shard(shard.number, shard.count)
@@ -151,11 +151,11 @@ def _begin(
     shard: Shard = WHOLE,
     shards: Shards | None = None,
 ) -> tuple["Pipeline", PreparedTokenizer]:
-    """Write the tokenizer; return it with the pipeline, which continues an interrupted run."""
+    """Write the tokenizer; return the pipeline, which resumes saved progress, and the tokenizer."""
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
-        print(f"continuing after {counted(documents, 'document')} in {folder.path}")
+        print(f"resuming {folder.path} after {counted(documents, 'document')}")
     tokenizer = _prepare_tokenizer(
         preparation, folder.path, folder.path if shards is None else shards.folders[0]
     )
@@ -168,7 +168,7 @@ def _begin(
 
 def _check_unchanged(now: str, before: str) -> None:
     if now != before:
-        raise DataError("an input changed while it was read; nothing was written")
+        raise DataError("an input changed during the preparation; nothing was written")
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -179,8 +179,8 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`; if it was trained already, copy it from the folder
-    `trained`."""
+    """Write the tokenizer to `folder`, copied from the folder `trained` if it was already
+    trained."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     elif (trained / TOKENIZER_FILE).exists():
@@ -196,17 +196,16 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a progress bar of a stage's bytes on stderr; if stderr is a file, it gets a line every
-    half minute."""
+    """Return a progress bar of a stage's bytes, updated every 30 s if stderr is not a terminal."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, each up to an equal share of
-    `TOKENIZER_BYTES`.
+    """Yield the first training documents of every set, at most an equal share of `TOKENIZER_BYTES`
+    per set.
 
-    Raises DataError for a set without training documents.
+    Raises DataError if a set has no training documents.
     """
     share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
@@ -229,13 +228,13 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The path of documents from inputs to files: read, encode, check, count.
+    """The stages from inputs to tokens: read, encode, check and count the documents of `shard`.
 
-    preparation  the preparation; only documents of `shard` are processed
-    folder       the folder to write to
+    preparation  the preparation
+    folder       the folder to write
     progress     the position and counts, which `saver` saves
     encoder      the encoder that `pool` runs
-    shards       shards that contain encoded documents, None if there are none
+    shards       shards that contain encoded documents; None: encode all documents
     """
 
     preparation: Preparation
@@ -258,10 +257,10 @@ class Pipeline:
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
-        """Yield (input, tokens, bytes) of the remaining documents of a portion.
+        """Yield (input number, tokens, bytes) of the remaining documents of a portion.
 
-        After each chunk the progress and the `files` to which the chunk's documents were added are
-        saved. Raises DataError if the tokenizer changes the text of too many documents.
+        After each chunk, sync `files`, to which the caller added the documents, and save the
+        progress. Raises DataError if the tokenizer changes the text of too many documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())
@@ -280,7 +279,10 @@ class Pipeline:
     def _chunks(
         self, inputs: list[Input], first: int, start: Position
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield documents and the position after each; `first` is the number of the first input."""
+        """Yield chunks of documents with the position after each document.
+
+        `first` is the number of the portion's first input in the preparation.
+        """
         if self.shards is None:
             yield from self._encoded(inputs, first, start)
             return
@@ -303,7 +305,7 @@ class Pipeline:
 
 
 def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry]:
-    """Write all sets; return the manifest's entries of their training and validation parts."""
+    """Write all sets; return the manifest entries of their training and validation sets."""
     progress, folder = pipeline.progress, pipeline.folder
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     with ExitStack() as stack:
@@ -342,20 +344,20 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
 
 
 def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
-    """Raise DataError if the fraction for validation is so small that no document is held out."""
+    """Raise DataError if the validation fraction is so small that no document is held out."""
     if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
         return
     count = writers[f"{plan.name}.train"].written.documents
-    more = f"give at least 1/{2 * count}, or " if count > 1 else ""
+    more = f"give a fraction of at least 1/{2 * count}, or " if count > 1 else ""
     raise DataError(
-        f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} holds "
-        f"out none of {counted(count, 'document')}; {more}split .txt and .md files into more "
-        "documents with a smaller --document-bytes"
+        f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} of "
+        f"{counted(count, 'document')} is less than half a document; {more}split .txt and .md "
+        "files into more documents with a smaller --document-bytes"
     )
 
 
 def _write_shard(pipeline: Pipeline) -> None:
-    """Write the documents of one shard, and count them by input in `progress.parts`."""
+    """Write the documents of one shard and count them per input in `progress.parts`."""
     progress, folder, shard = pipeline.progress, pipeline.folder.path, pipeline.shard
     written, dtype = progress.file("shard"), pipeline.encoder.dtype
 
@@ -385,7 +387,7 @@ def _write_shard(pipeline: Pipeline) -> None:
 def _say_if_short(portion: Portion, tokens: int) -> None:
     if portion.tokens is not None and tokens < portion.tokens:
         print(
-            f"{', '.join(map(str, portion.inputs))} contain only {tokens:,} tokens, not "
-            f"{portion.tokens:,}",
+            f"warning: {', '.join(map(str, portion.inputs))} contain only {tokens:,} of the "
+            f"requested {portion.tokens:,} tokens",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""The progress of a preparation, saved so that the next run can continue an interrupted run."""
+"""The progress of a preparation, saved so that an interrupted preparation can be resumed."""
 
 import time
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 
 SECONDS: Final = 5.0
-"""Seconds between saves; at most this much work is repeated after a kill."""
+"""Seconds between saves: the longest work that is repeated after a kill."""
 
 
 @dataclass
 class Progress:
-    """A position in the portions of a preparation, and the counts up to that position.
+    """The current position in a preparation, and counts of the documents before it.
 
-    set, portion  numbers of the set and the portion that are read now
-    input         number of the next input of the portion
-    document      number of the next document of the input
-    index         number of the next training document of the set
-    tokens        number of tokens from the portion
-    last          number of the input of the last document
-    read          (first, end) ranges of read inputs, by name of the set
-    written       counts of the written documents, by file
-    decoded       counts of the decoded documents, by name of the set
-    parts         (documents, tokens) of each input of a shard, by the input's number
-    left          (first, end) ranges of inputs that a shard has not finished, because it reached
-                  its share of the portion's tokens
+    set, portion  numbers of the current set and portion
+    input         number of the next input in the portion
+    document      number of the next document in the input
+    index         number of the next document in the set
+    tokens        number of tokens written from the portion
+    last          number of the input that contains the last document
+    read          (first, end) ranges of inputs read, by set name
+    written       counts of written documents, by file
+    decoded       counts of decoded documents, by set name
+    parts         (documents, tokens) of each input of a shard, by input number
+    left          (first, end) ranges of inputs that a shard did not finish because it reached its
+                  share of the portion's tokens
     """
 
     set: int = 0
@@ -47,18 +47,18 @@ class Progress:
     left: list[list[int]] = field(default_factory=list)
 
     def file(self, name: str) -> Written:
-        """Return the counts of a file of documents; the writer updates them in place."""
+        """Return the counts of a document file, which the writer updates in place."""
         return self.written.setdefault(name, Written())
 
     @property
     def position(self) -> Position:
-        """The position in the portion's inputs."""
+        """The position in the inputs of the current portion."""
         return Position(self.input, self.document)
 
     def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, int]]:
         """Yield the remaining portions, each with the number of its first input.
 
-        Counters of a portion are reset when the next portion begins.
+        The portion's counters are reset at the start of each new portion.
         """
         first = 0
         for number, plan in enumerate(preparation.sets):
@@ -73,7 +73,7 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress that `Saver` saved, or a new progress if `saved` is None."""
+    """Return the progress saved by `Saver`; None means no progress."""
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}
@@ -82,14 +82,14 @@ def read_progress(saved: Any) -> Progress:
 
 
 class Saver:
-    """Saves the progress every few seconds, after flushing the counted files to the disk."""
+    """Periodic saving of the progress, after the counted files were synced to disk."""
 
     def __init__(self, folder: AtomicFolder) -> None:
         self._folder = folder
         self._saved = time.monotonic()
 
     def save(self, progress: Progress, *files: DocumentFile) -> None:
-        """Save the progress if the last save was at least `SECONDS` ago."""
+        """Sync `files` and save the progress, if the last save was at least `SECONDS` ago."""
         if time.monotonic() < self._saved + SECONDS:
             return
         for file in files:

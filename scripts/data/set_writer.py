@@ -1,4 +1,4 @@
-"""Write documents one by one as a Megatron .bin/.idx pair."""
+"""Writing documents one by one to Megatron .bin and .idx files."""
 
 import os
 import struct
@@ -15,23 +15,24 @@ from training.data.manifest import SetEntry
 from training.errors import DataError
 
 RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
-"""The record of a document: its number of tokens and the size of its text."""
+"""Record of a document: number of tokens, and size of the text in bytes."""
 _PACK: Final = struct.Struct("<iq").pack
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the type of token ids: uint16 below 65,500 tokens, as in Megatron, else int32."""
+    """Return the dtype of token ids: uint16 for fewer than 65,500 tokens, as in Megatron, else
+    int32."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 def no_documents(name: str, source: list[str]) -> DataError:
-    """Return the error for a set that would be empty."""
+    """Return the DataError for a set without documents."""
     return DataError(f"set {name} would be empty: {', '.join(source)} contains no documents")
 
 
 @dataclass
 class Written:
-    """The size of a file of documents."""
+    """Counts of the documents in a file, and the largest token id."""
 
     documents: int = 0
     tokens: int = 0
@@ -40,13 +41,13 @@ class Written:
 
 
 class DocumentFile:
-    """Appends the tokens of documents to a file, and their records to a second file.
+    """A file of tokens and a file of records, to which documents are appended.
 
     Args:
-        tokens: the path of the tokens.
-        records: the path of the records.
-        dtype: the type of a token.
-        written: sizes that an interrupted run saved; the files are truncated to these sizes.
+        tokens: path of the tokens.
+        records: path of the records.
+        dtype: dtype of the tokens.
+        written: counts saved by an interrupted run; the files are truncated accordingly.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
@@ -56,7 +57,7 @@ class DocumentFile:
         self._records = _opened(records, written.documents * RECORD.itemsize)
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
-        """Add a document with its tokens, EOD included, and its `size` in bytes."""
+        """Append a document: its tokens, including EOD, and the `size` of its text in bytes."""
         self._tokens.write(tokens.data)
         self._records.write(_PACK(len(tokens), size))
         written = self.written
@@ -66,13 +67,13 @@ class DocumentFile:
         written.max_token = max(written.max_token, int(tokens.max()))
 
     def sync(self) -> None:
-        """Flush the added tokens and records to the disk."""
+        """Sync the added tokens and records to disk."""
         for file in (self._tokens, self._records):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the files."""
+        """Close both files."""
         self._tokens.close()
         self._records.close()
 
@@ -81,26 +82,28 @@ def _opened(path: Path, size: int) -> BinaryIO:
     """Truncate a file to `size` bytes and open it for appending."""
     path.touch()
     if path.stat().st_size < size:
-        raise DataError(f"{path} has lost bytes: it must have {size}, got {path.stat().st_size}")
+        raise DataError(
+            f"{path} is truncated: it must have {size} bytes or more, got {path.stat().st_size}"
+        )
     os.truncate(path, size)
     return path.open("ab")
 
 
 def read_records(path: Path, first: int, count: int) -> Any:
-    """Return records `[count]` of a file of documents, beginning with record `first`."""
+    """Return `count` records of a document file from record `first` on."""
     return np.fromfile(path, RECORD, count, offset=first * RECORD.itemsize)
 
 
 class SetWriter(DocumentFile):
-    """Writes a set to FOLDER/NAME.bin; `finish` writes the index.
+    """Writer of a set to FOLDER/NAME.bin and, in `finish`, FOLDER/NAME.idx.
 
     Args:
-        folder: the folder of the set.
-        state: the folder for the records of its documents.
-        name: the name of the set.
-        dtype: the type of a token.
-        source: the sources of its documents, as given.
-        written: sizes that an interrupted run saved.
+        folder: folder of the set.
+        state: folder of the documents' records.
+        name: name of the set.
+        dtype: dtype of the tokens.
+        source: sources of the documents, as given on the command line.
+        written: counts saved by an interrupted run.
     """
 
     def __init__(
@@ -113,10 +116,10 @@ class SetWriter(DocumentFile):
         super().__init__(folder / f"{name}.bin", self._documents, dtype, written)
 
     def finish(self, inputs: list[str]) -> SetEntry:
-        """Write the index and return the entry of the set for the manifest.
+        """Write the index and return the set's manifest entry.
 
-        `inputs` identify the inputs that were read. Raises:
-            DataError: no document was added.
+        `inputs` contains the identities of the inputs read. Raises DataError if no document was
+        added.
         """
         self.sync()
         name, written = self._prefix.name, self.written

@@ -1,7 +1,7 @@
-"""Shards of a preparation: encoded documents, which one process joins into sets.
+"""Shards of a preparation: encoded documents that one process joins into sets.
 
 OUTPUT.shards/K-of-N/ contains `tokens.bin`, `documents` (one record per document), the tokenizer,
-and `shard.json` with the number of documents of each input.
+and `shard.json` with the document and token counts of each input.
 """
 
 import json
@@ -31,13 +31,13 @@ _NAME: Final = re.compile(r"(\d+)-of-(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """The contents of a shard's folder.
+    """The content of shard.json, which describes a shard's folder.
 
-    key     key of the preparation, with the content of the inputs that the shard reads
-    dtype   dtype of a token
+    key     identifies the preparation, the shard and the content of the inputs that it reads
+    dtype   dtype of the tokens
     parts   (documents, tokens) of each input, in order, by the input's number in the preparation
-    left    (first, end) ranges of inputs that the shard has not finished
-    sha256  sha256 of each of the shard's two large files
+    left    (first, end) ranges of inputs that the shard did not finish
+    sha256  hashes of the files of tokens and of records
     """
 
     key: str
@@ -52,22 +52,21 @@ class ShardEntry:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the large files in a shard's folder."""
+    """Return the sha256 of the token and record files in a shard's folder."""
     return {name: file_sha256(folder / name) for name in (TOKENS_FILE, RECORDS_FILE)}
 
 
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
-    """Return the key that identifies a shard as part of the preparation.
+    """Return the key of a shard of the preparation (see `ShardEntry`).
 
-    `identities` contains the identities of all inputs; the key contains only those of inputs that
-    the shard reads.
+    `identities` are the identities of all inputs; only those that the shard reads affect the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
 
 
 def read_entry(folder: Path) -> ShardEntry | None:
-    """Return the entry of a finished shard, else None."""
+    """Return the entry of a finished shard, or None if the shard is not finished."""
     try:
         return ShardEntry(**read_json(folder / SHARD_FILE))
     except FileNotFoundError:
@@ -76,31 +75,31 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents of one input in a shard's files, beginning at `document` and `token`."""
+    """The documents of one input in a shard's files, from offsets `document` and `token` on."""
 
     folder: Path
     dtype: str
     document: int
     token: int
     documents: int
-    finished: bool  # whether the shard's documents of the input are complete
+    finished: bool  # whether the shard encoded all its documents of the input
 
     def records(self, first: int, size: int) -> Any:
-        """Return the records of `size` documents, beginning with document `first`."""
+        """Return the records of `size` documents from document `first` on."""
         return read_records(self.folder / RECORDS_FILE, self.document + first, size)
 
     def tokens(self, first: int, size: int) -> NDArray[np.integer]:
-        """Return `size` tokens, beginning with token `first`."""
+        """Return `size` tokens from token `first` on."""
         offset = (self.token + first) * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / TOKENS_FILE, self.dtype, size, offset=offset)
 
 
 class Shards:
-    """All shards of a preparation, read as the documents of its inputs.
+    """Reader of a preparation's shards, which yields documents in the order of the inputs.
 
     Raises:
-        InputError: a shard is missing or belongs to another preparation.
-        DataError: the shards have different tokenizers, or one is damaged.
+        InputError: a shard is missing or from another preparation.
+        DataError: the shards have different tokenizers, or a shard is damaged.
     """
 
     def __init__(self, preparation: Preparation, output: Path, identities: list[str]) -> None:
@@ -120,7 +119,7 @@ class Shards:
         ]
         if missing:
             raise InputError(
-                f"{home} lacks {', '.join(missing)}: prepare missing shards with --shard "
+                f"{home} lacks {', '.join(missing)}: prepare each missing shard, such as --shard "
                 f"{missing[0].replace('-of-', '/')}, or delete the folder to prepare without "
                 "shards"
             )
@@ -129,24 +128,25 @@ class Shards:
             assert entry is not None
             if entry.key != shard_key(preparation, shard, identities):
                 raise InputError(
-                    f"{folder} was made from other inputs or options: prepare it again "
-                    "with --overwrite, or delete it"
+                    f"{folder} was made from other inputs or options; prepare the shard again with "
+                    "--overwrite, or delete the folder"
                 )
             self._parts.append(_parts(folder, entry, shard, len(identities)))
         tokenizers = {file_sha256(folder / TOKENIZER_FILE) for folder in self.folders}
         if len(tokenizers) != 1:
             raise DataError(
-                f"the shards in {home} must have the same tokenizer, got {len(tokenizers)}: "
-                "prepare them again with --overwrite"
+                f"the shards in {home} must have the same tokenizer, got {len(tokenizers)} "
+                "tokenizers; prepare the shards again with --overwrite"
             )
 
     def documents(
         self, unit: int, number: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
-        """Yield documents of input `unit` after the first `skip`; positions are in input `number`.
+        """Yield chunks of the documents of input `unit` after the first `skip`, with positions.
 
-        Yields lists of positions and chunks, until a document is missing. Returns the number of
-        documents before the missing one, or None if the shards contain all documents of the input.
+        `unit` counts inputs in the preparation, `number` in the portion; positions contain
+        `number`. Stops at the first document that no shard contains and returns its number, or None
+        if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]
@@ -180,7 +180,7 @@ class Shards:
 
 
 def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[int, _Part]:
-    """Return the shard's part of each input."""
+    """Return the shard's part of each input. Raises DataError if the files are damaged."""
     parts, document, token = {}, 0, 0
     left = {unit for first, end in entry.left for unit in range(first, end)}
     for unit in range(units):
@@ -194,18 +194,19 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
         document * RECORD.itemsize
     ):
         raise DataError(
-            f"{folder} is damaged: its files have wrong sizes; delete it and prepare it again"
+            f"{folder} is damaged: its files have wrong sizes; delete the folder and prepare the "
+            "shard again"
         )
     if entry.sha256 != hashes(folder):
         raise DataError(
-            f"{folder} is damaged or of an earlier version: its files do not have the sha256 that "
-            f"{SHARD_FILE} states; delete it and prepare it again"
+            f"{folder} is damaged or from an earlier version: its files do not match the sha256 in "
+            f"{SHARD_FILE}; delete the folder and prepare the shard again"
         )
     return parts
 
 
 def has_shards(output: Path) -> bool:
-    """Return whether a preparation has shards, finished or not."""
+    """Return whether a preparation has finished or unfinished shards."""
     return bool(_names(output))
 
 

@@ -17,28 +17,28 @@ NAMES: Final = re.compile(
     re.DOTALL,
 )
 SUFFIXES = (
-    ".txt and .md, .jsonl, .ndjson and .json (one row a line), each also .gz, .xz, .zst or .zstd; "
-    ".parquet"
+    ".txt, .md, .jsonl, .ndjson and .json (one row per line), each also with .gz, .xz, .zst or "
+    ".zstd; .parquet"
 )
-REMEDY: Final = "for other plain text, create a link whose name ends in .txt; hf:FOLDER reads CSV"
+REMEDY: Final = "for other plain text, create a link whose name ends in .txt; for CSV, hf:FOLDER"
 SHARD_FILE: Final = "shard.json"
-"""Name of the file that describes a shard of a preparation."""
+"""Name of the file in a shard's folder that describes the shard."""
 LOCK: Final = ".preparing.lock"
-"""Suffix of the file that a preparation locks while it works."""
+"""Suffix of the file that a preparation locks while it runs."""
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of files in which `datasets` describes a dataset; they contain no rows."""
+"""Names of metadata files of `datasets`, which contain no rows."""
 
 
 @dataclass(frozen=True)
 class FileInput:
-    """One file of documents, whose name matches `NAMES`."""
+    """A file of documents, whose name matches `NAMES`."""
 
     path: Path
-    text_key: str | None = None  # field that contains the text; None: the field in the options
+    text_key: str | None = None  # field that contains the text; None: ReadOptions.text_key
 
     @property
     def kind(self) -> str:
-        """The suffix without the suffix of a compression; `.jsonl` for every format with a row per
+        """The suffix without a compression suffix; `.jsonl` for all formats with one row per
         line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
@@ -47,7 +47,7 @@ class FileInput:
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows."""
+        """Whether documents are fields of rows (JSON lines and Parquet)."""
         return self.kind in (".jsonl", ".parquet")
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ Input = FileInput | HubInput
 
 
 class Position(NamedTuple):
-    """A position in inputs: the number of an input, and how many of its documents were read."""
+    """A position in inputs: an input's number, and the number of its documents already read."""
 
     input: int = 0
     document: int = 0
@@ -66,7 +66,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The inputs of a source, and the files of its folder that are ignored."""
+    """The inputs of a source, and the ignored files in its folder."""
 
     inputs: list[Input] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
@@ -80,34 +80,34 @@ class Listing:
         return f"reads {text}"
 
     def mixture(self) -> str | None:
-        """Return a warning if the folder mixes files of rows and files of text, such as data and a
-        README."""
+        """Return a warning if a folder contains both rows and plain text, such as Parquet files and
+        a README."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if not text or len(text) == len(files):
             return None
         names = ", ".join(path.name for path in text[:3])
         return (
-            f"files of rows are mixed with {len(text):,} of text ({names}): the text is read as "
-            "documents; leave it out with a quoted glob, such as 'FOLDER/**/*.parquet'"
+            f"files of rows are mixed with {len(text):,} text files ({names}), which are read as "
+            "documents; to exclude text files, give a quoted glob such as 'FOLDER/**/*.parquet'"
         )
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:
     """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`; files are sorted.
 
-    A folder stands for all files below it with a known suffix. Names that begin with a dot are
-    skipped, links to folders are not followed, and prepared folders are not read. `text_key` is the
-    field of the text in files of rows.
+    A folder means all files below it with a known suffix, except hidden files, files behind links
+    to folders, and prepared folders. `text_key` is the field that contains the text in files of
+    rows.
 
     Raises:
-        DataError: nothing is found, a file has an unknown suffix, or `text_key` is given and no
-            file contains rows.
+        DataError: no file matches, a file has an unknown suffix, or `text_key` is given but no file
+            contains rows.
     """
     inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
         raise DataError(
-            f"key {text_key} requires files of rows, but {source} contains none: leave the key out"
+            f"key {text_key} needs files of rows, but {source} contains only text; omit the key"
         )
     keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
     return replace(inputs, inputs=keyed)
@@ -121,10 +121,10 @@ def _listing(source: str) -> Listing:
     paths = sorted(match for match in matches if match.is_file())
     if not paths:
         meant = near_name(path)
-        raise DataError(f"no file or folder {source}, and no file matches it as a pattern{meant}")
+        raise DataError(f"{source} must be a file, a folder or a pattern that matches files{meant}")
     for each in paths:
         if NAMES.fullmatch(each.name) is None:
-            raise DataError(f"unknown suffix of {each}: known are {SUFFIXES}; {REMEDY}")
+            raise DataError(f"the suffix of {each} must be one of {SUFFIXES}; {REMEDY}")
     return Listing([FileInput(each) for each in paths])
 
 
@@ -133,8 +133,8 @@ def _in_folder(folder: Path) -> Listing:
     _check_not_saved(folder, paths)
     readable = [path for path in paths if _has_documents(path)]
     if not readable:
-        there = f"; there are {_by_suffix(paths)}" if paths else ""
-        raise DataError(f"no file under {folder} has a known suffix: {SUFFIXES}{there}; {REMEDY}")
+        there = f", got {_by_suffix(paths)}" if paths else ""
+        raise DataError(f"{folder} must contain files with suffix {SUFFIXES}{there}; {REMEDY}")
     read = set(readable)
     return Listing(
         [FileInput(each) for each in readable], [each for each in paths if each not in read]
@@ -142,8 +142,9 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return the files, links to folders and prepared folders below a folder, without hidden names.
-    Raises OSError for a folder that cannot be listed, DataError for a broken link.
+    """Return all visible files, links to folders and prepared folders below a folder.
+
+    Raises OSError if a folder cannot be listed, DataError for a broken link.
     """
 
     def fail(error: OSError) -> None:
@@ -159,13 +160,12 @@ def _visible(folder: Path) -> list[Path]:
         paths += [Path(parent, name) for name in [*links, *prepared, *names]]
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path} is a broken link: fetch its file or delete it")
+            raise DataError(f"{path} is a broken link; restore its target or delete the link")
     return sorted(paths)
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether a preparation wrote a folder or is writing it; such a folder is not an
-    input."""
+    """Return whether a preparation wrote, or is writing, a folder; such folders are not read."""
     from training.data.manifest import read_manifest  # imported here because it imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):
@@ -188,7 +188,7 @@ def _has_documents(path: Path) -> bool:
 
 
 def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
-    """Raise DataError for a folder written by `save_to_disk` of `datasets`."""
+    """Raise DataError if `datasets.save_to_disk` wrote the folder."""
     for path in paths:
         if path.name == "dataset_dict.json" or (
             path.name == "state.json" and any(path.parent.glob("*.arrow"))
@@ -196,14 +196,14 @@ def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
             saved = path.parent
             part = "['train']" if path.name == "dataset_dict.json" else ""
             raise DataError(
-                f"{saved} was written by save_to_disk of datasets; write it as Parquet: python -c "
+                f"{saved} was written by datasets' save_to_disk; convert it to Parquet: python -c "
                 f"\"import datasets; datasets.load_from_disk('{saved}'){part}"
                 f".to_parquet('{folder.name}.parquet')\""
             )
 
 
 def _by_suffix(paths: Iterable[Path]) -> str:
-    """Return the number of files by suffix, most frequent first: `3 .jsonl.gz, 1 .md`."""
+    """Return the number of files per suffix, such as `3 .jsonl.gz, 1 .md`, most frequent first."""
     counts = Counter(_suffix(path) for path in paths)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
 

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE, or load an existing tokenizer and find its EOD token."""
+"""Training a byte-level BPE, and loading an existing tokenizer with its EOD token."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from training.json_file import read_json, real_path
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
 TOKENIZER_FILE = "tokenizer.json"
-# Further files of a Hugging Face tokenizer, which an export needs.
+# Other files of a Hugging Face tokenizer, needed for export.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 LONGEST_WORD = 1000
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
@@ -29,9 +29,9 @@ _CONFIGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTokenizer:
-    """A tokenizer and its files for a prepared folder."""
+    """A tokenizer and its files in a prepared folder."""
 
-    files: dict[str, bytes]  # by name; TOKENIZER_FILE is one of them
+    files: dict[str, bytes]  # by name, including TOKENIZER_FILE
     vocab_size: int
     eod_id: int
     eod_token: str
@@ -39,17 +39,17 @@ class PreparedTokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokenizer:
-    """Train a byte-level BPE with `vocab_size` tokens, of which EOD is token 0.
+    """Train a byte-level BPE with `vocab_size` tokens, including EOD as token 0.
 
-    The same texts give the same file.
+    Training is deterministic.
 
     Raises:
-        DataError: `vocab_size` is too small for all bytes, or the texts have too few different
-            pairs of tokens to fill the vocabulary.
+        DataError: `vocab_size` is smaller than the number of bytes and EOD, or the texts contain
+            too few different pairs of tokens to fill the vocabulary.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
-            f"vocabulary to train must be at least {SMALLEST_VOCABULARY}, got {vocab_size}"
+            f"the vocabulary size must be at least {SMALLEST_VOCABULARY}, got {vocab_size}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,8 +63,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
     tokenizer.train_from_iterator(in_short_words(documents), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
-            f"the texts are too small to train a vocabulary of {vocab_size} tokens; they suffice "
-            f"for {tokenizer.get_vocab_size()}"
+            f"the texts are too short for a vocabulary of {vocab_size} tokens; the largest "
+            f"vocabulary that they allow is {tokenizer.get_vocab_size()}"
         )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode()},
@@ -76,11 +76,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
 
 
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the documents, cut inside each run of one kind of characters that is longer than any
-    word.
+    """Yield the documents, cut inside runs of `LONGEST_WORD` characters with or without spaces.
 
-    Training counts such a run, for example a line of dashes or of encoded bytes, as one word, and
-    takes time that grows with the square of a word's length.
+    BPE training treats such a run, for example a line of dashes or of encoded bytes, as one word,
+    and its time is quadratic in the length of a word.
     """
     for text in documents:
         start = 0
@@ -91,15 +90,15 @@ def in_short_words(documents: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
-    """Load the tokenizer of a tokenizer.json or a Hugging Face folder.
+    """Load a tokenizer from a tokenizer.json or a Hugging Face folder.
 
     Args:
         source: the file or folder.
-        eod: the token that ends a document. None: the end-of-sequence token that the folder's
-            configuration names, or the only special token of the file.
+        eod: the end-of-document token. None: the end-of-sequence token in the folder's
+            configuration, or the only special token of the file.
 
     Raises:
-        DataError: there is no usable tokenizer.json, or the token is unknown or ambiguous.
+        DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
     """
     path = source / TOKENIZER_FILE if source.is_dir() else source
     _check_form(source)
@@ -108,21 +107,21 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(
-            f"{path}: model.dropout must be null, as otherwise each pass encodes the text "
-            f"differently, got {content['model']['dropout']!r:.40}"
+            f"{path}: model.dropout must be null, because dropout makes the encoding random, got "
+            f"{content['model']['dropout']!r:.40}"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"{path} is not a tokenizer.json: {error}") from None
+        raise DataError(f"{path} is not a valid tokenizer.json: {error}") from None
     eod_token = eod if eod is not None else _find_eod(source, content)
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
     if eod_token not in _special(content):
         raise DataError(
-            f"end-of-document token {eod_token!r} of {path} must be a special token, as "
-            "otherwise a document could contain it"
+            f"end-of-document token {eod_token!r} of {path} must be a special token, because "
+            "documents may contain all other tokens"
         )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: path.read_bytes(), **files},
@@ -134,8 +133,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _check_form(source: Path) -> None:
-    """Raise DataError if a file, or a folder's only tokenizer, has another form than
-    tokenizer.json."""
+    """Raise DataError if a file, or a folder without tokenizer.json, is in another tokenizer
+    format."""
     if (source / TOKENIZER_FILE).is_file() or not source.exists():
         return
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
@@ -144,17 +143,17 @@ def _check_form(source: Path) -> None:
         if form is not None:
             folder = source if source.is_dir() else source.parent
             raise DataError(
-                f'{file} is {form}, not a tokenizer.json: python -c "from transformers import '
-                f"AutoTokenizer; AutoTokenizer.from_pretrained('{folder}').save_pretrained("
-                f"'{folder}-fast')\" makes one of a Hugging Face folder; give --tokenizer "
-                f"{folder}-fast"
+                f"{file} is {form}, not a tokenizer.json; convert a Hugging Face folder with "
+                'python -c "from transformers import AutoTokenizer; '
+                f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}-fast')\", "
+                f"then give --tokenizer {folder}-fast"
             )
 
 
 def _form(file: Path) -> str | None:
-    """Return the form of tokenizer that a file contains, or None if the form is unknown.
+    """Return the tokenizer format of a file, or None if it is unknown.
 
-    A SentencePiece file begins with its first piece, a protocol-buffer field inside another field.
+    A SentencePiece file starts with its first piece, a nested protocol-buffer field.
     """
     with file.open("rb") as content:
         head = content.read(1 << 16)
@@ -170,21 +169,21 @@ def _form(file: Path) -> str | None:
 
 
 def own_file(folder: Path, name: str) -> bytes | None:
-    """Return the content of a file of a tokenizer's or model's folder, or None if there is none.
+    """Return the content of a file in a tokenizer's or model's folder, or None if it is missing.
 
-    A link may lead to a file of the folder. In a snapshot of the hub's cache it may also lead to a
-    blob of this cache. Raises DataError if it leads anywhere else.
+    The file may be a link to a file of the folder or, in a snapshot of the hub's cache, to a blob
+    of the cache. Raises DataError if the link points elsewhere.
     """
     path, home = real_path(folder / name), real_path(folder)
     if not path.is_file():
         return None
     if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):
-        raise DataError(f"{folder / name} must be a file of its folder, not a link to {path}")
+        raise DataError(f"{folder / name} must be a file in its folder, got a link to {path}")
     return path.read_bytes()
 
 
 def _find_eod(source: Path, content: dict[str, Any]) -> str:
-    """Return the end-of-sequence token named by the configuration, else the only special token."""
+    """Return the end-of-sequence token of the folder's configuration, or the only special token."""
     special = _special(content)
     named = _configured_eos(source, content) if source.is_dir() else None
     if named is not None:
@@ -192,8 +191,8 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
     if len(special) == 1:
         return str(special[0])
     raise DataError(
-        f"which token of {source} ends a document is ambiguous: give --eod TOKEN, "
-        f"for instance one of its special tokens: {', '.join(special) or 'it has none'}"
+        f"the end-of-document token of {source} is ambiguous; give --eod TOKEN, one of its special "
+        f"tokens: {', '.join(special) or 'it has none'}"
     )
 
 
@@ -203,7 +202,7 @@ def _special(content: dict[str, Any]) -> list[str]:
 
 
 def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
-    """Return the end token in the first of the folder's configuration files that names one."""
+    """Return the end-of-sequence token of the first configuration file that defines one."""
     by_id = {id_: token for token, id_ in _vocabulary(content).items()}
     for name in _CONFIGS:
         try:
@@ -213,12 +212,12 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
         except ValueError as error:
             raise DataError(f"cannot read {folder / name}: {error}") from None
         token = config.get("eos_token", config.get("eos_token_id"))
-        if isinstance(token, dict):  # the name is given as an added token with all its settings
+        if isinstance(token, dict):  # an added token with its settings
             token = token.get("content")
         if isinstance(token, list):
             names = ", ".join(str(by_id.get(each, each)) for each in token)
             raise DataError(
-                f"which token ends a document is ambiguous: {folder / name} names {names}; "
+                f"the end-of-document token is ambiguous: {folder / name} contains {names}; "
                 "give --eod TOKEN"
             )
         if token is not None:
@@ -228,5 +227,5 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
     vocab = content["model"].get("vocab")
-    listed = vocab if isinstance(vocab, dict) else {}  # unigram models hold a list of pairs
+    listed = vocab if isinstance(vocab, dict) else {}  # a unigram model has a list of pairs
     return {**listed, **{token["content"]: token["id"] for token in content["added_tokens"]}}

@@ -1,4 +1,4 @@
-"""Tasks in files of examples: their descriptions for lm-eval, and a checkpoint's scores on them."""
+"""Tasks in .jsonl files of examples: descriptions for lm-eval, and scores of a checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ metric_list:
   - {{metric: acc_norm}}
 metadata: {{version: 1.0}}
 """
-"""lm-eval's description of the task in one file."""
+"""lm-eval's description of a task in a file."""
 
 PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
     None: None,
@@ -34,22 +34,22 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 
 
 def named_files(names: Sequence[str]) -> dict[str, str]:
-    """Return the files among `names`, each by the name of its task.
+    """Return the .jsonl files in `names` by task name.
 
-    Raises InputError if two files have one name, DataError for a file that is not a task.
+    Raises InputError if two files have the same name, DataError if a file is not a task.
     """
     files: dict[str, str] = {}
     for name in (name for name in names if name.endswith(SUFFIX)):
         task = f"file_{Path(name).stem}"
         if task in files:
-            raise InputError(f"files of tasks must have different names, got {name} twice")
+            raise InputError(f"task files must have different names, got {Path(name).name} twice")
         read_examples(Path(name))
         files[task] = name
     return files
 
 
 def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
-    """Write lm-eval's description of each file's task to `folder`; return the tasks' names."""
+    """Write lm-eval's description of each task to `folder`; return the tasks' names."""
     for name, file in files.items():
         path = json.dumps(str(Path(file).resolve()))
         text = TASK.format(name=json.dumps(name), file=path)
@@ -60,17 +60,18 @@ def write_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
 def score_checkpoint(
     source: Path, files: Mapping[str, str], dtype: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Score a run's newest checkpoint, or a step folder, with the trainer's forward pass.
+    """Score a run's newest checkpoint, or a given checkpoint, with the trainer's forward pass.
 
-    Uses one process. Returns the metrics by task, in the form that
-    `scripts.evaluation.harness.rows` reads.
+    Runs in this process. Returns the metrics by task, as input of
+    `scripts.evaluation.harness.rows`.
 
-    `dtype` is float32, bfloat16, or None for the run's type. Raises InputError for another type, or
-    for a tokenizer that is not the run's; BrokenCheckpointError for a damaged checkpoint.
+    `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for another
+    dtype, or if the tokenizer differs from the run's; BrokenCheckpointError if the checkpoint is
+    damaged.
     """
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype of a run must be float32 or bfloat16, got {dtype}")
-    from models.engine import import_engine  # imported here because these take seconds
+    from models.engine import import_engine  # imported here because these imports take seconds
 
     import_engine()
     from parallel.comm import groups
@@ -111,7 +112,7 @@ def score_checkpoint(
         for task in tasks:
             print(task)
         model = build_parallel_model(config, layout, initial_weights(config))
-        assert config.model.vocab_size is not None  # the type as saved
+        assert config.model.vocab_size is not None  # set in saved configs
         scores = score(
             model,
             layout,

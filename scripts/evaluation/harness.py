@@ -1,4 +1,4 @@
-"""Run lm-eval on sets of tasks in its own environment, and read its results."""
+"""Running lm-eval in its own environment, and reading its results."""
 
 import math
 import os
@@ -14,8 +14,8 @@ from training.json_file import read_json
 from training.report.table import markdown_table
 
 TaskSet = Mapping[str, tuple[str, ...]]
-"""Tasks that a paper reports together, each with its metrics. The paper's mean is over each task's
-first metric, an accuracy."""
+"""Tasks that a paper reports together, with the metrics of each task. The paper's mean is over the
+first metric of each task, an accuracy."""
 
 TASK_SETS: Final[Mapping[str, TaskSet]] = {
     "pc_paper": {
@@ -40,9 +40,9 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         "boolq": ("acc",),
     },
 }
-"""Sets by name. pc_paper is table 3 (section 4.2) of the PC paper. sso_paper combines the SSO
-paper's tables of its dense model and of its mixture of experts, which report plain accuracy and do
-not state the number of examples in the prompt."""
+"""Task sets by name. pc_paper contains the tasks of table 3 (section 4.2) of the PC paper.
+sso_paper combines the SSO paper's tables of its dense model and of its mixture of experts, which
+report plain accuracy and do not state the number of few-shot examples."""
 
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
@@ -54,9 +54,9 @@ STANDARD_ERROR = "_standard_error"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One evaluation: the model folder, the tasks by lm-eval's names, and the settings.
+    """An evaluation: model folder, lm-eval's task names, and settings.
 
-    options   further options for lm-eval, placed at the end of the command
+    options   additional lm-eval options, appended to the command
     """
 
     model: Path
@@ -68,19 +68,19 @@ class Run:
     options: Sequence[str] = ()
 
     def command(self) -> list[str]:
-        """Return the command line.
+        """Return lm-eval's command line.
 
-        Raises InputError for a path with a comma, as lm-eval splits its arguments at commas.
+        Raises InputError if the model's path contains a comma, at which lm-eval splits arguments.
         """
         if "," in str(self.model):
             raise InputError(
-                f"a model to evaluate must have no comma in its path, got {self.model}"
+                f"the path of a model to evaluate must not contain a comma, got {self.model}"
             )
         settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
         end = end_token(self.model)
-        if end is not None:  # the token before each document in training
+        if end is not None:  # the token that precedes each document in training
             settings.append(f"prefix_token_id={end}")
-        # with -P a module of this name in the working directory is ignored
+        # -P: ignore a module of this name in the working directory.
         command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
         command += ["--output_path", str(self.output), "--batch_size", "8"]
@@ -90,24 +90,26 @@ class Run:
 
 
 def end_token(folder: Path) -> int | None:
-    """Return `eos_token_id` of a model's config.json. Raises InputError unless it is an integer or
-    null."""
+    """Return `eos_token_id` in a model's config.json. Raises InputError if it is neither an integer
+    nor null."""
     end = read_settings(folder).get("eos_token_id")
     if end is not None and type(end) is not int:
         raise InputError(
-            f"{folder / 'config.json'}: eos_token_id must be an integer, got {end!r:.60}"
+            f"{folder / 'config.json'}: eos_token_id must be an integer or null, got {end!r:.60}"
         )
     return end
 
 
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
-    """Run lm-eval and return its JSON: `results` by task, `versions`, `config`.
+    """Run lm-eval and return its JSON output, with `results` by task, `versions` and `config`.
 
-    Raises InputError if lm-eval is not installed, ends without results, or another evaluation wrote
-    results to the same folder.
+    Raises InputError if lm-eval is not installed or writes no results, or if another evaluation
+    writes to the same folder.
     """
     if not run.python.exists():
-        raise InputError(f"no {run.python}: create lm-eval's environment with\n    {INSTALL}")
+        raise InputError(
+            f"{run.python} does not exist; create lm-eval's environment with\n    {INSTALL}"
+        )
     environment = dict(os.environ)
     if offline:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -116,12 +118,12 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     files = sorted({*run.output.rglob("results_*.json")} - before)
     if done.returncode or not files:
         raise InputError(
-            f"lm-eval exited with code {done.returncode} and wrote no results: see its output"
+            f"lm-eval exited with code {done.returncode} without results; see its output above"
         )
     if len(files) > 1:
         raise InputError(
-            f"another evaluation wrote to {run.output} meanwhile: {files[0].name} and "
-            f"{files[-1].name}; give each an --output"
+            f"another evaluation wrote to {run.output} at the same time, got {files[0].name} and "
+            f"{files[-1].name}; give each evaluation its own --output"
         )
     results: dict[str, Any] = read_json(files[0])
     return results
@@ -129,7 +131,7 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table."""
+    """A row of the table."""
 
     task: str
     metric: str
@@ -138,7 +140,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """Return the rows of each task: the metrics that its set names, or all metrics if no set
+    """Return a row per task and metric: the metrics in the task's set, or all metrics if no set
     contains the task."""
     lines = []
     for task, values in results.items():
@@ -155,7 +157,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ())
 
 
 def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
-    """Return the table in Markdown, with the mean accuracy of each set whose tasks are complete."""
+    """Return the table in Markdown, with the mean accuracy of each complete task set."""
     cells = []
     for row in lines:
         error = "" if row.error is None else f"{row.error:.4f}"

@@ -1,11 +1,11 @@
-"""lm-eval tasks over a run's own validation sets, which run without a network.
+"""lm-eval tasks from a run's own validation sets, which need no network.
 
-The training loop evaluates windows of the token stream. A task contains the text of the same
-windows, beginning with the stream's second token; a document of the task is several consecutive
-windows. lm-eval therefore splits the text where the loop does, and bits per byte agree except for
-the first token of each document. The standard error is computed over documents. With
-`data.document_mask` the documents of the task are the documents of the set; the loop cuts these at
-the ends of windows.
+Validation during training evaluates windows of the token stream. A task contains the text of the
+same windows, starting with the stream's second token, and each document of the task consists of
+consecutive windows. lm-eval therefore splits the text at the same tokens as the trainer, and bits
+per byte agree except for the first token of each document. The standard error is computed over
+documents. With `data.document_mask` the task's documents are the documents of the set, which the
+trainer also cuts at the ends of windows.
 """
 
 import json
@@ -29,12 +29,12 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task: with this number the standard error is accurate to an eighth, and
-few tokens begin a document."""
+"""Number of documents of a task: large enough for a standard error accurate to one eighth, small
+enough that few tokens are the first of a document."""
 
 MAX_DIFFERENT = 16
-"""Number of tokens that may differ at the two ends of a text, where a cut word may be encoded
-differently."""
+"""Maximum number of tokens that may differ if a text is decoded and encoded again: words that are
+cut at the ends of the text may be encoded differently."""
 
 
 def write_tasks(
@@ -43,13 +43,13 @@ def write_tasks(
     tokenizer_file: Path,
     saved: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Write a task for each validation set of a run's config to `folder`; return the tasks' names.
+    """Write a task per validation set of a run's config to `folder`; return the tasks' names.
 
-    `saved` is the data's entry in a checkpoint's identity. Raises InputError if there is no
-    validation set, a set has another tokenizer, or a set has changed since the checkpoint.
+    `saved` is the entry `data` of a checkpoint's identity. Raises InputError if there is no
+    validation set, if a set has another tokenizer, or if a set has changed since the checkpoint.
     """
     if not config.data.validation:
-        raise InputError("data.validation must name a set to evaluate on, got none")
+        raise InputError("data.validation must contain a set to evaluate on, got none")
     check_one_tokenizer((name, each.path) for name, each in config.data.validation.items())
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     for name, each in config.data.validation.items():
@@ -74,11 +74,11 @@ def write_tasks(
         before, now = saved.get(f"validation.{name}.content"), data.set.digest
         if before not in (None, now):
             raise InputError(
-                f"validation set {name} ({each.path}) must be that of the run, with content "
-                f"{before:.12}, got {now:.12}"
+                f"validation set {name} ({each.path}) has changed since the checkpoint: its hash "
+                f"must be {before:.12}, got {now:.12}"
             )
         if data.target_bytes is None:
-            raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
+            raise InputError(f"validation set {name}: the size of its text in bytes is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         documents = []
         masked = config.data.document_mask
@@ -95,10 +95,10 @@ def write_tasks(
 def parts(
     tokens: NDArray[np.int64], window: int, starts: NDArray[np.int64] | None = None
 ) -> list[NDArray[np.int64]]:
-    """Return the tokens of each document of a task, cut at `starts` or into consecutive windows.
+    """Split the tokens of a set into the documents of a task.
 
-    `starts` contains the first positions of the documents in the set. Without them, documents have
-    nearly equal numbers of windows.
+    Documents begin at the positions `starts`; without `starts` they consist of nearly equal numbers
+    of consecutive windows.
     """
     if starts is not None:
         return np.split(tokens, starts)
@@ -120,9 +120,10 @@ def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) ->
 
 
 def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
-    """Return the text whose tokens are `tokens`.
+    """Decode tokens to text.
 
-    Raises InputError if the text encodes to other tokens, because lm-eval would split it elsewhere.
+    Raises InputError if the text does not encode to the same tokens, because lm-eval would then
+    split it at other places.
     """
     text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     again = tokenizer.encode(text, add_special_tokens=False).ids
@@ -130,7 +131,7 @@ def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     different = len(tokens) - int((np.array(again[:same]) == tokens[:same]).sum())
     if different > MAX_DIFFERENT:
         raise InputError(
-            f"validation set {name} does not use the model's tokenizer: its text encodes "
-            f"to different tokens in {different} of {len(tokens)} places"
+            f"validation set {name} must be encoded by the model's tokenizer, but {different} of "
+            f"{len(tokens)} tokens differ after decoding and encoding"
         )
     return text

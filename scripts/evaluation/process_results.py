@@ -1,6 +1,6 @@
-"""Functions that lm-eval calls for a task over local text.
+"""Functions that lm-eval calls for a task of local_text.py.
 
-Bytes are those of the text, without the tokens that end documents.
+Byte counts exclude end-of-document tokens.
 """
 
 import math
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Pair = tuple[float, float]
-"""Log-likelihood of a document, and its size in bytes."""
+"""Log-likelihood and size in bytes of a document."""
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Return, for each metric, the document's log-likelihood and its bytes of text."""
+    """Return the document's log-likelihood and size in bytes for each metric."""
     (likelihood,) = results
     pair = (likelihood, doc["bytes"])
     names = ("bits_per_byte", "byte_perplexity")
@@ -31,6 +31,6 @@ def error_of_bits(items: Sequence[Pair]) -> float:
 
 
 def error_of_perplexity(items: Sequence[Pair]) -> float:
-    """Return the standard error of the perplexity of bytes, to first order."""
+    """Return the standard error of the byte perplexity, to first order."""
     mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
     return math.exp(-mean) * math.log(2) * error_of_bits(items)

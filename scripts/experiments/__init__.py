@@ -1,1 +1,1 @@
-"""The papers' synthetic experiments, run by scripts/reproduce.py; one file each."""
+"""The papers' synthetic experiments, one per file; scripts/reproduce.py runs them."""

@@ -17,18 +17,18 @@ TRANSITION = (
     (0.25, 4.0, 0.5), (0.25, 4.0, 1.0), (0.25, 4.0, 2.5),
 )  # fmt: skip
 STRONG = (0.5, 1.0, 2.0)
-"""Z for rho = n^-1/2, c = 1."""
-FINITE = 0.025  # at n = 1500 the norms are within one or two percent of the limits
+"""Values of Z for rho = n^-1/2 and c = 1."""
+FINITE = 0.025  # relative tolerance: at n = 1500 the norms are within 1% to 2% of the limits
 KRYLOV = 200
-# The estimate of rho on 64 x 64 matrices.
+# Estimates of rho from 64 x 64 matrices.
 NONE_NEGATIVE = 0.683  # probability of a negative estimate if rho is 0: P(chi^2_1 < 1)
 CORRELATIONS = (0.0, 1e-3, 0.05)
 QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 
 
 def experiment(draws: Draws, *, n: int = 1500, repeats: int = 4000, side: int = 64) -> Outcome:
-    """Check both propositions on matrices of n columns, and the estimator on `repeats` matrices of
-    size `side`, by Monte Carlo."""
+    """Check both propositions on matrices with n columns, and the estimator on `repeats` random
+    `side` x `side` matrices."""
     phi = {c: draws.normal(round(c * n), n) for c in (0.25, 1.0)}
     checks = []
     limits: dict[str, dict[float, float]] = {}
@@ -55,7 +55,7 @@ def experiment(draws: Draws, *, n: int = 1500, repeats: int = 4000, side: int = 
 
 
 def limit(c: float, tau: float, z: float) -> float:
-    """lim |W|_2 / (sigma (sqrt m + sqrt n)) for n rho -> tau (eq. 4.11)."""
+    """Return the limit of |W|_2 / (sigma (sqrt m + sqrt n)) for n rho -> tau (eq. 4.11)."""
     if z * z * tau * math.sqrt(c) <= 1:
         return 1.0
     spike = (z * z * tau + 1) * (z * z * tau * c + 1)
@@ -63,18 +63,18 @@ def limit(c: float, tau: float, z: float) -> float:
 
 
 def correlated(phi: Tensor, rho: float, z: float | Tensor) -> Tensor:
-    """sqrt(rho) Z J + sqrt(1 - rho) Phi `[batch, m, n]`, sigma = 1."""
+    """Return sqrt(rho) Z J + sqrt(1 - rho) Phi `[batch, m, n]`, with sigma = 1."""
     return math.sqrt(rho) * z + math.sqrt(1 - rho) * phi
 
 
 def norm(w: Tensor) -> float:
-    """|W|_2 of a matrix, by the project's block Krylov iteration from a cold start."""
+    """Return |W|_2 of a matrix by `cold_start`, a block Krylov iteration."""
     return float(cold_start(w[None], steps=KRYLOV)[0])
 
 
 def strong(phi: Tensor) -> dict[float, dict[str, float]]:
-    """Return |W|_2 / sqrt(m n rho), which tends to |Z|, and the stable rank, which tends to
-    1 / (Z^2 rho), by Z for rho far above 1 / n."""
+    """Return by Z, for rho far above 1 / n, |W|_2 / sqrt(m n rho), whose limit is |Z|, and the
+    stable rank, whose limit is 1 / (Z^2 rho)."""
     rho = phi.shape[1] ** -0.5
     errors = {}
     for z in STRONG:
@@ -86,8 +86,7 @@ def strong(phi: Tensor) -> dict[float, dict[str, float]]:
 
 
 def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[float]], list[Check]]:
-    """Check the estimator of eq. 4.13, which is unbiased, but depends on one draw of Z per
-    matrix."""
+    """Check the estimator of eq. 4.13, which is unbiased but uses only one draw of Z per matrix."""
     estimates = {}
     for rho in CORRELATIONS:
         z = draws.normal(repeats, 1, 1)

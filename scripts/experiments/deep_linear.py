@@ -23,24 +23,24 @@ PAPER = {
 }
 """Coefficients of x, x^3, x^5, ... by level, as printed in the paper."""
 SCALE = 1.7
-# Epsilon of the norm is 1e-7.
+# Above the epsilon of the norm, 1e-7.
 EXACT = 1e-6
 TARGET = 0.01
-"""Target loss as a fraction of the first loss."""
+"""Target loss as a fraction of the initial loss."""
 ROOM = 1.1
-"""tau of every layer: the bound on its norm from which the step size follows. A check verifies the
-bound afterwards."""
+"""tau of every layer: the assumed bound on its norm, which determines the step size. A check
+verifies the bound afterwards."""
 
 
 @dataclass(frozen=True)
 class Descent:
-    """The loss and each layer's singular values, before every step."""
+    """The loss and all layers' singular values before every step."""
 
     losses: list[float] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """Return the first step at which the loss is at most the target, or the number of steps."""
+        """Return the first step whose loss is at most the target, or the number of steps."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
@@ -54,11 +54,11 @@ def experiment(
     smallest: float = 0.2,
     residual: float = 0.3,
 ) -> Outcome:
-    """Train weights that were preconditioned once, and raw weights in PC layers. All levels
-    start from the same raw weights and first residual.
+    """Train weights that were preconditioned once, and raw weights in PC layers, for every level.
 
-    `widths` must grow, then shrink. Singular values of a raw weight fall geometrically from 1 to
-    `smallest`; `residual` scales the first residual.
+    All levels start from the same raw weights and initial residual. `widths` must increase, then
+    decrease. The singular values of a raw weight decrease geometrically from 1 to `smallest`;
+    `residual` is the norm of the initial residual.
     """
     raw = [raw_weight(draws, *pair, smallest) for pair in zip(widths[1:], widths, strict=False)]
     x = torch.linalg.qr(draws.normal(widths[0], samples))[0]
@@ -93,7 +93,8 @@ def experiment(
 
 
 def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
-    """Return a random matrix with singular values falling geometrically from 1."""
+    """Return a random matrix with singular values that decrease geometrically from 1 to
+    `smallest`."""
     left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
     values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
     weight: Tensor = left * values @ right
@@ -101,7 +102,7 @@ def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
 
 
 def effective(w: Tensor, level: int) -> Tensor:
-    """PC(W) of one matrix, with gamma = 1 and the exact top singular pair."""
+    """Return PC(W) of a matrix, with gamma = 1 and the exact top singular pair."""
     batch = w.detach()[None]
     zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
     _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
@@ -109,8 +110,8 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 
 def definition(draws: Draws) -> list[Check]:
-    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors. Its gradient
-    must be orthogonal to W, because W / s does not depend on the scale of W."""
+    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors, and that its
+    gradient is orthogonal to W, because W / s does not depend on the scale of W."""
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
     right, _ = torch.linalg.qr(draws.normal(cols, cols))
@@ -133,7 +134,7 @@ def definition(draws: Draws) -> list[Check]:
 
 
 def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
-    """W_L ... W_1 X."""
+    """Return W_L ... W_1 X."""
     for w in weights:
         x = w @ x
     return x
@@ -160,14 +161,14 @@ def descend(
 
 
 def smoothness(x: Tensor, loss: float, largest: Sequence[float]) -> float:
-    """beta = (prod tau)^2 (sqrt(2 L_0) + |X|_F) L |X|_2, tau at least 1."""
+    """Return beta = (prod tau)^2 (sqrt(2 L_0) + |X|_F) L |X|_2, with tau at least 1."""
     tau = math.prod(max(1.0, each) for each in largest)
     norm = float(torch.linalg.matrix_norm(x))
     return tau**2 * (math.sqrt(2 * loss) + norm) * len(largest) * float(singular_values(x)[0])
 
 
 def strength(x: Tensor, smallest: Sequence[float]) -> float:
-    """mu = (prod mu_l)^2 sigma_min(X)^2, mu_l at most 1."""
+    """Return mu = (prod mu_l)^2 sigma_min(X)^2, with mu_l at most 1."""
     least = math.prod(min(1.0, each) for each in smallest)
     return least**2 * float(singular_values(x)[-1]) ** 2
 
@@ -188,7 +189,7 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
 
 
 def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
-    """Check that each higher level needs fewer steps to the target."""
+    """Check that each level needs fewer steps to the target than the level below."""
     steps = [each.reached() for each in descents]
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,

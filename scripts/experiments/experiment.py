@@ -1,7 +1,7 @@
 """The interface between the runner and an experiment.
 
-The module of an experiment contains a docstring that states the paper's claim, `SMALL` (the sizes
-of a test) and `experiment(draws, ...)`, whose defaults are the paper's sizes.
+The module of an experiment contains a docstring with the paper's claim, `SMALL` (sizes for tests)
+and `experiment(draws, ...)`, whose defaults are the paper's sizes.
 """
 
 import math
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 Lines = Mapping[str, Sequence[float] | Mapping[Any, float]]
-"""Values of lines by label: a list, or a mapping from x to y."""
+"""Lines by label: a list of values, or a mapping from x to y."""
 
 
 class Draws:
-    """Random numbers of a seed, in float64 unless stated otherwise."""
+    """A random number generator with a seed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Independent standard normal entries."""
+        """Return independent standard normal numbers."""
         return torch.randn(*shape, generator=self.generator, dtype=dtype)
 
     def restarted(self, offset: int = 0) -> "Draws":
-        """Return a new generator with this or another seed."""
+        """Return a new generator with this seed plus `offset`."""
         return Draws(self.seed + offset)
 
 
@@ -36,8 +36,8 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` states where the range comes from: a paper's statement, theory, or `recorded`. Recorded
-    numbers come from an earlier run of the paper's setting with exact decompositions in float64.
+    `source` is the source of the range: a paper's statement, theory, or `recorded`, an earlier run
+    of the paper's setting with exact decompositions in float64.
     """
 
     name: str
@@ -46,38 +46,38 @@ class Check:
     high: float
     source: str
     series: str = ""
-    """Checks of the same series share a line of the printed table."""
+    """Passed checks of the same series are one row of the printed table."""
 
     @property
     def passed(self) -> bool:
-        """Whether the number is in its range; NaN is not."""
+        """Whether the number is in its range; False for NaN."""
         return self.low <= self.measured <= self.high
 
 
 def near(
     name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
 ) -> Check:
-    """Check that `measured` is within a fraction `relative` of `expected`."""
+    """Return a check that `measured` is within a fraction `relative` of `expected`."""
     slack = relative * abs(expected)
     return Check(name, measured, expected - slack, expected + slack, source, series)
 
 
 def at_least(name: str, measured: float, low: float, source: str) -> Check:
-    """Check that `measured` is `low` or more."""
+    """Return a check that `measured` is at least `low`."""
     return Check(name, measured, low, math.inf, source)
 
 
 def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
-    """Check that `measured` is `high` or less."""
+    """Return a check that `measured` is at most `high`."""
     return Check(name, measured, -math.inf, high, source, series)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: lines, dashed lines and dots; the lines of each kind start with the first
-    color.
+    """A panel of a figure with lines, dashed lines and dots; each kind starts with the first color.
 
-    `log` names the logarithmic axes; `levels` contains the heights of horizontal lines.
+    `log` contains the names of logarithmic axes, "x", "y" or "xy"; `levels` contains y values of
+    horizontal lines by label.
     """
 
     title: str
@@ -92,10 +92,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an experiment: checks that must hold for every seed and size, a figure, and
-    `data`.
+    """The result of an experiment: checks that must pass for every seed and size, data, and the
+    panels of a figure.
 
-    recorded.yaml contains `data` of the paper's setting, for comparison.
+    recorded.yaml contains expected values of `data` at the paper's setting.
     """
 
     checks: Sequence[Check]

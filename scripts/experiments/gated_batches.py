@@ -18,8 +18,8 @@ def experiment(
     inputs: int = 128,
     hidden: int = 512,
 ) -> Outcome:
-    """Compare st(A1), st(A2) and st(A3) at initialization for both activations, with one network
-    and new data per batch size."""
+    """Compare st(A1), st(A2) and st(A3) at initialization for both activations; all batch sizes use
+    the same network with new data."""
     ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
         network = draws.restarted()
@@ -47,7 +47,7 @@ def experiment(
 
 
 def definitions(problem: Problem) -> list[Check]:
-    """Check activations and their stable ranks against their definitions."""
+    """Check activations and stable ranks against their definitions."""
     checks, x = [], problem.x
     outputs = activations(problem.weights, x, problem.kind)[1:]
     for layer, (weight, a) in enumerate(zip(problem.weights, outputs, strict=False), 1):

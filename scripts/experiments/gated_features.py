@@ -14,8 +14,8 @@ SMALL = {"sizes": (25, 50, 200), "steps": 200}
 def experiment(
     draws: Draws, *, sizes: tuple[int, int, int] = (50, 100, 400), steps: int = 400
 ) -> Outcome:
-    """Run both descents on A = silu(V_1 X) * (V_2 X) and find where they cross; `sizes` are as in
-    `random_features`."""
+    """Run both descents on A = silu(V_1 X) * (V_2 X) and find the step at which the losses cross;
+    for `sizes` see `random_features`."""
     task = random_features(draws, sizes, 2, lambda gate, up: F.silu(gate) * up)
     stable = float(stable_rank(task.a))
     gd = descend(task, steps, spectral=False)

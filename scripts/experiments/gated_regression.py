@@ -23,7 +23,7 @@ def experiment(
 ) -> Outcome:
     """Run both methods at both batch sizes.
 
-    The paper takes 400 and 280 steps. Fewer are enough here, because the methods diverge early.
+    The paper takes 400 and 280 steps. Fewer steps suffice, because the losses separate early.
     """
     runs: dict[str, dict[str, Training]] = {name: {} for name in RATES}
     first = []

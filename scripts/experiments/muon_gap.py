@@ -13,7 +13,7 @@ from spectral.rules import MuonPlusPlusRule, take_step
 
 SMALL = {"shapes": ((8, 8), (48, 48)), "repeats": 8, "side": 24, "steps": 60}
 MOMENTUM = 0.95
-# The error of the rule's msign in float64 where no singular value is tiny.
+# Error of the rule's msign in float64 if no singular value is tiny.
 EXACT = 1e-6
 LONG_RUNS = (
     ("algorithm 1, random gradients, eta 0.01", "project", "random", 0.01),
@@ -32,8 +32,9 @@ def experiment(
     side: int = 128,
     steps: int = 300,
 ) -> Outcome:
-    """Measure the gaps of `repeats` initial matrices of each shape, single steps within and beyond
-    the gaps, and long runs of a square matrix of `side` rows."""
+    """Measure the spectral gaps of `repeats` initial matrices of each shape, the norm after single
+    steps shorter and longer than the gap, and the norm over many steps of a `side` x `side`
+    matrix."""
     initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
     gaps = [relative_gap(w) for w in initial]
     within, beyond = [], []
@@ -54,7 +55,7 @@ def experiment(
         "gaps": {name: gap.tolist() for name, gap in by_shape.items()},
         "mean_gap": means,
         "norms": runs,
-        # The first step after which the norm exceeds S, 0 if none.
+        # First step after which the norm exceeds S, or 0 if it never does.
         "first_above": {
             name: next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
             for name, norms in runs.items()
@@ -69,18 +70,18 @@ def on_sphere(w: Tensor) -> Tensor:
 
 
 def relative_gap(w: Tensor) -> Tensor:
-    """(sigma_1 - sigma_2) / sigma_1 `[batch]`."""
+    """Return (sigma_1 - sigma_2) / sigma_1 `[batch]`."""
     values = singular_values(w)
     return 1 - values[:, 1] / values[:, 0]
 
 
 def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
-    """|W|_2 / S `[batch]` after one step of algorithm 1, of size `eta` `[batch]`."""
+    """Return |W|_2 / S `[batch]` after one step of algorithm 1 with step size `eta` `[batch]`."""
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
     norms = []
     for one, grad, lr in zip(w, gradient, eta, strict=True):
         weight = one[None].clone()
-        # Exact vectors: a cold Krylov iteration resolves a gap of one percent only slowly.
+        # Exact vectors, because a cold Krylov iteration converges slowly for a gap of 1%.
         state = rule.init_state(weight)
         left, _, right = torch.linalg.svd(weight, full_matrices=False)
         state["u"].copy_(left[:, :, 0])
@@ -91,7 +92,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 
 
 def runner_up(w: Tensor) -> Tensor:
-    """Return the gradient whose step increases the second singular value, -u_2 v_2^T."""
+    """Return -u_2 v_2^T, the gradient whose step increases the second singular value."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
     direction: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
     return direction
@@ -100,7 +101,8 @@ def runner_up(w: Tensor) -> Tensor:
 def long_run(
     draws: Draws, side: int, steps: int, algorithm: str, gradients: str, eta: float
 ) -> list[float]:
-    """|W|_2 / S after each of many steps; gradients random, or W - T for a target T of norm 2 S."""
+    """Return |W|_2 / S after each step, with random gradients or, for "target", gradients W - T
+    with a target T of norm 2 S."""
     w = on_sphere(draws.normal(1, side, side))
     target = 2 * on_sphere(draws.normal(1, side, side)) if gradients == "target" else None
     rule = MuonPlusPlusRule(algorithm=algorithm, momentum=MOMENTUM)  # type: ignore[arg-type]
@@ -123,7 +125,7 @@ def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
 
 
 def counterexample() -> list[Check]:
-    """Check W = diag(1, 0.2), D = diag(0, -1): the norm is kept up to eta = 0.8."""
+    """Check W = diag(1, 0.2), D = diag(0, -1), whose norm is constant up to eta = 0.8."""
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
     gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
     norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))
@@ -134,7 +136,7 @@ def counterexample() -> list[Check]:
 
 
 def properties(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> list[Check]:
-    """Check what holds for every draw."""
+    """Check statements that are true for every draw."""
     one, _, target, two, two_target = runs.values()
     first, *_, last = means.values()
     return [
@@ -149,7 +151,7 @@ def properties(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> l
 def panels(
     gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
 ) -> list[Panel]:
-    """Return panels of the norm over the steps and of the gaps of Gaussian matrices."""
+    """Return panels of the norm over steps and of the gaps of Gaussian matrices."""
     rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
     plain = {name: run for name, run in runs.items() if name not in rescaled}
     dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}

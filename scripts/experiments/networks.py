@@ -1,4 +1,4 @@
-"""Sparse regression by a bias-free network of four layers, with Euclidean or spectral layers.
+"""Sparse regression with a bias-free network of four layers and Euclidean or spectral steps.
 
 x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
 For a layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, and a spectral step
@@ -20,15 +20,15 @@ from spectral.singular_triplets import top_singular
 
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)
-"""The layers with spectral steps in "SpecGD": all but the first and the last."""
+"""Layers with spectral steps in "SpecGD": all layers except the first and the last."""
 STEP_ERROR = 1e-3
 RESOLVED = 1e-2
-"""Singular values of a gradient above this share of the largest must be mapped to 1 by msign;
-smaller values would need more steps of msign."""
+"""msign must map singular values of a gradient to 1 if they exceed this fraction of the largest;
+smaller singular values would need more msign steps."""
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
-    """relu(x)^2, or SiLU(gate) * up with both halves of `x` `[n, 2 hidden]`."""
+    """Return relu(x)^2, or SiLU(gate) * up of the halves of `x` `[n, 2 hidden]`."""
     if kind == "relu^2":
         return x.relu().square()
     gate, up = x.chunk(2, dim=-1)
@@ -36,7 +36,8 @@ def activate(kind: Activation, x: Tensor) -> Tensor:
 
 
 def initial(draws: Draws, inputs: int, hidden: int, kind: Activation) -> list[Tensor]:
-    """The weights of inputs -> hidden -> hidden -> hidden -> 1, as torch initializes layers."""
+    """Return the weights of inputs -> hidden -> hidden -> hidden -> 1 with torch's default
+    initialization."""
     rows = hidden if kind == "relu^2" else 2 * hidden
     shapes = [(rows, inputs), (rows, hidden), (rows, hidden), (1, hidden)]
     empty = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
@@ -44,7 +45,7 @@ def initial(draws: Draws, inputs: int, hidden: int, kind: Activation) -> list[Te
 
 
 def activations(weights: Sequence[Tensor], x: Tensor, kind: Activation) -> list[Tensor]:
-    """Return the input of each layer, `[n, width]`; `x` first."""
+    """Return the inputs `[n, width]` of all layers, starting with `x`."""
     outputs = [x]
     for weight in weights[:-1]:
         outputs.append(activate(kind, outputs[-1] @ weight.mT))
@@ -70,16 +71,17 @@ class Problem:
         return cls(x, x[:, :3].prod(1, keepdim=True), weights, kind)
 
     def loss(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss `[]`, and the input of each layer."""
+        """Return the loss `[]` and the inputs of all layers."""
         inputs = activations(weights, self.x, self.kind)
         return (inputs[-1] @ weights[-1].mT - self.y).square().mean(), inputs
 
 
 @dataclass
 class Training:
-    """The loss before every step, and by step each layer's ranks.
+    """The loss before every step, and ranks of all layers by step.
 
-    The ranks are the stable rank of the layer's input and the nuclear rank of its gradient.
+    stable   stable rank of each layer's input
+    nuclear  nuclear rank of each layer's gradient
     """
 
     losses: list[float] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Method:
-    """A method: step size, steps of msign, and whether hidden layers take spectral steps."""
+    """A method: whether hidden layers take spectral steps, the step size, and the msign steps."""
 
     spectral: bool
     lr: float
@@ -106,7 +108,7 @@ class Method:
 
 
 class BlockDescent:
-    """Optimizer with Euclidean and spectral steps; it measures their scales n / |A|^2 in each
+    """Optimizer with Euclidean and spectral steps, whose scales n / |A|^2 are computed at each
     step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
@@ -127,7 +129,7 @@ class BlockDescent:
             optimizer.step()
 
     def scale(self, layer: int, a: Tensor) -> float:
-        """n / |A|_2^2, or n / |A|_F^2 for a spectral layer."""
+        """Return n / |A|_2^2, or n / |A|_F^2 for a spectral layer."""
         if layer in self.hidden:
             return a.shape[0] / float(a.square().sum())
         u, v = self.vectors.get(layer, (a.new_zeros(1, a.shape[0]), a.new_zeros(1, a.shape[1])))
@@ -138,7 +140,7 @@ class BlockDescent:
 
 
 def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
-    """Take `steps` steps of one method; ranks are computed every `interval` steps."""
+    """Train for `steps` steps with a method; compute ranks every `interval` steps."""
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     optimizer, run = BlockDescent(weights, method), Training()
     for step in range(steps):
@@ -155,7 +157,7 @@ def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Tra
 
 
 def first_step(problem: Problem, method: Method) -> list[Check]:
-    """Check the first step on each layer from SVDs of its input and of its gradient."""
+    """Check the first step of each layer against SVDs of its input and gradient."""
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     loss, inputs = problem.loss(weights)
     loss.backward()

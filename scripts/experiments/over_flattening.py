@@ -2,10 +2,10 @@
 
 The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here one
 matrix learns a linear map with singular values 1 / k: as a plain weight, in a PC layer, and with
-the over-flattening composite. The best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the
-target T, so the composite loses with any optimizer. This is no evidence about language models. For
-these the paper finds the same at 271M parameters, and studies/pc/over_flattening.yaml tests a small
-model.
+the over-flattening composite. The best multiple of an orthogonal matrix has the relative error
+1 - nr(T) / n for the target T, so the composite is worst with any optimizer. This is not evidence
+about language models: for those, the paper reports the same at 271M parameters, and
+studies/pc/over_flattening.yaml tests a small model.
 """
 
 from typing import Any
@@ -25,17 +25,18 @@ LEVELS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
-"""The compared levels of each optimizer: no PC layer, the paper's choice, and the ablation."""
-# Slope at zero of the composite in appendix J: the product of the first coefficients of its
-# polynomials.
+"""The compared variants of each optimizer: no PC layer, the paper's level, and the ablation."""
+# Slope at zero of the composite in appendix J: the product of its polynomials' first coefficients.
 SLOPE = 20775.0
 
 
 def experiment(
     draws: Draws, *, side: int = 48, steps: int = 300, adamw: float = 1e-2, muon: float = 3e-2
 ) -> Outcome:
-    """Train all variants from the same start to the same target and check the composite. `adamw`
-    and `muon` are peak learning rates."""
+    """Train all variants from the same initial weight to the same target, and check the composite.
+
+    `adamw` and `muon` are peak learning rates.
+    """
     left, right = (torch.linalg.qr(draws.normal(side, side))[0] for _ in range(2))
     target = left * (1 / torch.arange(1, side + 1, dtype=torch.float64)) @ right
     start = draws.normal(side, side) / (2 * side**0.5)
@@ -71,7 +72,7 @@ def experiment(
 
 
 class Layer(nn.Module):
-    """W, or gamma s g(W / s) with a tracked pair."""
+    """gamma W, or gamma s g(W / s) with a tracked top singular pair."""
 
     def __init__(self, start: Tensor, level: Level | None) -> None:
         super().__init__()
@@ -92,7 +93,8 @@ class Layer(nn.Module):
 def train(
     layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
-    """Train; return |effective W - T|_F^2 / |T|_F^2, the loss on isotropic inputs, by step."""
+    """Train; return the loss before each step, |effective W - T|_F^2 / |T|_F^2, which is the error
+    on isotropic inputs."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
     for _ in range(steps):

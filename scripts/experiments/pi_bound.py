@@ -30,7 +30,7 @@ def experiment(
 ) -> Outcome:  # fmt: skip
     """Compare st(A) of A = relu(V X) with pi and with the bound from the mean column.
 
-    `shapes` are (features, inputs, samples).
+    `shapes` contains (features, inputs, samples) of each problem.
     """
     ranks, bounds, by_svd = {}, {}, []
     for features, inputs, samples in shapes:
@@ -61,7 +61,7 @@ def experiment(
 
 
 def moment_ratio(activation: Callable[[Tensor], Tensor]) -> float:
-    """E f(x)^2 / (E f(x))^2 for a standard normal x, by the trapezoidal rule."""
+    """Return E f(x)^2 / (E f(x))^2 for a standard normal x, by numerical integration."""
     x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
     density = (-x.square() / 2).exp()
     density = density / density.sum()

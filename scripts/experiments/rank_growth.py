@@ -17,7 +17,7 @@ MODELS = ("realizable", "teacher-student")
 def problem(draws: Draws, k: int, model: str) -> Regression:
     """Return a problem with A = relu(V X): k features, k / 2 inputs and 2 k samples.
 
-    The labels are W# A or, from other features, W# relu(V# X).
+    The labels are W# A (realizable), or W# relu(V# X) from other features.
     """
     x = draws.normal(k // 2, 2 * k)
     a = (draws.normal(k, k // 2) @ x).relu()
@@ -28,7 +28,8 @@ def problem(draws: Draws, k: int, model: str) -> Regression:
 
 
 def gradients(task: Regression, times: Sequence[int]) -> Tensor:
-    """The gradients `[times, rows, features]` of gradient descent from zero with step 1 / L_F.
+    """Return the gradients `[times, rows, features]` of gradient descent from zero with step size
+    1 / L_F.
 
     Their closed form is -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
     """
@@ -48,7 +49,7 @@ def experiment(
     repeats: int = 3,
     times: tuple[int, ...] = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000),
 ) -> Outcome:
-    """Compute the mean nuclear rank over draws, for both models, by width and step."""
+    """Compute the mean nuclear rank over `repeats` draws for both models by width and step."""
     ranks: dict[str, dict[int, dict[int, float]]] = {model: {} for model in MODELS}
     stable = {}
     for k in widths:
@@ -73,8 +74,8 @@ def experiment(
 
 
 def properties(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
-    """Check the paper's theory: at step 0 ranks do not depend on the width; after a step they are
-    proportional to it."""
+    """Check the paper's theory: ranks do not depend on the width at step 0, and are proportional to
+    the width after one step."""
     checks = []
     for model, by_width in ranks.items():
         initial = max(values[0] for values in by_width.values())

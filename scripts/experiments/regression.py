@@ -1,4 +1,4 @@
-"""Random-feature regression: two descents on the quadratic mean((W A - Y)^2) / 2."""
+"""Random-feature regression: gradient and spectral descent on |W A - Y|_F^2 / (2 n)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from scripts.experiments.experiment import Check, Draws, Panel, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, spectral_norm
 
-# Enough steps for msign to be the exact polar factor of every gradient that matters.
+# With this number of steps, msign is the exact polar factor of all relevant gradients.
 POLAR_STEPS = 20
-# Relative error of a step in float64 whose msign has converged.
+# Relative error of a step in float64 with converged msign.
 EXACT = 1e-6
 
 
 @dataclass(frozen=True)
 class Regression:
-    """min_W |W A - Y|_F^2 / (2 n), W `[rows, features]`, A `[features, n]`, Y `[rows, n]`."""
+    """The problem min_W |W A - Y|_F^2 / (2 n): W `[rows, features]`, A `[features, n]`, Y
+    `[rows, n]`."""
 
     a: Tensor
     y: Tensor
@@ -35,19 +36,23 @@ class Regression:
         return float(self.a.square().sum()) / self.a.shape[1]
 
     def start(self) -> Tensor:
-        """Return the start, W = 0."""
+        """Return the initial weight, 0."""
         return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
 
     def loss(self, w: Tensor) -> Tensor:
-        """Return the objective `[]`."""
+        """Return the loss `[]`."""
         return (w @ self.a - self.y).square().sum() / (2 * self.a.shape[1])
 
 
 def random_features(
     draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """A = feature(V X) with one V per map, Y = W# A, of `sizes` inputs, features and samples; rows
-    of V and W# have unit length on average."""
+    """Return the problem with A = feature(V X) and Y = W# A, where `feature` gets `maps` different
+    V X.
+
+    `sizes` are the numbers of inputs, features and samples; rows of V and W# have a mean squared
+    length of 1.
+    """
     inputs, features, samples = sizes
     x = draws.normal(inputs, samples)
     v = [draws.normal(features, inputs) for _ in range(maps)]
@@ -58,15 +63,15 @@ def random_features(
 
 @dataclass(frozen=True)
 class Descent:
-    """One run: figures of the iterate before each step."""
+    """A run: figures of the iterate before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
-    promised: list[float]  # the smallest decrease of the loss that theory guarantees for the step
+    promised: list[float]  # decrease of the loss that theory guarantees for the step
     weights: list[Tensor]
 
     def share(self, level: float) -> float:
-        """Return the fraction of iterates whose rank reaches `level`."""
+        """Return the fraction of iterates whose rank is at least `level`."""
         return sum(rank >= level for rank in self.ranks) / len(self.ranks)
 
     def data(self, level: float) -> dict[str, Any]:
@@ -74,7 +79,7 @@ class Descent:
         return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:
-        """Return the smallest ratio of a step's decrease to its guarantee."""
+        """Return the smallest ratio of actual to guaranteed decrease."""
         taken = (a - b for a, b in zip(self.losses, self.losses[1:], strict=False))
         return min(t / p for t, p in zip(taken, self.promised, strict=False))
 
@@ -82,7 +87,7 @@ class Descent:
 def descend(
     problem: Regression, steps: int, *, spectral: bool, start: Tensor | None = None
 ) -> Descent:
-    """Run gradient descent (step size 1 / L_F) or spectral descent (step size 1 / L_op)."""
+    """Run gradient descent with step size 1 / L_F, or spectral descent with step size 1 / L_op."""
     weight = nn.Parameter(problem.start() if start is None else start.clone())
     optimizer: torch.optim.Optimizer
     if spectral:
@@ -128,7 +133,7 @@ def first_steps(problem: Regression) -> list[Check]:
 
 
 def panels(title: str, stable: float, runs: Mapping[str, Descent]) -> list[Panel]:
-    """Loss and nuclear rank of the runs."""
+    """Return panels of the runs' losses and nuclear ranks."""
     losses = {name: run.losses for name, run in runs.items()}
     ranks = {name: run.ranks for name, run in runs.items()}
     return [

@@ -8,9 +8,9 @@ from spectral.measures import stable_rank
 
 SMALL = {"sizes": (15, 30, 120), "steps": 60, "restart": 20}
 RESTARTED = 100
-"""Number of steps of spectral descent after every restart."""
-# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
-# step decreases the loss by exactly its guarantee; only rounding errors differ.
+"""Number of spectral descent steps after each restart."""
+# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F, and the spectral
+# step decreases the loss by exactly the guaranteed amount, up to rounding.
 ROUNDING = 1e-9
 
 
@@ -21,9 +21,9 @@ def experiment(
     steps: int = 1000,
     restart: int = 100,
 ) -> Outcome:
-    """Run both descents on A = relu(V X). Also run spectral descent from iterates of gradient
-    descent: from the iterate with the highest nuclear rank and from every `restart`-th iterate.
-    `sizes` are as in `random_features`."""
+    """Run both descents on A = relu(V X), and spectral descent from iterates of gradient descent:
+    the iterate with the highest nuclear rank, and every `restart`-th iterate. For `sizes` see
+    `random_features`."""
     task = random_features(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))
     gd = descend(task, steps, spectral=False)

@@ -1,4 +1,4 @@
-"""Runs an experiment, checks its numbers, writes its result and its figure, and makes tables."""
+"""Running an experiment: check its numbers, write its result and figure, and format tables."""
 
 import inspect
 import json
@@ -26,9 +26,9 @@ SEEDS: Final = {
     "sparse_regression": 42, "gated_batches": 42, "gated_regression": 42, "deep_linear": 0,
     "over_flattening": 0, "muon_gap": 0, "correlated_weights": 0, "solver_curve": 0,
 }  # fmt: skip
-"""The experiments, with the seed of their published run."""
+"""The experiments and the seeds of their published runs."""
 RECORDED: Final = Path(__file__).with_name("recorded.yaml")
-"""Numbers of an earlier run of each experiment."""
+"""File with numbers of an earlier run of each experiment."""
 HEADINGS: Final = ("experiment", "figure", "measured", "expected", "from", "")
 
 
@@ -58,12 +58,12 @@ def module_of(name: str) -> ModuleType:
 
 
 def title(name: str) -> str:
-    """Return the claim of an experiment in a sentence."""
+    """Return the claim of an experiment: the first paragraph of its module's docstring."""
     return " ".join((module_of(name).__doc__ or "").split("\n\n")[0].split())
 
 
 def settings(name: str, *, small: bool) -> dict[str, Any]:
-    """Return the sizes of an experiment: the paper's, or those of a test."""
+    """Return the settings of an experiment: the paper's, or with `small` the settings of tests."""
     module = module_of(name)
     _, *sizes = inspect.signature(module.experiment).parameters.values()
     return {size.name: size.default for size in sizes} | (module.SMALL if small else {})
@@ -76,7 +76,7 @@ def outcome_of(name: str, seed: int, *, small: bool) -> Outcome:
 
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
-    """Run an experiment, and write NAME.json and the figure NAME`suffix` to `output`."""
+    """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`."""
     published = not small and seed in (None, SEEDS[name])
     seed = SEEDS[name] if seed is None else seed
     begin = time.perf_counter()
@@ -127,8 +127,7 @@ def drawn(panels: Sequence[Panel]) -> Figure:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with infinity, an open end of a range, replaced by null, as JSON has no
-    infinity."""
+    """Replace infinite values (open ends of ranges) by None, because JSON has no infinity."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -136,12 +135,12 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write results to a file."""
+    """Write `content` as JSON."""
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def expectation(check: Check) -> str:
-    """Return the range of a check as text."""
+    """Format the range of a check."""
     if math.isinf(check.high):
         return f">= {check.low:.4g}"
     if math.isinf(check.low):
@@ -151,15 +150,16 @@ def expectation(check: Check) -> str:
 
 
 def room(check: Check) -> float:
-    """Return the distance of a number from the nearer end of its range, as a share of the range."""
+    """Return the distance from a number to the nearer end of its range, as a fraction of the
+    range."""
     size = check.high - check.low
     least = min(check.measured - check.low, check.high - check.measured)
     return least / size if 0 < size < math.inf else least
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """Return the rows of one experiment under `HEADINGS`; a series of checks that pass gets one
-    row, for its worst check."""
+    """Yield the table rows of an experiment (columns `HEADINGS`); passed checks of a series share
+    one row, which shows the worst check."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:
@@ -172,14 +172,13 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def recorded(name: str, data: Any) -> list[Check]:
-    """Compare the data of an experiment, read from JSON, with its numbers in recorded.yaml."""
+    """Return checks of an experiment's data, read from JSON, against recorded.yaml."""
     numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
     return list(compared(numbers.get(name, {}), data, ()))
 
 
 def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
-    """Yield a check of each number of `expected` against the number at the same place of
-    `measured`."""
+    """Yield a check per number in `expected` against the number at the same path in `measured`."""
     if isinstance(expected, str):
         low, high = bounds(expected)
         yield Check(", ".join(path), measured, low, high, "recorded", ", ".join(path[:-1]))
@@ -190,9 +189,9 @@ def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Ch
 
 
 def bounds(text: str) -> tuple[float, float]:
-    """Return the range that a text describes: `LOW to HIGH`, `NUMBER ± PERCENT%` or `NUMBER`.
+    """Parse a range: `LOW to HIGH`, `NUMBER ± PERCENT%` or `NUMBER`.
 
-    The range of `NUMBER` is one unit of its last printed digit to either side.
+    The range of `NUMBER` extends one unit of its last digit in both directions.
     """
     if " to " in text:
         low, high = text.split(" to ")
@@ -201,6 +200,6 @@ def bounds(text: str) -> tuple[float, float]:
     if percent:
         slack = abs(float(number)) * float(percent.removesuffix("%")) / 100
     else:
-        # Rounding needs half a unit; the factor allows for the binary form of the bounds.
+        # The factor allows for rounding of the bounds in binary.
         slack = 1.001 * float(Decimal(10) ** int(Decimal(number).as_tuple().exponent))
     return float(number) - slack, float(number) + slack

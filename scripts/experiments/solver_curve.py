@@ -18,10 +18,10 @@ MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
-"""Shapes whose multipliers recorded.yaml contains to nine digits."""
+"""Shapes of the matrices whose multipliers are in recorded.yaml, with nine digits."""
 BISECTED = (24, 16)
 EXACT_STEPS = (
-    26  # steps of msign in float64, after which even squares are exact to the last printed digit
+    26  # steps of msign in float64, after which square matrices also have all recorded digits
 )
 
 
@@ -31,7 +31,7 @@ def experiment(
     shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024)),
     repeats: int = 5,
 ) -> Outcome:
-    """Compute f on a grid for each shape, roots over several draws, and multipliers of small
+    """Compute f on a grid and roots of several draws for each shape, and multipliers of small
     matrices to nine digits."""
     checks, panels, data = [], [], []
     for rows, cols in shapes:
@@ -69,7 +69,7 @@ def experiment(
 
 
 def gaussian(draws: Draws, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Independent M and W `[1, rows, cols]`, float32."""
+    """Return independent Gaussian M and W `[1, rows, cols]` in float32."""
     m, w = (
         each.normal(1, rows, cols, dtype=torch.float32) for each in (draws, draws.restarted(1000))
     )
@@ -83,12 +83,12 @@ def problem(m: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
-    """<u v^T, direction> of one matrix."""
+    """Return <u v^T, direction> of one matrix."""
     return float(u[0] @ direction[0] @ v[0])
 
 
 def expected_root(rows: int, cols: int) -> float:
-    """Return the deviation of lambda* for independent Gaussian matrices, to first order.
+    """Return the standard deviation of lambda* for independent Gaussian matrices, to first order.
 
     Let m <= n. Then f(0) = u^T Q v, where Q is random with orthonormal rows, has variance 1 / n.
     The singular values of M are near s = 1 / sqrt(m), so the slope of f at 0 is at least (1 - m /
@@ -115,7 +115,7 @@ def properties(
 
 
 def by_bisection(draws: Draws, seed: int) -> Check:
-    """Check the multiplier of a small matrix by bisection of f with polar factors from SVDs."""
+    """Return a check of a small matrix's multiplier against bisection of f with exact SVDs."""
     m, w = (each.double()[0] for each in gaussian(draws, *BISECTED))
     m = m / m.norm()
     left, _, right = torch.linalg.svd(w)
@@ -131,7 +131,7 @@ def by_bisection(draws: Draws, seed: int) -> Check:
 
 
 def exact_solution(m: Tensor, u: Tensor, v: Tensor) -> float:
-    """lambda* in float64."""
+    """Return lambda* in float64."""
     solution = solve_multiplier(
         m, u, v, tolerance=1e-9, max_evaluations=30, steps=EXACT_STEPS, early_exit=True
     )

@@ -22,8 +22,8 @@ def experiment(
     gd_rate: float = 0.081,
     spectral_rate: float = 0.1,
 ) -> Outcome:
-    """Run gradient descent on all layers, and again with spectral steps on the two hidden layers.
-    Ranks are measured every `interval` steps."""
+    """Train with gradient descent on all layers, then with spectral steps on the two hidden layers;
+    compute ranks every `interval` steps."""
     problem = Problem.drawn(draws, samples, inputs, hidden, "relu^2")
     runs, checks = {}, []
     for name, rate in (("gd", gd_rate), ("spectral", spectral_rate)):
@@ -38,7 +38,7 @@ def experiment(
 
 
 def properties(runs: dict[str, Training], middle: int) -> list[Check]:
-    """Check the order of the losses, frozen stable ranks, and the criterion on W2."""
+    """Check the order of the losses, the small change of stable ranks, and the criterion for W2."""
     gd, spec = runs["gd"], runs["spectral"]
     worst = max(run.drift() for run in runs.values())
     ratio = min(
@@ -53,7 +53,7 @@ def properties(runs: dict[str, Training], middle: int) -> list[Check]:
 
 
 def panels(gd: Training, spectral: Training) -> list[Panel]:
-    """Return the loss, stable ranks of activations and nuclear ranks of gradients."""
+    """Return panels of losses, stable ranks of activations and nuclear ranks of gradients."""
     losses = {"gradient descent": gd.losses, "spectral on W2, W3 (dashed)": spectral.losses}
     stable = [by_layer(run.stable, "A", 1) for run in (gd, spectral)]
     nuclear = [by_layer(run.nuclear, "G", 0) for run in (gd, spectral)]
@@ -65,5 +65,5 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return three of the ranks, by layer and step."""
+    """Return the ranks of three layers from layer `first` on, by label and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}

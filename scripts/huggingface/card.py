@@ -1,4 +1,4 @@
-"""The README.md of an exported model: a description of the model and of its training."""
+"""The model card, README.md, of an exported model."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md; `tokenizer` states whether the folder contains one."""
+    """Return the text of README.md; `tokenizer` states whether the folder contains a tokenizer."""
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
@@ -32,32 +32,32 @@ def card(
     return (
         f"{HEADER}\n# {name}\n\n"
         f"A `{architecture}` pretrained with Spectrain, run `{config.run.name}`, "
-        f"step {info.step:,} of {config.train.steps:,}. It continues text; it was not tuned to "
-        f"follow instructions. {none}{_documents(info)}\n\n| | |\n|---|---|\n{rows}{measured}\n"
+        f"step {info.step:,} of {config.train.steps:,}. It is a base model, not tuned to follow "
+        f"instructions. {none}{_documents(info)}\n\n| | |\n|---|---|\n{rows}{measured}\n"
         f"```python\nfrom transformers import {', '.join(classes)}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n{loaded}```\n'
     )
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """Return a sentence on the separation of documents, if it is known."""
+    """Return a sentence on the tokens that separate documents."""
     if info.imported:
         return "Documents are separated as in the source model."
     return (
-        "Documents are separated by the end-of-sequence token, and there is no "
-        "beginning-of-sequence token."
+        "Each document ends with the end-of-sequence token; there is no beginning-of-sequence "
+        "token."
     )
 
 
 def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[str, str]]:
-    exported = replace(config.model, vocab_multiple=1)  # without rows that pad the vocabulary
+    exported = replace(config.model, vocab_multiple=1)  # without padding of the vocabulary
     size = model_size(exported, config.train.sequence_length)
     yield "parameters", f"{size.parameters:,}"
     if size.active_parameters != size.parameters:
         yield "active per token", f"{size.active_parameters:,}"
     yield "weights", dtype
     if info.imported:
-        yield "source", f"imported from {info.meta['source']}, not trained since"
+        yield "source", f"imported from {info.meta['source']}, without further training"
         return
     train = config.train
     if (averaged := info.meta.get("averaged")) is not None:
@@ -74,7 +74,7 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
         settings = {key: value for key, value in asdict(section).items() if value is not None}
         yield f"{role} weights", ", ".join(f"{key} {value}" for key, value in settings.items())
     if origin := info.meta.get("initialized_from"):
-        yield "began with", f"step {origin['step']:,} of {origin['path']}"
+        yield "initialized from", f"step {origin['step']:,} of {origin['path']}"
     schedule = asdict(config.schedule)
     yield "schedule", ", ".join(f"{k} {v}" for k, v in schedule.items() if v is not None)
     yield "PC layers", _pc(config)
@@ -98,9 +98,9 @@ def _pc(config: Config) -> str:
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:
-    """Return the last validation losses that the run logged up to the checkpoint, by set.
+    """Return the last validation losses logged up to the checkpoint's step, by set.
 
-    {} for a checkpoint outside a run folder.
+    The dict is empty for a checkpoint outside a run folder.
     """
     losses_by_set: dict[str, float] = {}
     run = info.path.parent.parent

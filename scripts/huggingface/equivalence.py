@@ -1,4 +1,4 @@
-"""Comparison of the trained model with its exported folder, loaded by transformers."""
+"""Comparison of the trained model with its export as loaded by transformers."""
 
 import contextlib
 import os
@@ -31,41 +31,41 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Largest allowed difference of float32 logits, as the two programs round differently. It is
-relative to the largest logit if this is above 1."""
+"""Largest allowed difference of float32 logits, because both implementations round differently. It
+is relative to the largest logit if that is above 1."""
 
 
 class DifferentError(InputError):
-    """An exported model that differs from the trained model."""
+    """The exported model differs from the trained model."""
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> float:
-    """Return the largest difference between the float32 logits of our model and of `folder`.
+    """Return the largest difference of float32 logits between our model and the export in `folder`.
 
-    Only one of the models is in memory at a time. Raises DifferentError if transformers reports
-    missing or extra tensors, or if the difference is above TOLERANCE.
+    Only one of the two models is in memory at a time. Raises DifferentError if transformers reports
+    missing or extra tensors, or if the difference exceeds TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
-    with progress(lambda: "loading the export with transformers in float32, computing logits"):
+    with progress(lambda: "loading the exported model in float32, computing logits"):
         exported, dtype = their_logits(folder, tokens)
     with progress(lambda: "loading the trained model in float32, comparing logits"):
         ours = our_logits(weights, tokens, dtype)
     difference = (ours - exported).abs().max().item()
     largest = ours.abs().max().item()
     print(
-        f"verified: largest difference of float32 logits {difference:.2e} over {tokens.numel()} "
-        f"tokens (largest logit {largest:.2f})"
+        f"verified: the float32 logits of {tokens.numel()} tokens differ by at most "
+        f"{difference:.2e} (largest logit {largest:.2f})"
     )
     if not difference <= TOLERANCE * max(1.0, largest):
         raise DifferentError(
-            f"the exported model's logits must equal the trained model's within {TOLERANCE:g} of "
-            f"the largest logit, {largest:.3g}; they differ by {difference:.3g}"
+            f"the exported model's logits must equal the trained model's within {TOLERANCE:g} "
+            f"times the largest logit, {largest:.3g}, got a difference of {difference:.3g}"
         )
     return difference
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Return tokens `[1, n]` of a text; without a tokenizer, tokens spread over the vocabulary."""
+    """Return tokens `[1, n]` of TEXT or, without a tokenizer, tokens from the whole vocabulary."""
     length = weights.config.train.sequence_length
     vocabulary = weights.config.model.vocab_size
     assert vocabulary is not None
@@ -77,9 +77,9 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 
 
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
-    """Return the tokenizer of a folder as transformers loads it.
+    """Return the folder's tokenizer as loaded by transformers.
 
-    Raises DifferentError if the loaded tokenizer encodes a text differently from the folder's
+    Raises DifferentError if it encodes or decodes text differently from the folder's
     tokenizer.json; see `check_tokens`.
     """
     from transformers import AutoTokenizer
@@ -91,46 +91,46 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, added))
     if more:
         raise DifferentError(
-            f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
-            "tokenizer.json, so texts would get other tokens than in training: remove them"
+            f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, because "
+            f"text would be encoded differently than in training, got {named(more)}; remove these "
+            "tokens"
         )
     check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer
 
 
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
-    """Check that transformers and tokenizer.json encode and decode a text equally.
+    """Raise DifferentError if transformers and tokenizer.json encode or decode TEXT differently.
 
-    `with_template` states whether the tokens that a template adds to a text count. Data is prepared
-    without these tokens, but an imported model keeps them. Raises DifferentError.
+    `with_template` permits a template that adds tokens to a text. Data is prepared without these
+    tokens, but an imported model's tokenizer may add them.
     """
-    # transformers' warning about the length is not needed, as no model reads this text.
+    # verbose=False: no warning about the length, because no model gets this text.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
     expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
         place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise DifferentError(
-            f"transformers' {type(loaded).__name__} must encode a text as tokenizer.json "
-            f"does: from token {place} it must be {expected[place : place + 4]}, got "
+            f"transformers' {type(loaded).__name__} must encode text as tokenizer.json does: "
+            f"from token {place} on, expected {expected[place : place + 4]}, got "
             f"{tokens[place : place + 4]}"
         )
     text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)
     if text != stored_text:
         raise DifferentError(
-            f"transformers' {type(loaded).__name__} must decode a text as tokenizer.json does: "
-            f"{stored_text[:40]!r}, got {text[:40]!r}"
+            f"transformers' {type(loaded).__name__} must decode tokens as tokenizer.json does: "
+            f"expected {stored_text[:40]!r}, got {text[:40]!r}"
         )
     if text != TEXT:
         print(
-            f"warning: the tokenizer changes text: {TEXT[:20]!r} becomes {text[:20]!r}",
+            f"warning: the tokenizer is lossy: {TEXT[:20]!r} becomes {text[:20]!r}",
             file=sys.stderr,
         )
 
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return float32 logits `[1, n, vocabulary]` of the model in `folder`, and the dtype of its
-    files."""
+    """Return float32 logits `[1, n, vocabulary]` of the model in `folder`, and its stored dtype."""
     from transformers import AutoConfig
 
     with offline():
@@ -145,7 +145,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Context in which the Hugging Face libraries use no network and show no progress bars."""
+    """Disable the network and progress bars of the Hugging Face libraries within a context."""
     from huggingface_hub import constants
     from transformers.utils import logging
 
@@ -162,9 +162,9 @@ def offline() -> Iterator[None]:
 
 @torch.no_grad()
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logits `[1, n, vocabulary]` of our model in float32, its weights rounded to `dtype`.
+    """Return float32 logits `[1, n, vocabulary]` of our model, with weights rounded to `dtype`.
 
-    PC layers are evaluated in the graph, which shares no code with the merge of an export.
+    PC layers are evaluated in the graph, which shares no code with the export's merged weights.
     """
     config = weights.config
     model = config.model
@@ -183,8 +183,7 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
 
 def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Copy the checkpoint's weights to the model, in the form in which the model multiplies by
-    them."""
+    """Copy the checkpoint's weights to the model, with PC(W) as the weights of PC layers."""
     config = weights.config
     stored = StoredTensors(weights.info.state)
     units = all_units(config.model, **unit_options(config))
@@ -214,7 +213,7 @@ def fill_buffers(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Context with process groups: the existing groups, or new groups with this process alone."""
+    """Provide process groups within a context: existing groups, or groups of this process alone."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -1,6 +1,6 @@
-"""Export of a checkpoint as a Hugging Face model folder or as safetensors with our own names.
+"""Export of a checkpoint as a Hugging Face model folder or as safetensors with Spectrain's names.
 
-One parameter is in memory at a time.
+Only one parameter is in memory at a time, and at most one file of weights.
 """
 
 import json
@@ -34,17 +34,17 @@ from training.report.table import short
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 << 20
-"""Bytes of disk reserved for all files except weights."""
+"""Disk space reserved for all files except weights, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a checkpoint is exported.
+    """Options of an export.
 
-    dtype              type of the weights; None for the precision of training
-    shard_bytes        largest size of a file of weights
-    tokenizer          file or folder of the tokenizer; None for the tokenizer of the run
-    without_tokenizer  whether to write no tokenizer
+    dtype              dtype of the weights; None: the training precision
+    shard_bytes        maximum size of a weight file
+    tokenizer          file or folder of the tokenizer; None: the run's tokenizer
+    without_tokenizer  whether to omit the tokenizer
     """
 
     dtype: str | None = None
@@ -59,10 +59,10 @@ def export(
     options: Options,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
-    """Write a checkpoint as a Hugging Face model to the new folder `target`; return the checkpoint.
+    """Export a checkpoint as a Hugging Face model to a new folder `target`; return the checkpoint.
 
-    The folder appears once it is complete and `verify(weights, folder)` has returned. Raises
-    InputError for a source, a model or a target that cannot be used.
+    The folder appears after `verify(weights, folder)` has returned. Raises InputError if the
+    source, the model or the target cannot be used.
     """
     check_free(target)
     info = read_checkpoint(source)
@@ -76,7 +76,7 @@ def export(
     weights.check()
     tokenizer = None if options.without_tokenizer else find_tokenizer(info, options.tokenizer)
     dtype = options.dtype or stored_dtype(info)
-    # Buffers stay float32.
+    # Buffers are always float32.
     kinds = {True: torch.float32, False: DTYPES[dtype]}
     entries = {
         t.name: torch.empty(t.shape, dtype=kinds[t.buffer], device="meta")
@@ -96,15 +96,16 @@ def export(
 
 
 def check_room(target: Path, needed: int) -> None:
-    """Raise InputError if the disk of `target` has fewer than `needed` bytes free."""
+    """Raise InputError if the disk of `target` has not enough space for `needed` bytes of
+    weights."""
     place = target.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed + SPARE_BYTES:
         raise InputError(
-            f"target {target} needs {(needed + SPARE_BYTES) / 1e9:.2f} GB, "
-            f"its disk has {free / 1e9:.2f} GB free"
+            f"target {target} needs {(needed + SPARE_BYTES) / 1e9:.2f} GB of disk space, got "
+            f"{free / 1e9:.2f} GB"
         )
 
 
@@ -121,15 +122,15 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the type in which the weights were trained; if they were only imported, their type
-    then."""
+    """Return the training precision, or the stored dtype of imported weights, as a dtype name."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
 
 
 def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, float32 value) of every tensor, in order; one parameter in memory at a time."""
+    """Yield (name, float32 value) of every exported tensor in order, loading one parameter at a
+    time."""
     tensors = their_tensors(model)
     done, total = 0, short(sum(tensor.numel for tensor in tensors))
     with progress(lambda: f"{short(done)} of {total} parameters written"):
@@ -147,7 +148,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
 def write_settings(
     folder: Path, weights: CheckpointWeights, tokenizer: PreparedTokenizer | None, dtype: str
 ) -> None:
-    """Write config.json, generation_config.json and the files of the tokenizer."""
+    """Write config.json, generation_config.json and the tokenizer files."""
     end = None if tokenizer is None else tokenizer.eod_id
     config = weights.config
     settings = config_json(
@@ -166,10 +167,10 @@ def write_settings(
 
 
 def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:
-    """Write whole parameters and buffers to the new folder `target`; return their checkpoint.
+    """Write whole parameters and buffers to a new folder `target`; return the checkpoint.
 
-    The shapes are those of megatron-core on one rank; PC layers are merged into weights. Raises
-    InputError for a source or target that cannot be used.
+    Tensors have megatron-core's shapes on one rank; PC layers are merged into weights. Raises
+    InputError if the source or target cannot be used.
     """
     check_free(target)
     info = read_checkpoint(source)

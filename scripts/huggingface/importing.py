@@ -1,4 +1,4 @@
-"""Import of a Hugging Face model folder as a checkpoint that contains only weights."""
+"""Import of a Hugging Face model folder as a weights-only checkpoint."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,19 +42,19 @@ from training.machine.environment import versions
 POSITIONS = "max_position_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Types of weights that can be imported, by their names in safetensors."""
+"""Importable dtypes by their safetensors names."""
 IGNORED = "rotary_emb.inv_freq"
-"""Suffixes of tensors that old versions of transformers stored and that are not weights."""
+"""Suffix of tensors that old versions of transformers stored although they are not weights."""
 
 
 def import_model(
     source: Path, target: Path, config_file: Path, overrides: Sequence[str] = ()
 ) -> str:
-    """Write the weights of `source` as a checkpoint, the new folder `target`; return their type.
+    """Write the weights of `source` to a new checkpoint folder `target`; return their dtype.
 
-    A run can begin with this checkpoint (`checkpoint.initialize_from`) but not continue from it.
-    Only one parameter is in memory at a time. Raises InputError if the config's model is not that
-    of `source`, or files are missing or unreadable.
+    A run can be initialized from this checkpoint (`checkpoint.initialize_from`) but cannot resume
+    from it. Only one parameter is in memory at a time. Raises InputError if the config's model
+    differs from the model in `source`, or if files are missing or unreadable.
     """
     check_free(target)
     config = load_config(config_file, overrides)
@@ -66,8 +66,8 @@ def import_model(
     exported = max_positions(config.model, length)
     if theirs not in (None, exported):
         print(
-            f"positions: {source} has {POSITIONS} = {theirs}, but train.sequence_length is "
-            f"{length}, so an export of this checkpoint would have {exported}"
+            f"note: {source} has {POSITIONS} {theirs}, but an export of this checkpoint would have "
+            f"{exported}, because train.sequence_length is {length}"
         )
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
@@ -94,31 +94,33 @@ def import_model(
 
 
 def their_settings(source: Path) -> dict[str, Any]:
-    """Return the content of `source`'s config.json, completed by the defaults of transformers."""
+    """Return the settings in `source`'s config.json, with transformers' defaults for missing
+    keys."""
     path = source / "config.json"
     if not path.is_file():
         raise InputError(
-            f"{source} is not a Hugging Face model folder: it has no config.json{near_name(source)}"
+            f"{source} must be a Hugging Face model folder, but has no config.json"
+            f"{near_name(source)}"
         )
     from transformers import AutoConfig
 
     try:
         with offline():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises many errors for models that it does not know
+    except Exception as error:  # transformers raises errors of many types for unknown models
         raise InputError(f"{path}: {first_line(error)}") from error
     settings: dict[str, Any] = config.to_dict()
-    # Some settings have two names, but the file contains only one of them.
+    # Some settings have two names; add the second name.
     return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
 
 
 def write_config(source: Path, base: Path, target: Path) -> None:
-    """Write the new config `target`, which extends the file `base` with the model of `source`.
+    """Write a new config file `target` that extends the file `base` with the model of `source`.
 
-    Raises InputError if `target` exists, or if models of this kind cannot be imported.
+    Raises InputError if `target` exists, or if the model cannot be imported.
     """
     if target.exists():
-        raise InputError(f"--write-config {target} exists already; name another file")
+        raise InputError(f"--write-config {target} exists already; give another file name")
     try:
         section = model_section(their_settings(source))
     except InexpressibleError as error:
@@ -128,11 +130,10 @@ def write_config(source: Path, base: Path, target: Path) -> None:
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless the config's model computes what `settings` describe."""
+    """Raise InputError if the config's model differs from the model that `settings` describe."""
     if config.pc is not None:
         raise InputError(
-            "pc must be null for an import: the files contain PC(W), from which W cannot be "
-            "computed"
+            "pc must be null for an import, because W cannot be computed from PC(W) in the files"
         )
     try:
         expected = model_settings(config.model)
@@ -149,9 +150,9 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
 
 
 class TheirFiles:
-    """The tensors in the safetensors files of a folder, each read on request.
+    """The tensors in a folder's safetensors files, which are read on request.
 
-    dtype   the type of the weights, by its name in torch
+    dtype   torch name of the weights' dtype, set by `checked`
     """
 
     def __init__(self, source: Path, stack: ExitStack) -> None:
@@ -166,7 +167,7 @@ class TheirFiles:
                 raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
-                raise InputError(f"{path}: {named(twice)} must be in only one file, got several")
+                raise InputError(f"{path}: {named(twice)} must be in one file only, got several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
@@ -177,7 +178,8 @@ class TheirFiles:
             return [whole]
         if whole.exists():
             raise InputError(
-                f"{self.source} must contain {index.name} or {whole.name}, got both: delete one"
+                f"{self.source} must contain either {index.name} or {whole.name}, got both; delete "
+                "one of them"
             )
         try:
             content = read_json(index)
@@ -188,16 +190,16 @@ class TheirFiles:
         return [self.source / Path(name).name for name in sorted(names)]
 
     def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
-        """Return `tensors` if the files contain exactly these, in these shapes and in one type.
+        """Return `tensors` if the files contain exactly these tensors and shapes, in one dtype.
 
-        With `tied`, the files may also contain the head, if it equals the embedding. Raises
-        InputError for missing and extra tensors, for other shapes or types, and for a tied head
-        that differs.
+        With `tied`, the files may also contain a head that equals the embedding. Raises InputError
+        for missing or extra tensors, wrong shapes or dtypes, or a tied head that differs from the
+        embedding.
         """
         expected = {tensor.name: tensor for tensor in tensors}
         missing = [name for name in expected if name not in self._files]
         if missing:
-            raise InputError(f"{self.source} has no tensor {named(missing)}")
+            raise InputError(f"{self.source} lacks tensors of the config's model: {named(missing)}")
         kinds = set()
         for name, tensor in expected.items():
             part = self._files[name].get_slice(name)
@@ -212,24 +214,25 @@ class TheirFiles:
         more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
-                f"{self.source} contains {named(more)}, which the config's model does not have"
+                f"{self.source} contains {named(more)}, which are not in the config's model"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():
             raise InputError(
-                f"{self.source}: weights must all be of one of {', '.join(DTYPES)}, "
-                f"got {', '.join(sorted(kinds))}"
+                f"{self.source}: all weights must have the same dtype, one of "
+                f"{', '.join(DTYPES)}, got {', '.join(sorted(kinds))}"
             )
         self.dtype = DTYPES[kinds.pop()]
         if tied and HEAD in self._files:
             head, embedding = self.read(HEAD), self.read(EMBEDDING)
             if head.dtype != embedding.dtype or not torch.equal(head, embedding):
                 raise InputError(
-                    f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
+                    f"{self.source}: {HEAD} must equal {EMBEDDING}, because tie_word_embeddings is "
+                    "true"
                 )
         return list(expected.values())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in its stored type. Raises InputError if it is not finite."""
+        """Read a tensor in its stored dtype. Raises InputError if it is not finite."""
         tensor: Tensor = self._files[name].get_tensor(name)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
@@ -237,22 +240,22 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """Return a hint if the folder has weights in other formats."""
+    """Return the end of the error for missing safetensors: the weights in other formats, if any."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:
         return f" or {INDEX_FILE}"
     return (
-        f", only {named(names)}, which is not read: convert it with transformers, "
+        f", only {named(names)}, which cannot be read; convert with transformers: "
         f'AutoModelForCausalLM.from_pretrained("{source}", dtype="auto").save_pretrained("NEW")'
     )
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """Copy the tokenizer's files to `folder`; return its entry for the checkpoint's identity.
+    """Copy the tokenizer files to `folder`; return the tokenizer's entry in the checkpoint's
+    identity, or {} without a tokenizer.
 
-    The entry is {} if there is no tokenizer. Raises InputError for a link out of `source`, and for
-    a file whose content does not fit its name.
+    Raises InputError for a link that leads out of `source`, or a file that cannot be parsed.
     """
     names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
@@ -261,15 +264,15 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
             if name == TOKENIZER_FILE:
                 Tokenizer.from_buffer(content)
             elif name.endswith(".json") and not isinstance(parse_json(content), dict):
-                raise ValueError("it is not a mapping")
+                raise ValueError("the content must be a JSON object")
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"{source / name} cannot be used: {error!s:.200}") from None
     for name, content in files.items():
         (folder / name).write_bytes(content)
     if TOKENIZER_FILE not in files:
         print(
-            f"no tokenizer: {source} has no {TOKENIZER_FILE}, so an export of this model needs "
-            f"--tokenizer PATH; for a tokenizer in other files, first write {TOKENIZER_FILE}: "
+            f"note: {source} has no {TOKENIZER_FILE}, so an export of this model needs --tokenizer "
+            f"PATH; if the folder has a tokenizer in another format, convert it before importing: "
             f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{source}")'
         )
         return {}
@@ -277,9 +280,9 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def read_parameter(parts: Mapping[str, list[TheirTensor]], files: TheirFiles, name: str) -> Tensor:
-    """Return one of our parameters or buffers in float32, joined from its `parts` in the files.
+    """Return a parameter or buffer of our model in float32, assembled from `parts` in the files.
 
-    Rows that pad the vocabulary are 0.
+    Padding rows of the vocabulary are 0.
     """
     value = torch.zeros(parts[name][0].view_shape, dtype=torch.float32)
     for part in parts[name]:

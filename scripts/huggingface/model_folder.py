@@ -1,4 +1,4 @@
-"""Settings and weights in model folders of transformers, which other people may have made."""
+"""Loading model folders of transformers, which may come from untrusted sources."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,14 +7,14 @@ from training.errors import InputError
 from training.json_file import check_shape, read_json
 
 ATTENTION: Final = (None, "eager", "sdpa")
-"""Attention implementations that are part of transformers, which would download and run any
-other."""
+"""Attention implementations in transformers itself. Other values of the setting would make
+transformers download and run code."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings in config.json.
 
-    Raises InputError if the file cannot be read, or requests attention code from the hub.
+    Raises InputError if the file cannot be read or requests attention code from the hub.
     """
     path = folder / "config.json"
     try:
@@ -29,18 +29,17 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_whole(folder: Path, **options: Any) -> Any:
-    """Return the model in `folder`, loaded by transformers with `options`. All weights must be
-    stored.
+    """Load the model in `folder` with transformers, without running code from the folder.
 
-    By itself transformers sets missing weights to random values and ignores stored weights that do
-    not fit config.json. Raises InputError with the names of such weights, and for a folder that
-    cannot be loaded. No code of the folder is run.
+    transformers silently initializes missing weights randomly and ignores stored weights that do
+    not match config.json. Here both raise InputError with the weights' names, as does a folder that
+    cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # the error below contains the report of transformers
+    logging.set_verbosity_error()  # the error below contains transformers' report
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -50,9 +49,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except (
-        Exception
-    ) as error:  # errors of any type, as every part of these files has its own reader
+    except Exception as error:  # the readers of these files raise errors of many types
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
         logging.set_verbosity(before)
@@ -63,6 +60,6 @@ def load_whole(folder: Path, **options: Any) -> Any:
     ]
     if problems:
         raise InputError(
-            f"{folder}: config.json and the stored weights disagree: {'; '.join(problems)}"
+            f"{folder}: the stored weights must match config.json, got {'; '.join(problems)}"
         )
     return model

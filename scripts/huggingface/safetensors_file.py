@@ -1,4 +1,4 @@
-"""Safetensors files of bounded size and their index, written one file at a time."""
+"""Writing safetensors files of bounded size, one at a time, with an index."""
 
 import json
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors by name in groups of at most `limit` bytes; a larger tensor is a group of
-    its own."""
+    """Group consecutive tensors into files of at most `limit` bytes; a larger tensor has its own
+    file."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:
@@ -32,12 +32,11 @@ def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, 
 def write_shards(
     folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
-    """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors. Above `limit`
-    bytes, write several files and an index.
+    """Write `tensors` to model.safetensors, or, above `limit` bytes, to several files and an index.
 
-    `entries` contains tensors on the meta device with the shapes and types. One file is in memory
-    at a time. Raises InputError for a value that is not finite in the type of its entry, and for a
-    full disk.
+    `tensors` yields (name, value) in the order of `entries`, which contains a tensor on the meta
+    device for each shape and dtype. One file is in memory at a time. Raises InputError if a value
+    is not finite in its entry's dtype, or if a file cannot be written.
     """
     runs = shards(entries.items(), limit)
     names = ["model.safetensors"]
@@ -63,7 +62,7 @@ def write_shards(
 
 
 def cast(name: str, value: Tensor, entry: Tensor) -> Tensor:
-    """Return `value` in the type of `entry`. Raises InputError if it is not finite there."""
+    """Return `value` in the dtype of `entry`. Raises InputError if the result is not finite."""
     assert value.shape == entry.shape, name
     content = value.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
     if not bool(content.isfinite().all()):

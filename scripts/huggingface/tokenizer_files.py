@@ -1,4 +1,4 @@
-"""The tokenizer files of an exported model: the run's tokenizer in the form of transformers."""
+"""The tokenizer files of an exported model: the run's tokenizer in transformers' format."""
 
 import json
 import sys
@@ -22,21 +22,20 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    The first of these that exists is returned: the `given` file or folder; the tokenizer in an
-    imported checkpoint; the tokenizer that the config or the data's manifest names. Raises
-    InputError if there is no tokenizer, if it is not the run's tokenizer, or if it is too large for
-    the model.
+    It is the `given` file or folder, else the tokenizer in an imported checkpoint, else the
+    tokenizer in the config or the data's manifest. Raises InputError if there is no tokenizer, if
+    it differs from the run's tokenizer, or if it has more tokens than the model's vocabulary.
     """
     config = info.config
     manifest = _manifest(config)
     source = _found_source(info) if given is None else given
     end = None if manifest is None or source == info.path else manifest.tokenizer.eod_token
     if not source.exists():
-        raise InputError(f"no tokenizer at {source}: give its path with --tokenizer PATH")
+        raise InputError(f"the tokenizer {source} does not exist; give --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
-            f"there is no manifest of the data: {tokenizer.eod_token} of {source} is used as EOD",
+            f"note: the data has no manifest; {tokenizer.eod_token} of {source} is used as EOD",
             file=sys.stderr,
         )
     content = tokenizer.files[TOKENIZER_FILE]
@@ -59,26 +58,26 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
 def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
     """Raise InputError if `content`, the tokenizer.json of `source`, is not the run's tokenizer.
 
-    Print a line on stderr if the checkpoint does not identify its tokenizer.
+    Print a note on stderr if the checkpoint does not contain the sha256 of its tokenizer.
     """
     recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
     if recorded is None:
         print(
-            f"tokenizer {source} is not compared, as the checkpoint does not state the sha256 of "
-            "its tokenizer",
+            f"note: the tokenizer {source} was not checked, because the checkpoint contains no "
+            "sha256 of its tokenizer",
             file=sys.stderr,
         )
     elif digest.hexdigest() != recorded:
         raise InputError(
-            f"tokenizer {source} is not the tokenizer of the run: its sha256 must be {recorded}, "
-            f"got {digest.hexdigest()}"
+            f"tokenizer {source} is not the run's tokenizer: its sha256 must be {recorded}, got "
+            f"{digest.hexdigest()}"
         )
 
 
 def as_trained(content: bytes) -> bytes:
-    """Return a tokenizer.json without the template that adds tokens to a text.
+    """Return a tokenizer.json without the template that adds tokens such as `<s>` to a text.
 
-    Data is prepared without these tokens; training never saw a `<s>` at the beginning, for example.
+    Data is prepared without these tokens, so the model was never trained on them.
     """
     tokenizer = Tokenizer.from_str(content.decode())
     with_template, without = (tokenizer.encode("a", add_special_tokens=x) for x in (True, False))
@@ -86,15 +85,15 @@ def as_trained(content: bytes) -> bytes:
         return content
     names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
     print(
-        f"the exported tokenizer omits its template, which would add {names}; training never saw "
-        "these tokens",
+        f"note: the exported tokenizer omits the template, which would add {names}, because the "
+        "training data does not contain these tokens",
         file=sys.stderr,
     )
     return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()
 
 
 def _manifest(config: Config) -> Manifest | None:
-    """Return the manifest of the run's data, or None if it is not on this machine."""
+    """Return the manifest of the run's data, or None if the data is not on this machine."""
     try:
         return data_manifest(config)
     except DataError:
@@ -102,9 +101,9 @@ def _manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_source(info: CheckpointInfo) -> Path | None:
-    """Return the file or folder of a checkpoint's tokenizer, or None if unknown.
+    """Return the file or folder of a checkpoint's tokenizer, or None if it is unknown.
 
-    It is the folder of an imported checkpoint, else the path in its config or its data's manifest.
+    It is an imported checkpoint's own folder, else the path in the config or the data's manifest.
     """
     if (info.path / TOKENIZER_FILE).is_file():
         return info.path
@@ -115,18 +114,18 @@ def tokenizer_source(info: CheckpointInfo) -> Path | None:
 
 
 def _found_source(info: CheckpointInfo) -> Path:
-    """Return `tokenizer_source`. Raises InputError if it is unknown."""
+    """Return `tokenizer_source`. Raises InputError if the source is unknown."""
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(
             f"{info.path} has no tokenizer, because the imported model had none; give "
-            "--tokenizer PATH, or --no-tokenizer to export without one"
+            "--tokenizer PATH, or --no-tokenizer to export without a tokenizer"
         )
     if source is None:
         folder = Path(next(iter(info.config.data.train.values())).path).parent
         raise InputError(
             f"the tokenizer is unknown: data.tokenizer is null and {folder} has no manifest; "
-            "give --tokenizer PATH, or --no-tokenizer to export without one"
+            "give --tokenizer PATH, or --no-tokenizer to export without a tokenizer"
         )
     return source
 
@@ -134,15 +133,15 @@ def _found_source(info: CheckpointInfo) -> Path:
 def settings_of(
     existing: bytes | None, end_token: str, length: int, *, trained: bool = True
 ) -> bytes:
-    """Return a tokenizer_config.json that transformers 4 and 5 both read.
+    """Return a tokenizer_config.json for transformers 4 and 5.
 
-    `trained` states that the model was trained on the tokens of tokenizer.json itself; other
-    tokenizer classes would apply rules of their own to the vocabulary.
+    `trained` states that the model was trained on tokens of tokenizer.json, so the class must be
+    PreTrainedTokenizerFast: other classes would change the tokenization.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:
         settings |= json.loads(existing)
-    # transformers 5 writes TokenizersBackend, which transformers 4 does not know.
+    # transformers 5 writes TokenizersBackend, which transformers 4 does not support.
     if trained or settings.get("tokenizer_class") in (None, "TokenizersBackend"):
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if trained:

@@ -1,1 +1,1 @@
-"""The figures that scripts/plot.py draws."""
+"""Figures and pages of scripts/plot.py."""

@@ -1,4 +1,4 @@
-"""One page about several runs: a table of all of them, and their curves overlaid."""
+"""The page that compares several runs: a table of all runs, and overlaid curves."""
 
 import os
 import re
@@ -16,53 +16,49 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
-"""Figures of the page, with one colour per run."""
+"""Figures on the page, with one colour per run."""
 
 COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "time of stepping")
-"""Figures of a run in the table, in addition to the metric that orders the runs."""
+"""Columns of the table, in addition to the metric by which runs are sorted."""
 
 MOST = 12
-"""Number of runs in a figure: the runs with the lowest validation loss, or with the lowest training
-loss if no run validates."""
+"""Maximum number of runs in a figure: those with the lowest validation loss, or with the lowest
+training loss if no run validates."""
 
 SHOWN_KEYS = 8
-"""Number of differing config keys that the table names."""
+"""Maximum number of differing config keys per run in the table."""
 
 ABOUT = (
-    "Ordered by {}. Below each run: its model, and its values of the keys in which configs "
-    "differ. A small difference between two runs may be chance: scripts/study.py compares with "
-    "several seeds."
+    "Sorted by {}. Below each run are its model and the config keys whose values differ between "
+    "runs. A small difference may be chance; scripts/study.py compares several seeds."
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
-"""Keys without effect on training; sets are compared by `contents`."""
+"""Keys that do not affect training; datasets are compared by content instead of path."""
 
 MEASURED = re.compile(
     r"data\.(validation\..*|document_mask|first_token_loss)|train\.sequence_length"
     r"|validation\.samples"
 )
-"""Keys on which a validation loss depends, apart from the model and its tokenizer."""
+"""Keys, apart from model and tokenizer, on which the measured validation loss depends."""
 
-UNLIKE = (
-    "Validation losses of these runs are measured differently and cannot be compared: they differ "
-    "in {}."
-)
+UNLIKE = "The validation losses of these runs cannot be compared, because the runs differ in {}."
 
 
 LOSS = ("val/loss", "validation loss")
 BITS = ("val/bpb", "bits per byte")
-"""Metrics that order runs, with the headings of their columns."""
+"""Metrics by which runs are sorted, with their column headings."""
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return the metric that orders the runs: nats per token, or bits per byte if tokenizers differ
-    and all validated runs state it."""
+    """Return the metric by which runs are sorted: nats per token, or bits per byte if tokenizers
+    differ and all validated runs logged bits per byte."""
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
 
 def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
-    """Return whether two runs state other tokenizers, or vocabularies of other sizes."""
+    """Return whether the runs' tokenizers or vocabulary sizes differ."""
     sizes = {run.config["model"].get("vocab_size") for run in runs}
     return len(sizes) > 1 or len({run.contents.get("tokenizer") for run in runs} - {None}) > 1
 
@@ -70,7 +66,7 @@ def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
 def unlike_measurements(
     runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
 ) -> list[str]:
-    """Return the reasons why values of `metric` of validated runs cannot be compared."""
+    """Return the settings that make values of `metric` incomparable between validated runs."""
     validated = [i for i, run in enumerate(runs) if run.series(metric)]
     keys = unlike_keys([settings_in_use(configs[i]) for i in validated])
     reasons = [key for key in keys if MEASURED.fullmatch(key)]
@@ -80,8 +76,8 @@ def unlike_measurements(
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return the config of each run with the content of each set: its hash, or its path if a run
-    of an earlier version does not state hashes."""
+    """Return each run's config with a key `content` in each dataset: the dataset's hash, or its
+    path if any of the runs has no hashes because an earlier version wrote it."""
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -99,7 +95,7 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run and its row of the table; `settings` are the keys in which the runs differ."""
+    """A run's row in the table; `settings` are `key value` of the keys in which runs differ."""
 
     run: RunData
     settings: list[str]
@@ -113,13 +109,13 @@ class Compared:
 
     @property
     def about(self) -> str:
-        """The model of the run."""
+        """Description of the run's model."""
         return subtitle(self.run)
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The sort key of the run: first by the metric, then by training loss, and runs with
-        neither last."""
+        """Sort key: by the metric, then runs without it by training loss, then runs without
+        both."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:
@@ -128,38 +124,38 @@ class Compared:
 
     @property
     def figures(self) -> dict[str, str]:
-        """The value of each column."""
+        """The run's value in each column."""
         cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
         return {name: cards.get(key, "-") for name, key in names.items()}
 
 
 def find_runs(folder: Path, around: Path) -> list[RunData]:
-    """Return the runs in a folder and its subfolders; the name is the path within `around`.
+    """Return all runs in a folder and its subfolders, labelled by their path relative to `around`.
 
-    Raises InputError if there are none, or one of them cannot be read.
+    Raises InputError if there are no runs, or if a run cannot be read.
     """
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}")
+        raise InputError(f"{folder} must be an existing folder")
     runs = []
     seen: set[str] = set()
     for place, inside, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
-            inside.clear()  # a link to a folder that is read elsewhere, or a cycle
+            inside.clear()  # already read through another link, or a cycle
             continue
         seen.add(real)
         if "metrics.jsonl" in files and "config.yaml" in files:
             path = Path(place)
             label = path.absolute().relative_to(around.absolute()).as_posix()
             runs.append(read_run(path, None if label == "." else label))
-            inside.clear()  # checkpoints have configs too
+            inside.clear()  # checkpoints also contain configs
     if not runs:
-        raise InputError(f"{folder} must contain a run: no folder in it contains a metrics.jsonl")
+        raise InputError(f"{folder} must contain run folders, but contains no metrics.jsonl")
     return runs
 
 
 def comparison(around: Path, folders: Sequence[Path]) -> str:
-    """Return the page about the runs in `folders`, which are in the folder `around`."""
+    """Return the page about all runs in `folders`; `around` contains all folders."""
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
     order = measure(runs)
@@ -168,7 +164,7 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
-    less = f" The best {MOST} of {len(logged)} runs." if len(logged) > MOST else ""
+    less = f" Only the best {MOST} of {len(logged)} runs." if len(logged) > MOST else ""
     about = ABOUT.format(compared[0].heading)
     if reasons := unlike_measurements(runs, configs, order[0]):
         about = f"{UNLIKE.format(', '.join(reasons))} {about}"
@@ -188,9 +184,9 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each config, `key value` of the keys in which the configs differ.
+    """Return, for each config, `key value` of the keys whose values differ between configs.
 
-    A section that some configs lack counts as one key.
+    A section that is null in some configs counts as one key.
     """
     values = [settings_in_use(config) for config in configs]
     unlike = unlike_keys(values)
@@ -207,13 +203,13 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def unlike_keys(values: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys with an effect on training in which results of `settings_in_use` differ."""
+    """Return the keys that affect training and differ between results of `settings_in_use`."""
     keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
     return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
 
 
 def settings_in_use(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `config` by dotted key, without those of rules that no role uses."""
+    """Return the values of `config` by dotted key, without rules that no role uses."""
     optimizer = config["optimizer"]
     sections = [*optimizer.values(), *(optimizer.get("roles") or {}).values()]
     used = {each["rule"] for each in sections if isinstance(each, dict) and "rule" in each}
@@ -222,7 +218,7 @@ def settings_in_use(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str) -> int:
-    """Return the rank of a key's section: the most telling sections come first."""
+    """Return the sort position of a key's section: the most informative sections are first."""
     first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
     section = key.split(".")[0]
     return first.index(section) if section in first else len(first)

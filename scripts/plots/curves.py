@@ -1,4 +1,4 @@
-"""Curves of runs over training: loss, learning rates, condition numbers, expert balance."""
+"""Curves over training: loss, learning rates, condition numbers, expert balance and others."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,17 +15,17 @@ STYLES = ("-", "--", ":", "-.")
 """Line styles of runs in figures whose colours do not denote runs."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
-"""Monitored figures of signal and noise, and their names in titles."""
+"""Monitored signal-to-noise figures and their names in titles."""
 
 RULE = "monitor/rule_"
-"""Prefix of the metrics that rules name."""
+"""Prefix of the metrics reported by update rules."""
 
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Nats per token on the training batches. Dots are the mean over the validation sets; if these
-    have the names of the training sets, they are weighted as in the training mixture."""
+    """Loss in nats per token. Lines show training batches, dots the mean over the validation sets,
+    which has the weights of the training mixture if both have the same set names."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -47,7 +47,7 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """Learning rate of each group over the schedule: a colour per group, a line style per run."""
+    """Learning rate of each parameter group. Colours denote groups, line styles denote runs."""
     runs = [run for run in runs if run.names("lr/")]
     if not runs:
         return None
@@ -55,7 +55,7 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
     groups = list(dict.fromkeys(name for run in runs for name in run.names("lr/")))
     for j, run in enumerate(runs):
         for i, group in enumerate(groups):
-            # If there is only one run, styles distinguish lines that coincide.
+            # With a single run, line styles distinguish groups whose lines coincide.
             style = STYLES[(j if len(runs) > 1 else i) % len(STYLES)]
             short = group.removeprefix("lr/")
             label = f"{literal(run.name)}, {short}" if len(runs) > 1 else short
@@ -67,13 +67,13 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
 
 
 def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
-    """Norm of the whole gradient, before clipping."""
+    """Global gradient norm before clipping."""
     return _one(runs, "optim/grad_norm", "gradient norm, before clipping")
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Largest singular value divided by the mean of the smallest tenth of the singular values;
-    lower is better conditioned. The lines are the mean of each role and the geometric mean of all
+    """Largest singular value divided by the mean of the smallest 10% of the singular values; lower
+    is better conditioned. The lines are the mean of each role and the geometric mean of all
     matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -90,8 +90,8 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the tracked spectral norm. The solid line is the median over a role's
-    matrices; the dashed line is the largest error."""
+    """Relative error of the tracked spectral norm of PC layers. Solid lines are medians over a
+    role's matrices, dashed lines are maxima."""
     name = "pc_norm_error"
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -110,10 +110,10 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def signal(run: RunData) -> Figure | None:
-    """Gradients are compared between the micro-batches of a step, applied updates between the last
-    steps. SNR is the part that the samples share divided by the part in which they differ. TopShare
-    is the share of the differing part in its top direction; the dotted line is its minimum.
-    Alignment is the cosine with the previous step."""
+    """Signal and noise in gradients of one step's micro-batches and in updates of the last steps.
+    SNR is the common part of these samples divided by their deviations. TopShare is the share of
+    the deviations in their top direction; the dotted line is its minimum. Alignment is the cosine
+    with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -141,7 +141,7 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """Means, over the matrices of a role, of the figures that the update rules report. Figures that
+    """Figures reported by the update rules, averaged over the matrices of each role. Figures that
     are always 0 are omitted."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}
@@ -161,14 +161,14 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """Relative excess of the fullest expert's load over the mean load, in the worst layer; 0 is
-    balanced."""
+    """MaxVio: by how much the most loaded expert exceeds the mean load, relative to the mean, in
+    the worst layer; 0 is perfect balance."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on each multiple-choice task. Solid lines choose by log-likelihood, dashed lines by
-    log-likelihood per character."""
+    """Accuracy on multiple-choice tasks. The choice is made by log-likelihood (solid lines) or by
+    log-likelihood per character (dashed lines)."""
 
     def draw(axis: Axes, run: RunData) -> None:
         names = [
@@ -183,7 +183,7 @@ def tasks(runs: Sequence[RunData]) -> Figure | None:
 
 
 def z_loss(runs: Sequence[RunData]) -> Figure | None:
-    """Mean squared log-sum-exp of the logits, without the coefficient of the z-loss."""
+    """Mean squared log-sum-exp of the logits, without the z-loss coefficient."""
     return _one(runs, "train/z_loss", "squared log-sum-exp of the logits", log=True)
 
 
@@ -193,7 +193,7 @@ def penalty(runs: Sequence[RunData]) -> Figure | None:
 
 
 def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False) -> Figure | None:
-    """Draw one metric by tokens, with a colour per run; return None if no run has the metric."""
+    """Draw one metric over tokens with a colour per run; return None if no run logged it."""
     runs = [run for run in runs if run.series(metric)]
     if not runs:
         return None
@@ -210,8 +210,8 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
 def _per_run(
     runs: Sequence[RunData], prefix: str, label: str, draw: Callable[[Axes, RunData], None]
 ) -> Figure | None:
-    """Return a figure with a panel for each run that has metrics with `prefix`; `draw` draws a
-    panel."""
+    """Return a figure with a panel, drawn by `draw`, for each run that logged metrics with
+    `prefix`."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
@@ -226,13 +226,13 @@ def _per_run(
 
 
 def look(i: int) -> dict[str, Any]:
-    """Return colour and style of the i-th line; when colours repeat, the style changes."""
+    """Return colour and line style of the i-th line; the style changes when colours repeat."""
     round_, place = divmod(i, len(COLORS))
     return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
 
 
 def _line(axis: Axes, series: Series, **style: object) -> None:
-    """Draw a series that is not empty."""
+    """Draw a series unless it is empty."""
     if series:
         plot: Callable[..., object] = axis.plot
         plot(*zip(*series, strict=True), **({"markersize": 4} | style))

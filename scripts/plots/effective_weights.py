@@ -1,5 +1,4 @@
-"""Singular values of a checkpoint's raw and effective weights, and the maps from the former to the
-latter."""
+"""Figures of the singular values of W and PC(W) in a checkpoint, and of PC layers' polynomials."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """Draw, for each role, a histogram of the singular values of its units.
+    """Draw a histogram per role of the singular values of its units, relative to each unit's
+    largest.
 
-    Each value is divided by the largest of its unit. With PC layers the histogram also shows the
-    values of PC(W).
-
-    `path` is a run folder or a checkpoint. Without `roles`, all matrix roles except embedding and
-    head are shown. Raises InputError for a role that is not in the model.
+    For PC layers the histogram also shows PC(W). `path` is a run folder or a checkpoint. Without
+    `roles`, all matrix roles except embedding and head are drawn. Raises InputError for a role that
+    is not in the model.
     """
     info = read_checkpoint(path)
     for problem in problems(info):
@@ -35,7 +33,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
     present = list(dict.fromkeys(u.role for u in units))
     for role in roles or []:
         if role not in present:
-            raise InputError(f"roles must be among {', '.join(present)}, got {role}")
+            raise InputError(f"--roles must be among {', '.join(present)}, got {role}")
     shown = roles or [role for role in present if role not in ("embedding", "head")]
     figure, axes = new_figure(len(shown), width=2.8, height=3.0)
     for axis, role in zip(axes, shown, strict=True):
@@ -54,7 +52,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
 
 
 def normalised(weight: Tensor) -> Tensor:
-    """Singular values divided by the largest; zeros for a zero matrix."""
+    """Return the singular values divided by the largest, or zeros for a zero matrix."""
     values = torch.linalg.svdvals(weight)
     return values / values[0].clamp(min=torch.finfo(values.dtype).tiny)
 
@@ -64,10 +62,9 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Draw the polynomial of each level, and the factor by which it raises small singular values.
+    """Draw the polynomial g of each level, its target, and the factor g(x) / x.
 
-    Each polynomial is drawn on its interval and a little beyond, with the function that it
-    approximates.
+    The interval of the polynomials ends at `DOMAIN`; the grey area is beyond it.
     """
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)
@@ -80,7 +77,7 @@ def plot_maps() -> Figure:
     left.axvspan(DOMAIN, BEYOND, color="0.5", alpha=0.15, linewidth=0)
     left.set(
         xlabel="singular value / largest", ylabel="g", xlim=(0, BEYOND), ylim=(0, 1.3),
-        title="Maps (dotted: what they approximate)",
+        title="Polynomials (dotted: targets)",
     )  # fmt: skip
     left.legend(loc="lower right")
     small = torch.logspace(-3, 0, 300, dtype=torch.float64)
@@ -88,6 +85,6 @@ def plot_maps() -> Figure:
         right.plot(small, evaluate(small, level) / small)
     right.set(
         xscale="log", xlabel="singular value / largest", ylabel="g(x) / x",
-        title="Factor on each value",
+        title="Factor on each singular value",
     )  # fmt: skip
     return figure

@@ -1,4 +1,4 @@
-"""The files of a run folder, read for figures, and the status of the run."""
+"""Reading a run folder's files for figures, and the run's status."""
 
 import socket
 import sys
@@ -23,12 +23,12 @@ Line = dict[str, Any]
 T = TypeVar("T")
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
 BLOCK = ("gate_up", "gate", "up", "down")
-"""Roles of matrices in the order of the forward pass."""
+"""Roles of a layer's matrices in the order of the forward pass: attention, then feed-forward."""
 
 TOKENS = "progress/tokens"
 NUMBER = int | float | None
 METRICS = {...: NUMBER}
-"""Shape of a line of metrics, without samples of text, for `check_shape`."""
+"""Shape of a line of metrics without text samples, for `check_shape`."""
 UNIT = {"role": str, "layer": int | None, ...: int | float | list | None}
 MONITORS = {"units": {...: UNIT}, "blocks": {...: {...: NUMBER}}}
 EVENTS = {"kind": str, "text": str, "time": str}
@@ -50,7 +50,7 @@ Series = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder: lines of metrics, monitors and events, and the resolved config."""
+    """The content of a run folder: lines of metrics, monitors and events, and the config."""
 
     folder: Path
     metrics: list[Line]
@@ -61,12 +61,12 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The run's name in figures: its label, or the name of its folder."""
+        """Name of the run in figures: its label or the name of its folder."""
         return self.label or self.folder.resolve().name
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """The hash of each set and of the tokenizer, as in data.json; {} in earlier versions."""
+        """Hashes of datasets and tokenizer in data.json; {} for runs of earlier versions."""
         try:
             content = read_json(self.folder / "data.json")
         except (OSError, ValueError):
@@ -77,25 +77,25 @@ class RunData:
 
     @property
     def step(self) -> int:
-        """The last logged step, 0 if nothing is logged."""
+        """The last logged step, or 0 if no step was logged."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
+        """Number of tokens per optimizer step at the full batch size."""
         train = self.config["train"]
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """Return points (x, logged value) of a metric; x is the number of tokens, or `x(line)`."""
+        """Return the points (`x(line)`, value) of a metric; by default x is the token count."""
         place = x or self.tokens
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
     def tokens(self, line: Line) -> float:
-        """Return the number of training tokens when a line was logged.
+        """Return the number of training tokens at a line's step.
 
-        The batch may have changed during the run, so the number is interpolated between the counts
-        in metrics and monitors.
+        It is interpolated between the counts in metrics and monitors, because the batch size may
+        have changed during the run.
         """
         steps, tokens = self._counted
         after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
@@ -103,17 +103,16 @@ class RunData:
 
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
-        """Steps and token counts of the lines that state both, `[2, lines + 1]`, with (0, 0)
-        first."""
+        """Steps and token counts, `[2, n + 1]`, of the n lines with token counts, after (0, 0)."""
         tokens_at = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
         monitored = {m["step"]: m.get("tokens") for m in self.monitors}
         tokens_at |= {step: tokens for step, tokens in monitored.items() if isinstance(tokens, int)}
         return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
-        """Return a function from a line to the time that steps have taken so far.
+        """Return a function from a line to the total time of training steps up to the line.
 
-        The time excludes validation and saving; its unit is `unit` seconds.
+        The time excludes validation and checkpointing, and its unit is `unit` seconds.
         """
         passed: dict[int, float] = {}
         total, before = 0.0, 0
@@ -126,39 +125,38 @@ class RunData:
         return lambda line: passed[line["step"]] / unit
 
     def names(self, prefix: str) -> list[str]:
-        """Return the metrics with a prefix, in the order in which they were first logged."""
+        """Return the names of the metrics with a prefix, in the order of their first logging."""
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """Yield the figures of each matrix in one line of monitors.jsonl, for one role or for all
-        roles."""
+        """Yield each matrix's figures in a line of monitors.jsonl, for one role or all roles."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """Return the number of gradients or updates in the last computation of a noise figure."""
+        """Return the number of gradients or updates from which a noise figure was last computed."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])
         return int(self.config["monitors"]["noise_samples"])
 
     def roles(self) -> list[str]:
-        """Monitored roles of matrices inside layers, in the order of the forward pass."""
+        """Return the monitored roles of matrices in layers, in the order of the forward pass."""
         last = self.monitors[-1]["units"].values() if self.monitors else ()
         names = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
         return sorted(names, key=_place)
 
 
 def read_run(folder: Path, label: str | None = None) -> RunData:
-    """Read a run folder; the run may have logged nothing yet.
+    """Read a run folder; metrics.jsonl may be empty.
 
-    Raises InputError if metrics.jsonl or the run's config is missing, or if a file contains
-    unexpected values.
+    Raises InputError if metrics.jsonl or config.yaml is missing, or if a file contains unexpected
+    values.
     """
     if not (folder / "metrics.jsonl").exists():
         raise InputError(
-            f"runs must be folders with a metrics.jsonl, got {folder}; `python scripts/plot.py "
+            f"a run must be a folder with metrics.jsonl, got {folder}; `python scripts/plot.py "
             f"compare {folder}` draws all runs in a folder{near_name(folder)}"
         )
     try:
@@ -166,7 +164,7 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
         check_shape(config, CONFIG, str(folder / "config.yaml"))
     except InputError as error:
         raise InputError(
-            f"runs must be folders with the config.yaml of a run, got {folder}: {error}"
+            f"a run must be a folder with a valid config.yaml, got {folder}: {error}"
         ) from None
     metrics = _lines(folder / "metrics.jsonl", METRICS)
     monitors = _lines(folder / "monitors.jsonl", MONITORS)
@@ -175,11 +173,11 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 
 
 def _lines(path: Path, shape: Any) -> list[Line]:
-    """Return the lines of a file, with a warning about damaged lines. Raises InputError for a line
-    of another shape, or if steps do not ascend."""
+    """Return the lines of a file; print a warning about damaged lines. Raises InputError if a line
+    has an unexpected shape, or if steps decrease."""
     content, before = read_lines(path), 0
     if content.damaged:
-        print(f"warning: {path}: {content.damaged} damaged lines are skipped", file=sys.stderr)
+        print(f"warning: {path}: skipped {content.damaged} damaged lines", file=sys.stderr)
     for number, line in zip(content.numbers, content.lines, strict=True):
         figures = {key: value for key, value in line.items() if not key.startswith("sample/")}
         check_shape(figures, shape, f"{path}, line {number}")
@@ -192,7 +190,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
 
 
 def _place(role: str) -> tuple[int, int]:
-    """Return the position of a role in a layer; unknown roles come last."""
+    """Return the sort key of a role's position in a layer; unknown roles are last."""
     base = role.removeprefix("shared_").removeprefix("expert_")
     kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
     order = (*ATTENTION, *BLOCK)
@@ -200,7 +198,7 @@ def _place(role: str) -> tuple[int, int]:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return at most `count` evenly spread items, including the first and the last."""
+    """Return at most `count` evenly spaced items, including the first and the last."""
     picks = {round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)}
     return [items[i] for i in sorted(picks)] if len(items) > count else list(items)
 
@@ -208,16 +206,17 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""A run on another host counts as ended after at least this many seconds without a heartbeat."""
+"""Seconds without a heartbeat after which a run on another host counts as ended, or longer if its
+steps are slow."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """The status of a run.
 
-    kind    running, stopped (it can continue), failed or done
-    text    the kind in a few words, with the step
-    reason  why it stopped or failed, "" if it did not
+    kind    running, stopped (the run can be resumed), failed or done
+    text    the kind and the step
+    reason  reason of a stop or failure, else ""
     """
 
     kind: Kind
@@ -226,10 +225,10 @@ class RunStatus:
 
 
 def run_status(run: RunData) -> RunStatus:
-    """Return the status of a run, from its last event, its lock and its heartbeat.
+    """Return the status of a run from its last event, lock and heartbeat.
 
-    A run that ended without an event, such as a killed run, has failed. On this host its process is
-    checked; on another host it counts as running until its heartbeat is late.
+    A run that ended without an event, such as a killed run, counts as failed. If the last event is
+    no end, `alive` decides between running and failed.
     """
     steps = run.config["train"]["steps"]
     ends = [each for each in run.events if each["kind"] in _EVENTS]
@@ -238,7 +237,7 @@ def run_status(run: RunData) -> RunStatus:
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # train.exit_step ended it, so there is no file DONE
+    if last["kind"] in ("stopped", "done"):  # without DONE, train.exit_step ended the run
         return RunStatus("stopped", f"stopped, {place}", last["text"])
     if last["kind"] == "failed":
         return RunStatus("failed", f"failed, {place}", last["text"])
@@ -251,9 +250,10 @@ _EVENTS = ("started", "continued", "stopped", "failed", "done")
 
 
 def alive(run: RunData) -> bool:
-    """Return whether a run's process is alive, judged by its lock and heartbeat.
+    """Return whether a run's process is alive.
 
-    Another process may now have the same id, and the clocks of hosts may differ by seconds.
+    On the run's host, its process is looked up by id and start time, because the id may have been
+    reused. On another host, the last heartbeat must be recent; clocks may differ by seconds.
     """
     lock = _content(run.folder / LOCK)
     complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
@@ -266,7 +266,7 @@ def alive(run: RunData) -> bool:
 
 
 def _content(path: Path) -> Line:
-    """Return the object in a JSON file, or {} if it cannot be read."""
+    """Return the object in a JSON file, or {} if the file cannot be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The table of figures of runs, used for files and for the page about a run."""
+"""All figures of runs, which are written to files or shown on pages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from scripts.plots.style import save
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A figure of runs.
+    """A kind of figure, with either `overlay` or `single`.
 
     name     name of the file, without suffix, and of the page's section
     title    heading on the page
-    overlay  draws several runs into one figure, or returns None if there are no data
-    single   draws one run, where an overlay of several would be unreadable
-    half     whether it shares a row with another figure on wide pages
+    overlay  function that draws several runs into one figure, or returns None without data
+    single   the same for one run, if an overlay of several runs would be unreadable
+    half     whether the figure shares a row with another figure on wide pages
     """
 
     name: str
@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw one run; return None if there are no data."""
+        """Draw one run; return None if the run has no data for the figure."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None
@@ -38,8 +38,7 @@ class RunFigure:
 
     @property
     def about(self) -> str:
-        """The page's text about the figure: the first paragraph of the drawing function's
-        docstring."""
+        """The caption on the page: the first paragraph of the drawing function's docstring."""
         return " ".join((getdoc(self.overlay or self.single) or "").split("\n\n")[0].split())
 
 
@@ -70,7 +69,7 @@ FIGURES = (
 
 
 def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
-    """Write every figure for which any of `runs` has data, and return the files.
+    """Write every figure for which any of `runs` has data; return the paths.
 
     `suffix` is .svg, .png or .pdf.
     """

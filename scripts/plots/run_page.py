@@ -1,6 +1,6 @@
-"""The page about a run: its status, progress, figures, samples of text, data and config.
+"""The page about a run: status, progress, figures, text samples, data and config.
 
-Pages are self-contained HTML, which needs no network.
+Pages are self-contained HTML and need no network.
 """
 
 import io
@@ -34,11 +34,15 @@ TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: its id, its heading, the sentence below the heading, and the content.
+    """A section of a page.
 
-    kind  type of content: figure, reason, runs, samples, data, events or config
-    half  whether two such sections share a row on wide pages
-    menu  whether the menu at the top names it
+    name     HTML id
+    title    heading
+    about    text below the heading
+    kind     type of content: figure, reason, runs, samples, data, events or config
+    content  data for the template, depending on `kind`
+    half     whether the section has half the width of wide pages
+    menu     whether the menu at the top links to the section
     """
 
     name: str
@@ -58,7 +62,7 @@ def page(
     cards: Iterable[tuple[str, str]] = (),
     sections: Sequence[PageSection],
 ) -> str:
-    """Return the text of a page; `cards` are names and values."""
+    """Return the HTML of a page; `cards` are (name, value) pairs shown at the top."""
     text = TEMPLATES.get_template("page.html").render(
         title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
@@ -68,7 +72,7 @@ def page(
 def figure_sections(
     figures: Iterable[tuple[RunFigure, Figure | None]], more: str = ""
 ) -> list[PageSection]:
-    """Return a section for each figure with data; `more` follows the figure's sentence."""
+    """Return a section per figure that is not None; `more` is appended to each caption."""
     return [
         PageSection(
             kind.name, kind.title, kind.about + more, "figure", drawn(figure, kind.name), kind.half
@@ -79,30 +83,30 @@ def figure_sections(
 
 
 def drawn(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element whose ids occur in no other figure."""
+    """Return the figure as an SVG element whose ids start with `key`, so that they are unique."""
     enlarge_text(figure)
     mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer, dpi = io.StringIO(), figure.dpi
-    # savefig would draw the figure twice, once to compute its layout.
+    # savefig would draw the figure twice, first to compute the layout.
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    figure.dpi = dpi  # the property was set for SVG
+    figure.dpi = dpi  # print_svg changed it
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r"url\(#", f"url(#{key}-", text)
     text = re.sub(r'href="#', f'href="#{key}-', text)
-    # The figure has at most its own size, and is narrower on a narrow page.
+    # Without the attribute height, the figure can shrink on narrow pages.
     return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)
 
 
 SAMPLES = 6
-"""Number of steps whose samples of text the page shows."""
+"""Maximum number of steps whose text samples are shown, per dataset."""
 
 ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
-"""Kinds of events that stand out on the page."""
+"""Kinds of events that are highlighted."""
 
 
 def report(run: RunData) -> str:
@@ -116,10 +120,10 @@ def report(run: RunData) -> str:
         sections.insert(0, PageSection("status", title, "", "reason", status))
     texts = samples(run)
     if texts:
-        about = "Each set's first tokens, in grey, and their most probable continuation."
+        about = "The first tokens of each dataset (grey) and their greedy continuation."
         sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
     if (used := data_use(run)) is not None:
-        about = "Share of each set in the samples, and its tokens and epochs over the whole run."
+        about = "Share of each dataset in the samples, and its tokens and epochs in the whole run."
         sections.append(PageSection("data", "Data", about, "data", used))
     about = "Starts, stops, failures, warnings and skipped steps."
     sections.append(PageSection("events", "Events", about, "events", list(happenings(run))))
@@ -135,7 +139,7 @@ def report(run: RunData) -> str:
 
 
 def no_spectra(run: RunData) -> str:
-    """Return the reason why the page of a run shows no spectrum."""
+    """Return the reason why a run has no spectra yet."""
     intervals = [
         event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)
     ]
@@ -143,13 +147,13 @@ def no_spectra(run: RunData) -> str:
         intervals[-1].get("monitors") if intervals else run.config["monitors"].get("interval")
     )
     if interval == 0:
-        return "monitors.interval is 0, so no spectrum is measured."
+        return "Spectra are not computed, because monitors.interval is 0."
     at = f"step {interval:,}" if isinstance(interval, int) else "the first monitored step"
-    return f"No spectrum is measured yet: monitors begin at {at}."
+    return f"Spectra are not available yet: monitoring starts at {at}."
 
 
 def subtitle(run: RunData) -> str:
-    """Return a line about the model and the rule of its matrices."""
+    """Return a line that describes the model and the update rule of its matrices."""
     model, matrix = run.config["model"], run.config["optimizer"]["matrix"]
     pc = run.config.get("pc")
     layers = f"{model['family']}, {model['layers']} layers of width {model['hidden']}"
@@ -158,8 +162,8 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Return the name and value of each card for which the run has figures; `measure` is the
-    validation metric."""
+    """Yield name and value of each card that the run has data for; `measure` is the validation
+    metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
     if loss:
@@ -181,7 +185,7 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
 
 
 def samples(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Return step, set, prompt and text of a few samples of each set."""
+    """Return (step, dataset, prompt, text) of a few text samples per dataset."""
     rows = []
     for name in (name for name in run.names("sample/") if name.endswith("/text")):
         lines = [line for line in run.metrics if isinstance(line.get(name), str)]
@@ -192,15 +196,15 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
 
 
 def happenings(run: RunData) -> Iterator[dict[str, Any]]:
-    """Yield events and skipped steps in order, with the keys that the template uses."""
+    """Yield events and skipped steps in order, as dicts with the template's keys."""
     skipped = 0
     rows = [(each["step"], each["time"], each["kind"], event_text(each)) for each in run.events]
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
             text = (
-                f"{now - skipped} steps skipped, as the loss or gradient was not finite or the "
-                "loss was a spike"
+                f"{now - skipped} steps skipped, because the loss or gradient was not finite or "
+                "the loss was a spike"
             )
             rows.append((line["step"], "", "skipped", text))
         skipped = now
@@ -211,7 +215,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def event_text(event: Line) -> str:
-    """Return the text of an event, with kind, rank and host of the error if it is a failure."""
+    """Return an event's text; for a failure, with the error's type, rank and host."""
     if "error" not in event:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")
@@ -226,10 +230,10 @@ SHAPE: Final = {
 
 
 def data_use(run: RunData) -> dict[str, Any] | None:
-    """Return the header and rows of the table of sets.
+    """Return header and rows of the table of datasets.
 
-    Returns None if there is no readable data.json, or if an older run wrote it without these
-    figures.
+    Returns None if data.json is missing or unreadable, or if an older version wrote it without the
+    needed figures.
     """
     path = run.folder / "data.json"
     try:
@@ -240,7 +244,7 @@ def data_use(run: RunData) -> dict[str, Any] | None:
     phases = content["phases"]
     last: Line = next((m for m in reversed(run.metrics) if any(map(_is_count, m))), {})
     header = ["set", *(f"from step {phase['after_steps'] + 1:,}" for phase in phases)]
-    header += ["tokens read"] * bool(last) + ["tokens in all", "epochs"]
+    header += ["tokens read"] * bool(last) + ["total tokens", "epochs"]
     rows = []
     for each in content["sets"]:
         name = each["name"]

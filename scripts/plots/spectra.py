@@ -1,5 +1,5 @@
-"""Figures of monitored matrices and blocks: spectra, maps of layers by roles, the residual stream
-and attention logits."""
+"""Figures of monitored matrices and blocks: spectra, heat maps by layer and role, the residual
+stream and attention logits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,43 +17,42 @@ from scripts.plots.run_data import Line, RunData, Series, spread
 from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 Draw = Callable[[Axes, RunData, str, str], None]
-"""Function that draws one run into the panel of a role, in a colour."""
+"""Function that draws a run into an axis, for a role and in a colour."""
 
 DECILES = np.linspace(0, 1, 11)
 WEIGHT = ("effective_quantiles", "quantiles")
-"""Names of a weight's spectrum in order of preference: with PC layers, the effective weight's."""
+"""Names of a weight's spectrum: PC(W) if the run logged it, else W."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values at the last monitored step, divided by the largest; with PC layers, those of
-    the effective weight.
+    """Singular values at the last monitored step, divided by the largest; for PC layers, of PC(W).
 
-    Monitors store the deciles of a spectrum, so a tenth of the values is drawn evenly between two
-    deciles.
+    Monitors store only the deciles of a spectrum, so the values between two deciles are assumed to
+    be uniformly distributed.
     """
     return _per_role(runs, _histogram, "share of values", "singular value / largest")
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values by rank at the last monitored step, as means over the role's units. The
-    dotted line shows the first monitored step."""
+    """Singular values by rank at the last monitored step, averaged over the units of each role.
+    Dotted lines show the first monitored step."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
 def evolution(run: RunData) -> Figure | None:
-    """Median, middle 80% and full range of the singular values of each role's matrices, as means
-    over the matrices. A run with one monitored step has bars and a point."""
+    """Median, middle 80% and full range of the singular values, averaged over the matrices of each
+    role; bars and a point if only one step was monitored."""
     return _evolution(run, WEIGHT)
 
 
 def momentum(run: RunData) -> Figure | None:
-    """Singular values of the momentum after the step, drawn in the same way as for the weights."""
+    """Singular values of the momentum after the step: median, middle 80% and full range."""
     return _evolution(run, ("momentum_quantiles",))
 
 
 def update(run: RunData) -> Figure | None:
-    """Singular values of the change of the weights in a step, without weight decay, drawn in the
-    same way as for the weights."""
+    """Singular values of a step's weight change, without weight decay: median, middle 80% and full
+    range."""
     return _evolution(run, ("update_quantiles",))
 
 
@@ -85,25 +84,26 @@ def _evolution(run: RunData, names: Sequence[str]) -> Figure | None:
 
 
 def stable_rank(run: RunData) -> Figure | None:
-    """Squared Frobenius over squared spectral norm, by layer and role."""
+    """Squared Frobenius norm divided by squared spectral norm, by layer and role."""
     return unit_map(run, "stable_rank", "stable rank")
 
 
 def nuclear_rank(run: RunData) -> Figure | None:
-    """Squared nuclear over squared Frobenius norm, by layer and role."""
+    """Squared nuclear norm divided by squared Frobenius norm, by layer and role."""
     return unit_map(run, "gradient_nuclear_rank", "nuclear rank of the gradient")
 
 
 def criterion_map(run: RunData) -> Figure | None:
-    """Nuclear rank of the gradient divided by stable rank of the incoming activations. Above 1
-    (red), the criterion favours a spectral update over a Euclidean update."""
+    """Nuclear rank of the gradient divided by stable rank of the input activations. A ratio above 1
+    (red) favours a spectral update over a Euclidean update."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
 
 
 def unit_map(
     run: RunData, figure: str, label: str, *, center: float | None = None
 ) -> Figure | None:
-    """Draw a monitored figure at its last step by layer and role, as the mean over the units."""
+    """Draw a heat map by layer and role of a figure at its last monitored step, averaged over
+    units."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -130,7 +130,7 @@ def unit_map(
 
 
 def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: float | None) -> None:
-    """Draw a coloured table, with values in the cells if there is room."""
+    """Draw a heat map, with values in the cells if they fit."""
     norm: Normalize | None = None
     shown = table
     positive = table[np.isfinite(table) & (table > 0)]
@@ -158,9 +158,9 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: flo
 def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
-    """Return the deciles of singular values, `[11]`, as means over a role's units.
+    """Return the deciles `[11]` of singular values, averaged over the units of a role.
 
-    They are the deciles of the first of `names` that has data; None if none has.
+    `names` are keys in order of preference; returns None if no unit has any of these keys.
     """
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
@@ -168,7 +168,7 @@ def deciles(
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
-    """Return a figure with a panel per role; `draw` draws each run into a panel."""
+    """Return a figure with a panel per role, into which `draw` draws each run."""
     runs = [run for run in runs if run.monitors]
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:
@@ -204,15 +204,15 @@ def _quantile_curve(axis: Axes, run: RunData, role: str, color: str) -> None:
 
 
 STEPS = 8
-"""Number of monitored steps that are drawn as lines over the layers."""
+"""Maximum number of monitored steps drawn as lines over the layers."""
 DEPTHS = 6
-"""Number of layers that are drawn as lines over training."""
+"""Maximum number of layers drawn as lines over training."""
 EMBEDDING = "embedding"
 
 
 def residual(run: RunData) -> Figure | None:
-    """Root mean square of the entries of the residual stream after each layer. Over the layers,
-    later monitored steps are brighter; over training, deeper layers are brighter."""
+    """Root mean square of the residual stream after each layer. Brighter lines are later steps
+    (left) or deeper layers (right)."""
     places = _places(run, "residual_rms")
     if len(places) < 2:
         return None
@@ -245,8 +245,8 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest unmasked attention score, after scaling: a thick line for all layers, a thin line
-    for each layer."""
+    """Largest unmasked attention logit after scaling. The thick line is the maximum over all
+    layers; thin lines are single layers."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None
@@ -271,14 +271,13 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """Return a monitored figure of a block by tokens."""
+    """Return the points (tokens, value) of a block's monitored figure."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Return the blocks for which a figure is monitored: the embedding, then the layers by
-    depth."""
+    """Return the blocks with a monitored figure: the embedding first, then layers by depth."""
     names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }

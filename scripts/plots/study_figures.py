@@ -1,4 +1,4 @@
-"""Figures of a study: differences between variants, and losses by a setting or over training."""
+"""Figures of a study: loss differences between variants, and losses by setting or over training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from training.errors import InputError
 
 
 def plot_study(path: Path) -> Figure:
-    """Draw each variant's difference from its baseline: every seed, mean and standard error."""
+    """Draw each variant's loss difference from its baseline: all seeds, mean and standard error."""
     content = read_results(path)
     losses = {row["variant"]: row["losses"] for row in rows_of(content)}
     frame = comparison(content)
     if "difference" not in frame:
-        raise InputError(f"{path} contains no finished seed of a compared variant yet")
-    # A variant with a run that failed has no difference.
+        raise InputError(f"{path} contains no finished comparison of two variants yet")
+    # A variant with a failed run has no difference.
     compared = frame[frame["difference"].notna()].iloc[::-1]
     figure, (axes,) = new_figure(width=7.5, height=1.2 + 0.34 * len(compared))
     bases = list(dict.fromkeys(frame["against"].dropna()))
@@ -33,8 +33,8 @@ def plot_study(path: Path) -> Figure:
     axes.set_yticks(range(len(compared)), labels)
     axes.set_ylim(-0.6, len(compared) - 0.4)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
-    # The title is centred on the whole figure, not on the axes, because the names of variants take
-    # half of the width.
+    # The title is centred on the figure instead of the axes, because the variants' names fill half
+    # of the width.
     figure.suptitle(
         f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
     )
@@ -42,14 +42,14 @@ def plot_study(path: Path) -> Figure:
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Draw the losses of all variants in the search, by the values of `key`."""
+    """Draw the losses of all variants over the searched values of `key`."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
-        raise InputError(f"by must be among the searched {', '.join(keys)}, got {key}")
+        raise InputError(f"--by must be one of the searched {', '.join(keys)}, got {key}")
     frame = loss_by(content, key)
     if frame.empty:
-        raise InputError(f"{path} has no losses yet by {key}")
+        raise InputError(f"{path} contains no losses for values of {key} yet")
     frame = frame.set_index("variant")
     figure, (axes,) = new_figure(width=7.5, height=4.5)
     for i, (name, losses) in enumerate(frame.iterrows()):
@@ -69,22 +69,22 @@ def plot_losses(path: Path, key: str) -> Figure:
 
 
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
-    """Draw the validation loss of variants over training: mean and standard error of their seeds.
+    """Draw the validation loss of variants over training: mean and standard error over seeds.
 
-    The curves of the runs are read from the records next to the results.
+    The curves are read from runs.jsonl, next to the results.
     """
     content, records = read_results(path), RecordBook(path.parent)
     runs = {row["variant"]: row["runs"] for row in rows_of(content)}
     unknown = [name for name in variants if name not in runs]
     if unknown:
-        raise InputError(f"curves must be among {', '.join(runs)}, got {', '.join(unknown)}")
+        raise InputError(f"--curves must be among {', '.join(runs)}, got {', '.join(unknown)}")
     figure, (axes,) = new_figure(width=6.0, height=4.5)
     for i, name in enumerate(variants):
         courses = [pd.Series(dict(records[run].figures["course"])) for run in runs[name]]
         losses = pd.concat(courses, axis="columns")
         if len(losses) == 1:
             raise InputError(
-                f"{path}: runs of {name} were validated only at the end; a curve needs "
+                f"{path}: the runs of {name} validated only at the end; for curves, set "
                 "validation.interval=N in the study's overrides"
             )
         axes.errorbar(

@@ -1,6 +1,6 @@
-"""The common look of figures, and how they are saved.
+"""Style and saving of figures.
 
-Figures are made without pyplot, which would keep all figures in memory and need a display.
+Figures do not use pyplot, which would keep all figures in memory and need a display.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from parallel.disk import replace_file
 from training.errors import InputError
 
 SUFFIXES = (".svg", ".png", ".pdf")
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black last.
+# Okabe and Ito's palette, which colour-blind readers can distinguish, with black last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SETTINGS = {
     "axes.prop_cycle": cycler(color=COLORS),
@@ -38,22 +38,23 @@ SETTINGS = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "font.size": 10,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "spectrain",  # equal figures give equal files
+    "svg.fonttype": "none",  # write text as text, not as paths
+    "svg.hashsalt": "spectrain",  # makes output deterministic
 }
 
 
 def new_figure(
     columns: int = 1, width: float = 5.0, height: float = 3.6
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of axes side by side, `width` x `height` inches each."""
+    """Return a figure with `columns` axes side by side, each `width` x `height` inches."""
     return new_grid(columns, columns, width, height)
 
 
 def new_grid(
     panels: int, columns: int = 4, width: float = 2.5, height: float = 2.4
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `panels` axes in rows of at most `columns`, `width` x `height` inches each."""
+    """Return a figure with `panels` axes in rows of at most `columns`, each `width` x `height`
+    inches."""
     mpl.rcParams.update(SETTINGS)
     columns = min(panels, columns)
     rows = -(-panels // columns)
@@ -65,14 +66,14 @@ def new_grid(
 
 
 def count_tokens(axis: Axes) -> None:
-    """Label the x axis with numbers of tokens such as 20k or 1.5G."""
+    """Label the x axis with token counts such as 20k or 1.5G."""
     axis.set_xlabel("tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5))
 
 
 def plain_log(axis: Axes) -> None:
-    """Make the y axis logarithmic with plain numbers, for ranges of a few decades."""
+    """Make the y axis logarithmic, with labels such as 0.05 instead of powers of ten."""
     axis.set_yscale("log")
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -85,7 +86,7 @@ def draw_lines(
     style: str = "-",
     **settings: Any,
 ) -> None:
-    """Draw a line per label, by the keys of a mapping or the indices of a sequence, and a legend.
+    """Draw a line per label, and a legend; x is a mapping's key or a sequence's index.
 
     `settings` are properties of the axes, such as `xscale` and `title`.
     """
@@ -97,19 +98,19 @@ def draw_lines(
 
 
 def literal(text: str) -> str:
-    """Escape $ signs, so that matplotlib does not read them as mathematics."""
+    """Escape $ signs, which matplotlib would interpret as mathematics."""
     return text.replace("$", r"\$")
 
 
 LEAST_POINTS = 9.0
-"""Smallest text size of figures on pages: 12 pixels, in points."""
+"""Minimum text size in points of figures on pages: 12 pixels."""
 
 
 def enlarge_text(figure: Figure) -> None:
-    """Give all text of a figure at least `LEAST_POINTS`."""
+    """Enlarge all text of a figure to at least `LEAST_POINTS`."""
     for axis in figure.axes:
         for scale in (axis.xaxis, axis.yaxis):
-            # Exponents, set as superscripts, are smaller than the rest of the text.
+            # Superscript exponents would be smaller.
             if isinstance(scale.get_major_formatter(), LogFormatterSciNotation):
                 scale.set_major_formatter(LogFormatter())
                 scale.set_minor_formatter(LogFormatter())
@@ -118,24 +119,24 @@ def enlarge_text(figure: Figure) -> None:
 
 
 def mark_single_points(figure: Figure) -> None:
-    """Give each curve of one point a marker: a line through one point is invisible."""
+    """Add a marker to each curve with a single point, which would be invisible as a line."""
     for line in (line for axis in figure.axes for line in axis.lines):
         if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":
             line.set_marker("o")
 
 
 def check_target(path: Path) -> None:
-    """Raise InputError unless a figure can be written to `path`."""
+    """Raise InputError if a figure cannot be written to `path`."""
     if path.suffix not in SUFFIXES:
-        raise InputError(f"output must end in one of {', '.join(SUFFIXES)}, got {path}")
+        raise InputError(f"--output must end in one of {', '.join(SUFFIXES)}, got {path}")
     if not path.parent.is_dir():
-        raise InputError(f"output must be in a folder that exists, got {path}")
+        raise InputError(f"--output must be in an existing folder, got {path}")
     if path.is_dir():
-        raise InputError(f"output must be a file, got the folder {path}")
+        raise InputError(f"--output must be a file, got the folder {path}")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure without a date, so that equal figures give equal files."""
+    """Write the figure without a date, so that the file is deterministic."""
     mark_single_points(figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     buffer = BytesIO()

@@ -1,1 +1,1 @@
-"""The parts of scripts/study.py: a study's description, runs, search and comparison."""
+"""The parts of scripts/study.py: description, runs, search and comparison."""

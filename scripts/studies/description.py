@@ -1,4 +1,4 @@
-"""The description of a study: variants, seeds, and tuning in this or in another study."""
+"""The description of a study: variants, seeds, and tuning in this study or in another study."""
 
 import itertools
 import math
@@ -19,37 +19,38 @@ VARIABLES: Final = (
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
-"""Environment variables that a study may set. None of them can load or run code."""
+"""Environment variables that a study may set, none of which can load or run code."""
 
 
 def first_key(keys: str) -> str:
-    """Return the first key of `KEY+KEY`, in which a grid gives all keys the same value."""
+    """Return the first key of `KEY+KEY`, which gives several keys the same value in a grid."""
     return keys.split("+")[0]
 
 
 def settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the last value of each key in a list of overrides."""
+    """Return a list of overrides as a dict; the last value of a key wins."""
     return dict(override.split("=", 1) for override in overrides)
 
 
 def tuned_value(keys: str, overrides: Sequence[str]) -> float:
-    """Return the value of the first of `keys` in `overrides`.
+    """Return the value in `overrides` of the first key in `keys` (`KEY+KEY`).
 
-    Raises InvalidConfigError if there is none.
+    Raises InvalidConfigError if `overrides` does not set the key.
     """
     value = settings(overrides).get(first_key(keys))
     if value is None:
-        raise InvalidConfigError([f"factors: no tuned value of {first_key(keys)} in {overrides}"])
+        raise InvalidConfigError(
+            [f"factors: the study in tuned_in must tune {first_key(keys)}, got {overrides}"]
+        )
     return float(value)
 
 
 class Stage(Section):
-    """The candidates of a stage, given in exactly one of three ways.
+    """The candidates of a search stage, given by exactly one of three fields.
 
-    grid     keys with their values; every combination is a candidate. `KEY+KEY` gives several keys
-             the same value
-    factors  as `grid`, but the numbers are factors of the value to which `tuned_in` tuned the
-             variant
+    grid     values of each key; every combination is a candidate. `KEY+KEY` gives several keys the
+             same value
+    factors  like `grid`, but with factors of the value that was tuned in `tuned_in`
     choices  candidates as lists of overrides
     """
 
@@ -59,11 +60,11 @@ class Stage(Section):
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.grid, self.factors, self.choices))) != 1:
-            raise ValueError("exactly one of grid, factors and choices must be given")
+            raise ValueError("exactly one of grid, factors and choices must be set")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """Return the overrides of each candidate; `factors` are multiplied by the values in
-        `tuned`."""
+        """Return the overrides of each candidate; `tuned` contains the values that `factors`
+        multiply."""
         if self.choices:
             return self.choices
         values = self.grid or {
@@ -86,16 +87,16 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """One rung: candidates train for `share` of a run's length, and the best `keep` continue."""
+    """A rung: candidates train for `share` of a run's full length, and the best `keep` remain."""
 
     share: float
     keep: int
 
 
 class Search(Section):
-    """Successive halving, with one seed and the same rungs for every tuned variant.
+    """Successive halving with one seed and the same rungs for every variant.
 
-    Each of the `stages` starts from the settings that the previous stage chose.
+    Each stage starts from the settings that the previous stage chose.
     """
 
     seed: int
@@ -103,9 +104,9 @@ class Search(Section):
 
 
 class Curve(Section):
-    """A variant that also trains for other `shares` of a run's length.
+    """Additional runs of `variant` for other `shares` of the full length.
 
-    The curve shows how many tokens the variant needs for a loss.
+    The curve of loss over tokens shows how many tokens the variant needs to reach a loss.
     """
 
     variant: str
@@ -114,11 +115,12 @@ class Curve(Section):
 
 
 class TunedIn(Section):
-    """The results of another study. Each variant begins with the settings chosen there for the
-    variant of the same name, or for `tuned_as`.
+    """Another study, from which each variant takes the settings chosen for the variant `tuned_as`,
+    or for the variant of the same name.
 
-    With `best`, only some variants are trained: the `best` variants with the smallest mean loss in
-    the other study, and the variants in `always`.
+    results  folder of the other study's results
+    best     train only this many variants, those with the lowest mean loss in the other study
+    always   variants to train in addition to `best`
     """
 
     results: str
@@ -127,13 +129,14 @@ class TunedIn(Section):
 
 
 class Variant(Section):
-    """One way to train.
+    """A variant: a config file with overrides.
 
-    `against` names the variant to compare with. `tuned_as` names the variant of the study in
-    `tuned_in` from whose settings this variant starts; null = the variant of the same name.
-    `differs` names the keys in which the variant's config file intentionally differs from the
-    config file of `against`. The study reports all other differing keys on the screen and in its
-    tables.
+    against   name of the variant to compare with
+    differs   keys in which the config files of this variant and of `against` differ intentionally;
+              the study reports other differing keys on the screen and in its tables
+    tuned_as  variant of the study in `tuned_in` whose settings this variant starts from; null: the
+              variant of the same name
+    search    candidates of each search stage
     """
 
     config: str
@@ -145,14 +148,13 @@ class Variant(Section):
 
 
 class Study(Section):
-    """Variants to compare, with the same seeds and the same `overrides`, which a variant may
-    replace.
+    """Variants to compare with the same seeds and `overrides`, which variants may override.
 
-    full          settings of a run of full length, integers; a shorter run multiplies them by its
-                  share
-    environment   variables of every run's process, some of `VARIABLES`
-    level_within  largest difference, in nats per token, that counts as no difference. A verdict is
-                  `level` if the whole 95% interval is within this distance of 0
+    full          integer settings, such as train.steps, of a run of full length; shorter runs
+                  multiply them by their share
+    environment   environment variables of every run; names must be in `VARIABLES`
+    level_within  largest difference, in nats per token, that counts as none: the verdict is `level`
+                  if the whole 95% interval is within this distance of 0
     """
 
     title: str
@@ -171,8 +173,7 @@ class Study(Section):
         return [f"{key}={max(1, round(value * share))}" for key, value in self.full.items()]
 
     def budget(self, name: str) -> float:
-        """Return the cost of tuning a variant, as a number of runs of full length; reused runs
-        count too."""
+        """Return a variant's tuning cost in runs of full length, including reused runs."""
         if self.search is None:
             return 0.0
         total = 0.0
@@ -185,9 +186,9 @@ class Study(Section):
 
 
 def read_study(path: Path, given: Sequence[str] = ()) -> Study:
-    """Return the study in a file, which the command line gives further overrides.
+    """Read a study from a file; `given` are overrides from the command line.
 
-    Raises ConfigError with all problems of the file and these overrides.
+    Raises InvalidConfigError with all problems of the file and of `given`.
     """
     try:
         study = bind(Study, read_merged(path))
@@ -200,19 +201,19 @@ def read_study(path: Path, given: Sequence[str] = ()) -> Study:
 
 
 def _problems(study: Study, given: Sequence[str]) -> list[str]:
-    """Return the contradictions between the parts of a study."""
+    """Return the problems of a study and of the overrides `given` on the command line."""
     problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
         for name in study.environment
         if name not in VARIABLES
     ]
     problems += [
-        f"environment.{name} must have no NUL, got {value!r:.40}"
+        f"environment.{name} must not contain a NUL character, got {value!r:.40}"
         for name, value in study.environment.items()
         if "\0" in value
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
-        problems.append(f"seeds must be one or more different numbers, got {study.seeds}")
+        problems.append(f"seeds must be a nonempty list of distinct numbers, got {study.seeds}")
     problems += _override_problems("overrides", study.overrides, study.full)
     problems += _override_problems("the command line", given)
     for name, variant in study.variants.items():
@@ -229,29 +230,28 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
     if not 0 <= study.level_within < math.inf:
         problems.append(f"level_within must be finite and at least 0, got {study.level_within}")
     if (study.search or study.curve) and not study.full:
-        problems.append("full must state the length of a run if some runs train for a share of it")
+        problems.append("full must be set if the study has search or curve, got {}")
     return problems
 
 
 def _override_problems(
     place: str, overrides: Sequence[str], full: Collection[str] = ()
 ) -> list[str]:
-    """Return the problems of a list of overrides: two values of a key, and keys that each run of a
-    study gets; `full` contains the settings of a full length, of which a variant may change all but
-    the steps."""
-    problems = [f"{place} must set a key once: {text}" for text in replaced(overrides)]
+    """Return the problems of a list of overrides: keys with two values, and keys that the study
+    sets in each run. Keys of `full` (`Study.full`) except train.steps may be overridden."""
+    problems = [f"{place} must set each key once: {text}" for text in replaced(overrides)]
     given = {key for key, _ in flat(merged_overrides(overrides))}
     origins = {"seed": "seeds", "run.dir": "the study's folder"}
     origins |= {"train.steps": "full"} if "train.steps" in full else {}
     return problems + [
-        f"{place} must not set {key}, which each run gets from {origin}"
+        f"{place} must not set {key}, which the study sets from {origin}"
         for key, origin in origins.items()
         if key in given
     ]
 
 
 def _search_problems(study: Study, name: str) -> list[str]:
-    """Return the problems of a variant's tuning."""
+    """Return the problems of a variant's search."""
     stages = study.search.stages if study.search is not None else {}
     stages_given = study.variants[name].search
     if list(stages_given) != list(stages):
@@ -262,20 +262,20 @@ def _search_problems(study: Study, name: str) -> list[str]:
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
             problems.append(
-                f"{name}: {stage} must keep fewer candidates at each rung and 1 at the last, got "
+                f"{name}: the number of candidates must decrease at each rung of {stage} to 1, got "
                 f"{sizes}"
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
         if stages_given[stage].factors and study.tuned_in is None:
-            problems.append(f"{name}: factors need tuned_in")
+            problems.append(f"{name}: factors in {stage} need tuned_in, got null")
     return problems
 
 
 def _budget_problems(study: Study) -> list[str]:
-    """Return a problem unless every variant is tuned at the same cost."""
+    """Return a problem if the variants' tuning costs differ."""
     budgets = {name: study.budget(name) for name in study.variants}
     if len(set(budgets.values())) < 2:
         return []
     shown = ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
-    return [f"every variant must be tuned at the same budget, got runs of full length: {shown}"]
+    return [f"all variants must have the same tuning budget, got (in full runs): {shown}"]

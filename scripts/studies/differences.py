@@ -1,4 +1,4 @@
-"""Keys in which compared variants differ although the study does not set these keys."""
+"""Keys that differ between compared variants although the study does not set them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 Differences = dict[str, tuple[Any, Any]]
-"""The values of a variant and of its reference, by key."""
+"""The values of a variant and of its reference by key."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Prefixes of keys that are never reported: they do not affect results, or are the rule that the
-study compares."""
+"""Prefixes of keys that are never reported, because they do not affect results or are the compared
+rule."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
@@ -32,13 +32,13 @@ def pairs(study: Study) -> Iterator[tuple[str, str]]:
 def differences(
     study: Study, start: Mapping[str, list[str]], configs: Mapping[str, Config]
 ) -> dict[str, Differences]:
-    """Return the further keys in which each variant differs from its reference.
+    """Return the keys in which each variant unexpectedly differs from its reference.
 
-    `start` contains the settings that another study tuned, `configs` the config of each variant.
-    Three kinds of keys are omitted: keys that the study tunes, keys in either variant's `overrides`
-    or in `differs`, and hyper-parameters that only one of the two rules has.
+    `start` contains settings tuned in another study, `configs` the config of each variant. Expected
+    differences are keys that the study tunes, keys in `overrides` of either variant, keys in
+    `differs`, and hyper-parameters that only one of the two rules has.
 
-    Raises InputError for a key in `differs` whose two values are equal.
+    Raises InputError if a key in `differs` has the same value in both variants.
     """
     left_by_variant = {}
     for name, other in pairs(study):
@@ -46,8 +46,8 @@ def differences(
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
                 raise InputError(
-                    f"{name}.differs must not name {key}, which is equal in {name} and {other}: "
-                    f"remove it"
+                    f"{name}.differs must not contain {key}, whose value is the same in {name} and "
+                    f"{other}"
                 )
         declared = {*study.variants[name].differs}
         for each in (name, other):
@@ -58,8 +58,7 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Return whether a key is in `keys`, is in a section in `keys`, or is a section of a key in
-    `keys`."""
+    """Return whether `keys` contains a key, a section that contains it, or a key inside it."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 
@@ -76,9 +75,9 @@ def stage_keys(stage: Stage) -> set[str]:
 
 
 def unlike_keys(one: Config, other: Config) -> Differences:
-    """Return the keys that can change a result and differ between two configs.
+    """Return the keys that affect results and differ between two configs.
 
-    A section in only one of the configs counts as one key.
+    A section that only one of the configs contains counts as one key.
     """
     first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
     skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
@@ -96,7 +95,7 @@ def unlike_keys(one: Config, other: Config) -> Differences:
 
 
 def unlike_settings(one: Config, other: Config) -> Differences:
-    """Return the hyper-parameters that two matrix rules share but set differently."""
+    """Return the hyper-parameters that both matrix rules have, but with different values."""
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
     first = asdict(one.optimizer)["rules"][rule]
     second = asdict(other.optimizer)["rules"][its] if rule != its else first
@@ -117,7 +116,7 @@ def unshared_rules(one: Config, other: Config) -> set[str]:
 
 
 def sentences(study: Study, differ: Mapping[str, Differences]) -> list[str]:
-    """Return a line for each variant with further differences from its reference."""
+    """Return a message for each variant with unexpected differences from its reference."""
     compared = dict(pairs(study))
     return [
         f"{name} and {compared[name]} also differ in "

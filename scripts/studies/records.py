@@ -1,4 +1,4 @@
-"""The records of finished runs, one line of JSON each, and claims on runs in progress."""
+"""Records of finished runs, stored as JSON lines, and claims on runs in progress."""
 
 import fcntl
 import json
@@ -21,12 +21,12 @@ CLAIM = "claim"
 class Record:
     """A finished run.
 
-    key       hash of the run's merged config, by which the record is found again
+    key       hash of the run's merged config, which identifies the record
     settings  config file and all overrides
-    failed    whether the loss or gradient became nonfinite; the run then has no loss
-    seconds   processor time of its process, including start and validation
+    failed    whether the loss or gradient became nonfinite; a failed run has no loss
+    seconds   processor time of the run, including start and validation
     figures   result of trainer.py's `summary`
-    facts     `environment` and `data` with which the run was trained, {} in earlier versions
+    facts     the run's `environment` and `data`; {} in records of earlier versions
     """
 
     key: str
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def loss(self) -> float | None:
-        """The last validation loss, nats per token; None if the run failed."""
+        """The last validation loss in nats per token, or None if the run failed."""
         return None if self.failed else self.figures["loss"]
 
 
@@ -51,11 +51,11 @@ SHAPE = {
     "seconds": int | float,
     "figures": {"loss": int | float | None, "course": [[int | float]]},
 }
-"""The shape of a line, for `check_shape`."""
+"""Shape of a line, for `check_shape`."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines. Raises InputError for a line that is damaged."""
+    """Read the objects in a file of JSON lines. Raises InputError if a line is damaged."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -67,10 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class RecordBook:
-    """The records in `folder`/runs.jsonl, by key.
-
-    Several threads and several processes may add records.
-    """
+    """The records in `folder`/runs.jsonl by key, to which several threads and processes may add."""
 
     def __init__(self, folder: Path) -> None:
         """Read the existing records."""
@@ -86,23 +83,23 @@ class RecordBook:
         return self._records[key]
 
     def refresh(self) -> None:
-        """Read the records that other processes have added."""
+        """Read records added by other processes."""
         if self.path.is_file():
             with self._file():
                 for line in read_lines(self.path):
                     self._records[line["key"]] = Record(**line)
 
     def add(self, record: Record) -> None:
-        """Add a record, first on disk, then in memory."""
+        """Add a record on disk and in memory."""
         with self._file() as file:
             file.write(json.dumps(asdict(record)) + "\n")
         self._records[record.key] = record
 
     @contextmanager
     def _file(self) -> Iterator[TextIO]:
-        """Context with the file open at its end and locked against other threads and processes.
+        """Open the file for appending and lock it against other threads and processes.
 
-        An incomplete line of a killed process is removed.
+        An incomplete line that a killed process wrote is removed.
         """
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,15 +112,15 @@ class RecordBook:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Context whose value is True if no other thread or process works on `folder`.
+    """Claim `folder` within a context; yield False if another thread or process has claimed it.
 
-    The claim is a lock, which the operating system releases however the process ends. A file system
-    shared by several nodes must support locks.
+    The claim is a file lock, which the operating system releases even if the process is killed. A
+    file system shared by several nodes must support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CLAIM).open("a", encoding="utf-8") as file:
         try:
-            # A lock of the open file distinguishes threads, and survives closing other files.
+            # flock distinguishes threads, and closing other descriptors does not release the lock.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False

@@ -1,4 +1,4 @@
-"""Run a study: check it, tune its variants, train all seeds and write the results."""
+"""Running a study: check it, tune its variants, train all seeds and write the results."""
 
 import json
 import re
@@ -29,11 +29,10 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune the variants, train all seeds, then train the curve; results.json is updated after each
-    part.
+    """Tune the variants, train all seeds, then train the curve; return the content of results.json.
 
-    `begin_runs` receives all runs of the coming parts, so that no place is idle at the end of a
-    part. Returns the content of results.json.
+    results.json is updated after each part. `begin_runs` gets all runs after the tuning, so that no
+    processor or GPU is idle at the end of a part.
     """
     study, start = begin(study, ROOT)
     given = list(extra)
@@ -79,10 +78,9 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Return the study at the full length in `extra`, and the rest of `extra`.
+    """Return the study with `full` replaced by values in `extra`, and the rest of `extra`.
 
-    `extra` may set the study's keys of length; each run trains for its share of this length. Raises
-    InputError unless the value is a whole number.
+    Raises InputError if such a value is not a whole number.
     """
     rest, full = [], dict(study.full)
     for text in extra:
@@ -97,25 +95,23 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
 
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
-    """Raise InputError if compared variants have losses per token of different tokenizers."""
+    """Raise InputError if the data of compared variants has different tokenizers."""
     data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
     made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
     for name, variant in study.variants.items():
         if variant.against is not None and made[name] != made[variant.against]:
             raise InputError(
-                f"{name} must have the tokenizer of {variant.against}: losses per token of "
-                "different tokenizers are not comparable"
+                f"{name} and {variant.against} must have the same tokenizer, because losses per "
+                "token are comparable only for one tokenizer"
             )
 
 
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Return the config of each variant, with the first candidate of each stage instead of its
-    choice.
+    """Load the configs of all candidates; return the config of each variant's first candidates.
 
-    Reads the configs of all candidates of every stage, chosen or not. Raises InputError if a config
-    cannot be read.
+    Raises InputError if a config is invalid.
     """
     stages = study.search.stages if study.search is not None else {}
     total = sum(v.search[stage].count() for v in study.variants.values() for stage in stages)
@@ -136,8 +132,7 @@ def check_candidates(
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return the config of a variant. Raises InputError, with the variant's name, if it is
-    invalid."""
+    """Return a variant's config. Raises InputError with the variant's name if it is invalid."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
         return load_config(ROOT / run.config, run.overrides)
@@ -146,13 +141,13 @@ def config_of(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return the losses of a variant's seeds."""
+    """Return a variant's losses and record keys, one per seed."""
     losses = [record.loss for record in records]
     return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
-    """Return the runs of the curve's variant by share of the full length, one per seed."""
+    """Return the curve's runs, one per seed, by share of the full length."""
     if study.curve is None:
         return {}
     name = study.curve.variant
@@ -174,6 +169,6 @@ def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[flo
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write results.json and its tables."""
+    """Write results.json and table.md."""
     write_whole(folder / RESULTS, json.dumps(content, indent=1) + "\n")
     write_whole(folder / "table.md", markdown(content))

@@ -1,5 +1,4 @@
-"""Tuning of a study's variants: by successive halving, or by starting from another study's
-results."""
+"""Tuning of a study's variants by successive halving, or from another study's results."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +15,12 @@ from training.errors import DataError, InputError
 Candidate = list[str]
 Results = list[Record]
 Train = Callable[[Iterable[Run]], Results]
-"""Trains runs, several at a time, and returns their records in order."""
+"""Function that trains runs, several at a time, and returns their records in order."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate of a variant, trained in one rung of a stage; a trial that failed has no loss."""
+    """A candidate trained in one rung of a stage; `loss` is None if the run failed."""
 
     variant: str
     stage: str
@@ -32,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a search: overrides by variant, and all trials."""
+    """The result of a search: the chosen overrides by variant, and all trials."""
 
     chosen: dict[str, list[str]]
     trials: list[Trial]
@@ -45,9 +44,9 @@ def search(
     train: Train,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Tune every variant, starting from its overrides in `start`; `extra` overrides every run.
+    """Tune every variant, starting from its overrides in `start`; `extra` applies to every run.
 
-    `report` receives the results so far after every rung.
+    `report` is called with the results so far after every rung.
     """
     chosen = {name: list(start.get(name, [])) for name in study.variants}
     trials: list[Trial] = []
@@ -76,7 +75,7 @@ def try_all(
     extra: Sequence[str],
     train: Train,
 ) -> list[Trial]:
-    """Train the remaining candidates of every variant for the share of one rung."""
+    """Train the remaining candidates of every variant for the rung's share of the length."""
     assert study.search is not None
     places = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
     runs = [
@@ -97,8 +96,8 @@ def try_all(
         other = candidate_of.setdefault((name, record.key), candidate)
         if other is not candidate:
             raise InputError(
-                f"{name}: {' '.join(other)} and {' '.join(candidate)} are the same run, because "
-                "later overrides replace their values: remove one"
+                f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
+                "run, because later overrides replace their values; remove one of them"
             )
     return [
         Trial(name, stage, rung.share, candidate, record.loss)
@@ -107,7 +106,7 @@ def try_all(
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """Return the candidates of a variant with the smallest losses; failed candidates come last."""
+    """Return the `count` candidates of a variant with the lowest losses, failed candidates last."""
     mine = [trial for trial in trials if trial.variant == variant]
     mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
     return [trial.candidate for trial in mine[:count]]
@@ -123,8 +122,10 @@ def run_of(
     extra: Sequence[str] = (),
     label: str | None = None,
 ) -> Run:
-    """Return the run of a variant for `share` of the length; the overrides in `tuned` follow its
-    own."""
+    """Return the run of a variant for `share` of the full length.
+
+    The overrides in `tuned` and then in `extra` replace the variant's own overrides.
+    """
     variant = study.variants[name]
     overrides = (
         *study.overrides,
@@ -138,33 +139,34 @@ def run_of(
 
 
 def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
-    """Return the study with its final variants, and the overrides with which each variant begins.
+    """Return the study with the variants to train, and the tuned overrides of each variant.
 
-    `root` is the folder that `tuned_in.results` is relative to. Raises DataError unless the other
-    study is complete, has these variants, and chose no setting at an end of a grid.
+    `tuned_in.results` is relative to the folder `root`. Raises DataError if the other study is
+    incomplete, lacks a variant, or chose a setting at an end of a grid.
     """
     if study.tuned_in is None:
         return study, {}
     content = read_results(root / study.tuned_in.results / "results.json")
     if not content["complete"]:
-        raise DataError(f"tuned_in.results: the study in {study.tuned_in.results} is not complete")
+        raise DataError(f"tuned_in.results: the study {study.tuned_in.results} must be complete")
     sources = {name: variant.tuned_as or name for name, variant in study.variants.items()}
     missing = sorted({*sources.values()} - content["chosen"].keys())
     if missing:
-        raise DataError(f"{study.tuned_in.results} has no variants {', '.join(missing)}")
+        raise DataError(f"{study.tuned_in.results} lacks the variants {', '.join(missing)}")
     taken = taken_variants(study, study.tuned_in, content)
     ended = grid_ends(content)
     if ends := [
         end for name in study.variants if name in taken for end in ended.get(sources[name], [])
     ]:
-        raise DataError(f"tuned_in.results: {'; '.join(ends)}: extend the grid first")
+        raise DataError(f"tuned_in.results: {'; '.join(ends)}; extend the grid first")
     variants = {name: study.variants[name] for name in study.variants if name in taken}
     chosen = {name: content["chosen"][sources[name]] for name in variants}
     return replace(study, variants=variants), chosen
 
 
 def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
-    """Return the `tuned.best` best variants (null: all), `always`, and the references of both."""
+    """Return the names of the variants to train: the `tuned.best` best variants (null: all), the
+    variants in `tuned.always`, and the references of both."""
     if tuned.best is None:
         return set(study.variants)
     losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)

@@ -16,14 +16,14 @@ from training.report.table import markdown_table
 Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Half width of Student's 95% interval in standard errors, for 2 to 10 seeds."""
+"""Half width of Student's 95% interval, in standard errors, for 2 to 10 seeds."""
 
 
 def half_width(seeds: int) -> float:
-    """Return the half width of Student's 95% interval in standard errors, NaN for one seed.
+    """Return the half width of Student's 95% interval in standard errors, or NaN for one seed.
 
-    Above 10 seeds it is computed by its expansion (Abramowitz and Stegun, 26.7.5), which is exact
-    to three decimals.
+    For more than 10 seeds an expansion is used (Abramowitz and Stegun, 26.7.5), which is exact to
+    three decimals.
     """
     if seeds < 2:
         return math.nan
@@ -54,11 +54,12 @@ LATER: Final = {
     "points": [{"share": int | float, "losses": [NUMBER]}],
     "level_within": int | float,
 }
-"""Shape of results.json, for `check_shape`: for all files, and for files with a finished part."""
+"""Shape of results.json for `check_shape`: SHAPE of every file, LATER of keys that are added during
+the study."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return the content of a study's results.json. Raises InputError for another file."""
+    """Read a study's results.json. Raises InputError if the file is not a study's results."""
     try:
         content: dict[str, Any] = read_json(path)
         check_shape(content, SHAPE, str(path))
@@ -66,18 +67,18 @@ def read_results(path: Path) -> dict[str, Any]:
         _check_variants(content)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"study must be a results.json of scripts/study.py, got {path}: {error}"
+            f"results must be a results.json written by scripts/study.py, got {path}: {error}"
         ) from None
     return content
 
 
 def _check_variants(results: Results) -> None:
-    """Raise InputError for a name that is not a variant of the study, or for one without losses."""
+    """Raise InputError if the rows, references or trials do not match the study's variants."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
         raise InputError(f"rows must be the variants {', '.join(names)}, got {', '.join(rows)}")
     if len({len(row["losses"]) for row in rows.values()}) > 1:
-        raise InputError("rows must have losses of the same seeds")
+        raise InputError("all rows must have the same number of losses")
     used = [variant["against"] for variant in names.values() if variant["against"] is not None]
     used += [trial["variant"] for trial in results.get("trials", ())]
     for name in used:
@@ -86,7 +87,7 @@ def _check_variants(results: Results) -> None:
 
 
 def tables(results: Results) -> dict[str, pd.DataFrame]:
-    """Return the tables that a study has results for, by name."""
+    """Return the nonempty tables of a study by name."""
     frames = {"comparison": comparison(results), "also differ": also_differ(results)}
     for key in searched_keys(results):
         frames[f"loss by {first_key(key)}"] = loss_by(results, key)
@@ -96,7 +97,7 @@ def tables(results: Results) -> dict[str, pd.DataFrame]:
 
 
 def markdown(results: Results) -> str:
-    """Return all tables of a study in Markdown, each under its name."""
+    """Return all tables of a study in Markdown, each under a heading."""
     parts = [
         f"### {name}\n\n{markdown_table(list(frame.columns), frame.to_numpy().tolist())}"
         for name, frame in shown(tables(results)).items()
@@ -105,11 +106,11 @@ def markdown(results: Results) -> str:
 
 
 def comparison(results: Results) -> pd.DataFrame:
-    """Return a row per variant: its loss, and its difference from its `against` variant.
+    """Return a row per variant with its loss and its difference from its reference `against`.
 
-    Losses and differences are means over the seeds, in nats per token; differences are taken seed
-    by seed. `error` is the standard error of a mean; `low` and `high` are the ends of Student's
-    95% interval. A failed run leaves its variant without a mean.
+    Losses and differences are means over seeds in nats per token; differences are paired by seed.
+    `error` is the standard error of a mean; `low` and `high` are the ends of Student's 95%
+    interval. A variant with a failed run has NaN as loss.
     """
     losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
     against = {name: variant["against"] for name, variant in results["variants"].items()}
@@ -135,9 +136,9 @@ def comparison(results: Results) -> pd.DataFrame:
 
 
 def also_differ(results: Results) -> pd.DataFrame:
-    """Return a row for each undeclared difference: its variant and the key.
+    """Return a row per undeclared difference between a variant and its reference.
 
-    The study neither sets such a key nor declares it in `differs`.
+    Undeclared keys are neither set by the study nor listed in `differs`.
     """
     return pd.DataFrame(
         [
@@ -149,12 +150,12 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study; none before its first seed is trained."""
+    """Return the rows of a study, which are empty before the first seed is trained."""
     return results.get("rows", ())
 
 
 def paired(differences: pd.Series) -> dict[str, float]:
-    """Return the mean of differences, its standard error and its 95% interval."""
+    """Return the mean of differences with its standard error and 95% interval."""
     seeds = len(differences)
     mean, error = differences.mean(skipna=False), differences.sem(skipna=False)
     half = half_width(seeds) * error
@@ -164,13 +165,16 @@ def paired(differences: pd.Series) -> dict[str, float]:
 
 
 def refused(ended: Sequence[str]) -> str:
-    """Return the verdict on chosen settings at the ends of their grids."""
+    """Return the verdict for chosen settings at ends of their grids."""
     return f"refused: {'; '.join(dict.fromkeys(ended))}"
 
 
 def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) -> str:
-    """Return the verdict on a difference: `level` if its whole interval is within `level_within` of
-    0, `cannot tell` if a wider interval contains 0."""
+    """Return the verdict on a difference.
+
+    It is `higher` or `lower` if the 95% interval does not contain 0, else `level` if the interval
+    is within `level_within` of 0, else `cannot tell`; or a reason for no verdict.
+    """
     if ended:
         return refused(ended)
     if math.isnan(line["difference"]):
@@ -185,9 +189,9 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
 
 
 def grid_ends(results: Results) -> dict[str, list[str]]:
-    """Return the chosen settings that are at an end of their grid, by variant.
+    """Return a sentence per chosen setting at an end of its grid, by variant.
 
-    A better value may be beyond such an end. 0 is not an end: there is nothing below it.
+    A better value may lie beyond the end of a grid. The value 0 does not count as a lower end.
     """
     ends: dict[str, list[str]] = {}
     for name, overrides in results.get("chosen", {}).items():
@@ -209,10 +213,9 @@ def searched_keys(results: Results, name: str | None = None) -> list[str]:
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return the value of `key` and the loss of each trial of a variant, in the stage that varies
-    `key`.
+    """Return (value of `key`, loss) of a variant's trials in the stage that varies `key`.
 
-    Only the first rung counts, because it trains all candidates.
+    Only trials of the first rung are included, because it trains all candidates.
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
@@ -229,14 +232,13 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def short(overrides: Sequence[str]) -> str:
-    """Return the settings as text, with only the last part of each key."""
+    """Return overrides as short text with only the last part of each key."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
     return ", ".join(dict.fromkeys(pairs))
 
 
 def loss_by(results: Results, key: str) -> pd.DataFrame:
-    """Return the losses of all variants by the values of `key`; each is the lowest over the other
-    settings."""
+    """Return a row per variant with its lowest loss for each value of `key`."""
     points = [
         (name, value, loss)
         for name in results["variants"]
@@ -250,12 +252,12 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
 
 
 def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
-    """Return the tokens that the curve's variant needs to reach the loss of each variant, relative
-    to the tokens of this variant.
+    """Return, for each variant, the tokens that the curve's variant needs to reach the same loss,
+    relative to the tokens of a full run.
 
-    Between the lengths of the curve, the loss is interpolated linearly in the logarithm of the
-    tokens. Beyond the ends of the curve, values are NaN. The interval is that of the variant's
-    loss, converted to tokens by the mean curve.
+    The curve of loss over the logarithm of tokens is interpolated linearly; beyond its ends, values
+    are NaN. The interval is the 95% interval of the variant's loss, converted to tokens by the mean
+    curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()
@@ -275,7 +277,7 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return tables with cells as text: figures with their errors, the best of each row in bold."""
+    """Return the tables with formatted cells: standard errors after numbers, lowest losses bold."""
     texts = {}
     for name, frame in frames.items():
         if name == "comparison":
@@ -290,12 +292,12 @@ def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of a table by column."""
+    """Return the rows of a table as dicts."""
     return [{str(key): value for key, value in line.items()} for line in frame.to_dict("records")]
 
 
 def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a row of the comparison."""
+    """Return the formatted cells of a row of the comparison."""
     loss = number(line["loss"], ".4f", line["error"])
     interval = [number(line.get(end), "+.4f") for end in ("low", "high")]
     return {
@@ -310,7 +312,7 @@ def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a row of losses; the smallest is bold."""
+    """Return the formatted cells of a row of losses, with the lowest in bold."""
     figures = {key: value for key, value in line.items() if key != "variant"}
     cells = {key: number(value, ".4f") for key, value in figures.items()}
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
@@ -319,7 +321,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Return a figure with its standard error, or "" for a missing figure."""
+    """Format a number with its standard error; a missing number becomes an empty string."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):
@@ -328,5 +330,5 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
 
 
 def text(value: object) -> str:
-    """Return a cell of text, or "" for missing text."""
+    """Return a text cell, or an empty string if `value` is not text."""
     return value if isinstance(value, str) else ""

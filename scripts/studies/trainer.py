@@ -1,6 +1,6 @@
-"""Train the runs of a study that have no record, by pretrain.py with one thread per rank.
+"""Training of a study's runs without a record, by pretrain.py with one thread per rank.
 
-Several runs use processor cores, or GPUs of this node, at the same time.
+Several runs may use processor cores or GPUs of this node at the same time.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from training.report.metrics import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
-"""Seconds between checks for runs that other processes have trained."""
+"""Seconds between checks for records of runs that other processes train."""
 
 UNKNOWN: Final = "unknown"
-"""Used instead of the sha256 of a tokenizer that no manifest names."""
+"""Placeholder for the sha256 of an unknown tokenizer."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its name, its config file, and all overrides, seed included."""
+    """A run: its name, its config file and all overrides, including the seed."""
 
     label: str
     config: str
@@ -53,17 +53,17 @@ class Run:
 
     @cached_property
     def merged(self) -> Content:
-        """The config file merged with its bases and the overrides."""
+        """The content of the config file, merged with its bases and the overrides."""
         return read_merged(ROOT / self.config, self.overrides)
 
     @cached_property
     def key(self) -> str:
-        """The sha256 of `merged`, in hex."""
+        """The hexadecimal sha256 of `merged`."""
         return hashlib.sha256(json.dumps(self.merged, sort_keys=True).encode()).hexdigest()
 
     @property
     def data(self) -> dict[str, list[str]]:
-        """The result of `digests` for each existing set, by its path."""
+        """The result of `digests` for each existing dataset, by path."""
         named = flat(self.merged.get("data", {}))
         paths = [str(value) for key, value in named if key.endswith(".path")]
         sums_by_path = {path: digests(ROOT / path) for path in paths}
@@ -76,8 +76,10 @@ class Run:
 
 
 def digests(prefix: Path) -> list[str]:
-    """Return the sha256 of a set's tokenizer (`UNKNOWN` if no manifest lists the set) and of its
-    files, or [] if there are no files."""
+    """Return the sha256 of a dataset's tokenizer and files, or [] if the files do not exist.
+
+    The tokenizer is `UNKNOWN` if no manifest lists the dataset.
+    """
     manifest = manifest_of(prefix)
     if manifest is not None:
         return [manifest.tokenizer.sha256, *manifest.sets[prefix.name].sha256.values()]
@@ -88,23 +90,23 @@ def digests(prefix: Path) -> list[str]:
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    """Return inode, size and time of writing of a file, which change when it is replaced."""
+    """Return inode, size and modification time of a file, which change when it is replaced."""
     facts = file.stat()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 @cache
 def _digest(file: Path, version: tuple[int, int, int]) -> str:
-    """Return the sha256 of a file, computed once for each version."""
+    """Return the sha256 of a file, cached by version."""
     return file_sha256(file)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks and GPUs that serve one run at a time.
+    """Resources for one run at a time.
 
-    ranks   processes of a run
-    gpus    names of the GPUs for CUDA_VISIBLE_DEVICES, None for all GPUs
+    ranks   number of ranks of a run
+    gpus    names of the GPUs for CUDA_VISIBLE_DEVICES; None: all GPUs
     """
 
     ranks: int = 1
@@ -112,14 +114,14 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of runs in this place."""
+        """Environment variables of runs on these resources."""
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def places(options: argparse.Namespace) -> list[Place]:
-    """Return the places that the command line requests.
+    """Return the places that the options request, one per simultaneous run.
 
-    Raises InputError if it requests more GPUs than this node has.
+    Raises InputError if the options request more GPUs than this node has.
     """
     each: int | None = options.gpus_per_run
     if each is None:
@@ -128,7 +130,7 @@ def places(options: argparse.Namespace) -> list[Place]:
     most = len(gpus) // each
     if most == 0:
         raise InputError(
-            f"--gpus-per-run must be at most {len(gpus)}, the number of GPUs here, got {each}"
+            f"--gpus-per-run must be at most {len(gpus)}, this node's number of GPUs, got {each}"
         )
     jobs: int = options.jobs or most
     if jobs > most:
@@ -140,7 +142,7 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def visible_gpus() -> Sequence[str]:
-    """Return the names of usable GPUs; as in CUDA, the list ends at the first invalid name."""
+    """Return the names of visible GPUs; as in CUDA, the list ends at the first invalid name."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         names = (name.strip() for name in named.split(","))
@@ -149,14 +151,14 @@ def visible_gpus() -> Sequence[str]:
 
 
 class RunFailedError(InputError):
-    """A run that ended without a loss although its loss and gradient were finite."""
+    """A run ended without a loss for another reason than a nonfinite loss or gradient."""
 
 
 class Trainer:
-    """Trains runs in folders under `output` and keeps their records in `book`.
+    """Trainer of a study's runs, with run folders in `output` and records in `book`.
 
-    Several processes, on one node or several, may share the folders: one process trains each run,
-    and all processes read its record.
+    Several processes, on one or several nodes, may share the folders: each run is trained by one
+    process, and all processes read its record.
     """
 
     def __init__(
@@ -166,8 +168,7 @@ class Trainer:
         places: Sequence[Place] = (Place(),),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Train in `places`, each one run at a time, with the environment variables in
-        `environment`."""
+        """Each of `places` trains one run at a time, with the variables in `environment`."""
         self.output = output
         self.book = book
         self.given = dict(environment or {})
@@ -181,18 +182,18 @@ class Trainer:
             self._free.put(place)
 
     def state(self) -> str:
-        """Return the folders of the runs in progress, each with the last line that it printed."""
+        """Return the folder and the last output line of each run in progress."""
         logs = [
             (log.parent.name, log.read_text(encoding="utf-8", errors="replace"))
             for log in [*self._logs]
         ]
         lines = (f"{name}: {(text.splitlines() or ['starts'])[-1]:.80}" for name, text in logs)
-        return "; ".join(lines) or "no run is in progress here"
+        return "; ".join(lines) or "this process trains no run now"
 
     def begin(self, runs: Iterable[Run]) -> None:
-        """Start runs without a record, in order, as places become free; return at once.
+        """Queue the runs without a record, in order, and return immediately.
 
-        Raises InputError for a run whose record has other data or another environment.
+        Raises InputError if a record's data or environment differs from its run's.
         """
         for run in runs:
             key = run.key
@@ -202,9 +203,9 @@ class Trainer:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
-        """Return the records of runs in order, after training the runs without a record.
+        """Train the runs without a record; return the records of all runs in order.
 
-        Raises RunFailedError for a run that cannot be trained.
+        Raises RunFailedError if a run cannot be trained.
         """
         keys = [(run.key, run) for run in runs]
         missing = dict(keys)
@@ -219,27 +220,27 @@ class Trainer:
         return [self.book[key] for key, _ in keys]
 
     def _check(self, run: Run, record: Record) -> None:
-        """Raise InputError for a record that states other data or another environment."""
+        """Raise InputError if a record's data or environment differs from the run's."""
         if not record.facts and not self._warned:
             self._warned = True
-            text = "some records of earlier versions do not contain hashes of their data"
+            text = "records of earlier versions contain no hashes with which to check the data"
             print(f"warning: {self.book.path}: {text}", file=sys.stderr)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
                 raise InputError(
-                    f"{run.label}: the {kind} of its record in {self.book.path} must be {now}, "
-                    f"got {was}: give another --results, or remove the run's line"
+                    f"{run.label}: {kind} in its record in {self.book.path} must be {now}, got "
+                    f"{was}; give another --results, or remove the run's line"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
-        """Return the inputs of a run other than its config."""
+        """Return the environment and data of a run."""
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
-        """Train a run without a record; return False if another process is training it.
+        """Train a run unless it has a record; return False if another process is training it.
 
-        A killed study may have left such a process.
+        Such a process may have been started by a study that was killed.
         """
         if key in self.book:
             return True
@@ -247,7 +248,7 @@ class Trainer:
         with claimed(folder) as mine:
             if not mine:
                 return False
-            self.book.refresh()  # the previous holder of the claim may have trained the run
+            self.book.refresh()  # the process with the previous claim may have trained the run
             if key in self.book:
                 return True
             record = self._train(key, run, folder)
@@ -259,7 +260,7 @@ class Trainer:
         return True
 
     def _train(self, key: str, run: Run, folder: Path) -> Record | None:
-        """Train a run and return its record, None if its folder is in use."""
+        """Train a run and return its record, or None if its folder is in use."""
         if in_use(folder):
             return None
         mark_done(folder, False)
@@ -273,14 +274,14 @@ class Trainer:
         loss = figures.get("loss")
         finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
-            raise RunFailedError(f"{run.label}: exited with {code} and reported no loss: {reason}")
+            raise RunFailedError(f"{run.label}: exited with code {code} without a loss: {reason}")
         failed = not_finite or not finite
         if self._facts(run) != facts:
-            raise RunFailedError(f"{run.label}: its data was replaced while it trained")
+            raise RunFailedError(f"{run.label}: the data changed during the run")
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Run in a free place; return exit code and processor seconds of all ranks."""
+        """Run pretrain.py in a free place; return the exit code and total processor seconds."""
         place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
@@ -303,15 +304,15 @@ class Trainer:
         return process.returncode, usage.ru_utime + usage.ru_stime
 
     def close(self) -> None:
-        """Start no more runs, and wait for the runs in progress."""
+        """Cancel queued runs and wait for the runs in progress."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return the figures of a run folder.
+    """Return the figures of a run.
 
-    They are the last validation loss (nats per token, mean over the sets), the number of training
-    tokens, and the validation loss by step.
+    They are the last validation loss (nats per token, mean over the datasets), the number of
+    training tokens, and the validation losses by step.
     """
     metrics = read_metrics(folder)
     course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
@@ -320,6 +321,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """Return the last error of a run, or its last line if there is no error."""
+    """Return the last error in a run's log, or the last line if the log contains no error."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

@@ -110,7 +110,7 @@ def test_a_job_that_reaches_its_time_limit_three_times_is_queued_again(undisturb
     printed = jobs.printed("limit", number)
     assert printed.count("stopped by the SLURM time limit after step") >= 3
     assert printed.count("continuing from runs/limit/checkpoints/step_") >= 3
-    assert "warning: the end of the job" not in printed
+    assert "warning: the job's end time is unknown" not in printed
 
 
 def test_slurms_signal_then_cancel_both_save(jobs):

@@ -19,7 +19,7 @@ def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
         assert run_on_ranks(3, "scripts.preflight", "main", {"arguments": options}) == [0] * 3
     else:
         command = sys.executable, *torchrun(3), "scripts/preflight.py", *options
-        assert "all results are right" in output_of(*command, folder=root)
+        assert "all results are correct" in output_of(*command, folder=root)
     rows = json.loads(target.read_text())["checks"]
     names = [re.sub(r",.*", "", row["name"]) for row in rows]
     assert names == [

@@ -124,7 +124,7 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     assert queued(folder) == ["17"] * again
     known = squeue.startswith("date")
     assert ("end=\n" not in printed) is known
-    assert ("warning: the end of the job is not known" in printed) is not known
+    assert ("warning: the job's end time is unknown" in printed) is not known
 
 
 @pytest.mark.parametrize("name", ["pretrain", "preflight"])
@@ -227,7 +227,7 @@ def test_the_run_folder_is_named_once(folder):
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert printed == (
-        "error: set RUN_DIR instead of run.dir=elsewhere: this script reads the folder\n"
+        "error: set RUN_DIR instead of run.dir=elsewhere, because this script needs the folder\n"
     )
 
 

@@ -53,7 +53,7 @@ def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> No
     with new(output) as first:
         (first.path / "file").write_text("first")
         first.commit()
-        with pytest.raises(InputError, match="another run is preparing"):
+        with pytest.raises(InputError, match="another process is writing"):
             new(output).__enter__()
     fill(output, "second")
     assert (output / "file").read_text() == "second"
@@ -100,6 +100,6 @@ def test_a_folder_that_another_run_has_made_meanwhile_is_not_replaced(output) ->
 @pytest.mark.parametrize("name", ["data.preparing", "data.replaced"])
 def test_a_folder_of_somebody_else_is_left_alone(output, name) -> None:
     (output.parent / name).mkdir()
-    with pytest.raises(InputError, match=f"{name} is in the way"):
+    with pytest.raises(InputError, match=f"{name} must not exist"):
         new(output).__enter__()
     assert beside(output) == ["data", name]

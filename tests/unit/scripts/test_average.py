@@ -79,7 +79,7 @@ def test_the_mean_of_every_tensor_is_that_by_hand(runs: Path, tmp_path: Path, ca
     assert main([str(runs / "sphere"), str(tmp_path / "mean")]) == 0
     printed = capsys.readouterr().out
     assert "mean of step 1 times 0.3333, step 2 times 0.3333, step 3 times 0.3333" in printed
-    assert "the average has no optimizer state" in printed
+    assert "the average contains no optimizer state" in printed
     found = read_checkpoint(tmp_path / "mean").tensors("")
     parts = [weights_of(runs / "sphere", step) for step in STEPS]
     assert found.keys() == parts[0].keys()
@@ -107,7 +107,7 @@ def test_it_exports_and_starts_a_run(other_runs, tmp_path: Path, world, capsys) 
     runs, mean = other_runs, tmp_path / "mean"
     assert main([str(runs / "PC layers"), str(mean), "--steps", "1", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "left out: step 2\n" in printed and f"initialize_from={mean}" in printed
+    assert "not averaged: step 2\n" in printed and f"initialize_from={mean}" in printed
     exported = tmp_path / "exported"
     assert convert_hf.main(["export", str(mean), str(exported), "--no-tokenizer"]) == 0
     card = (exported / "README.md").read_text()
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_another_run_is_refused(copied, tmp_path: Path, refusal)
     other = step_folder(run, 2)
     reseal(other, lambda meta: meta.update(run_id="another"))
     said = refusal(main([str(run), str(tmp_path / "mean")]))
-    assert f"{other} must be a checkpoint of the run of" in said and "got another" in said
+    assert f"{other} must be from the same run as" in said and "got run_id another" in said
     assert not (tmp_path / "mean").exists()
 
 
@@ -152,7 +152,7 @@ def test_an_average_is_not_averaged_as_a_checkpoint(copied, tmp_path: Path, caps
     shutil.rmtree(step_folder(run, 3))
     shutil.copytree(tmp_path / "mean", step_folder(run, 3))
     assert main([str(run), str(tmp_path / "again")]) == 2
-    assert "must be a checkpoint of the run of" in capsys.readouterr().err
+    assert "must be from the same run as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("back", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -163,7 +163,7 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
     routes = [route for route in config_routes(info.config) if route.radius is not None]
     assert any("--on-sphere had no effect" in text for text in dropped(info, [], True))
     printed = capsys.readouterr().out
-    assert f"spectral norms of {len(routes)} matrices on spheres were " in printed
+    assert f"spectral norms of {len(routes)} matrices of sphere rules are " in printed
     norms = []
     for route in routes:
         weight = CheckpointWeights(info).weight(unit_of(info, route.unit))
@@ -171,7 +171,7 @@ def test_matrices_are_put_back_on_their_spheres_if_asked(back, runs, tmp_path, c
     if back:
         assert norms == pytest.approx([1.0] * len(norms), abs=1e-5)
     else:
-        assert f"were {min(norms):.4f} to {max(norms):.4f} of the radii after averaging" in printed
+        assert f"are {min(norms):.4f} to {max(norms):.4f} times their radius" in printed
         assert max(abs(norm - 1) for norm in norms) > 0.01
 
 
@@ -194,7 +194,7 @@ def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
 
 
 WRONG = [
-    (["--steps", "1", "7"], "has no checkpoint of step 7, only of steps 1, 2, 3"),
+    (["--steps", "1", "7"], "has no checkpoint of step 7; its steps are 1, 2, 3"),
     (["--last", "4"], "--last must be at most 3, the number of checkpoints of"),
 ]
 
@@ -204,7 +204,7 @@ def test_a_run_would_take_an_output_for_its_own_checkpoint(linked, runs, tmp_pat
     run = runs / "sphere"
     (tmp_path / "link").symlink_to(step_folder(run, 9).parent)
     output = tmp_path / "link" / "step_00000009" if linked else step_folder(run, 9)
-    assert "must not be in checkpoints of a run" in refusal(main([str(run), str(output)]))
+    assert "must not be in a run's checkpoints" in refusal(main([str(run), str(output)]))
     assert not step_folder(run, 9).exists()
 
 
@@ -236,10 +236,10 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     other = step_folder(run, 2)
     shutil.rmtree(other)
     shutil.copytree(step_folder(runs / "PC layers", 2), other)
-    assert "must be a checkpoint of the run of" in refusal(main([str(run), str(tmp_path / "mean")]))
+    assert "must be from the same run as" in refusal(main([str(run), str(tmp_path / "mean")]))
     run_id = read_checkpoint(step_folder(run, 1)).meta["run_id"]
     reseal(other, lambda meta: meta.update(run_id=run_id))
-    assert "must have the model of" in refusal(main([str(run), str(tmp_path / "mean")]))
+    assert "must have the same model as" in refusal(main([str(run), str(tmp_path / "mean")]))
     shutil.rmtree(other)
     shutil.copytree(step_folder(runs / "sphere", 2), other)
     reseal(other, lambda meta: meta["identity"]["tokenizer"].update(sha256="0" * 64))
@@ -254,7 +254,7 @@ def test_broken_checkpoints_are_left_out_by_name_or_refused(copied, tmp_path: Pa
     run = copied("sphere")
     (step_folder(run, 2) / "COMPLETE").unlink()
     assert main([str(run), str(tmp_path / "mean")]) == 0
-    assert "left out: step 2, which is broken: " in capsys.readouterr().out
+    assert "not averaged: step 2, a broken checkpoint: " in capsys.readouterr().out
     meta = json.loads((tmp_path / "mean" / "meta.json").read_text())
     assert meta["averaged"]["steps"] == [1, 3]
     assert main([str(run), str(tmp_path / "other"), "--steps", "1", "2"]) == 2

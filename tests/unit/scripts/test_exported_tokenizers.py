@@ -112,12 +112,10 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
         assert theirs(text)["input_ids"] == own.encode(text, add_special_tokens=False).ids
     assert (theirs.eos_token_id, theirs.model_max_length) == (2, 32)
     if kind == "prefix space":
-        assert "the tokenizer changes text: 'In the beginning God' becomes ' In the begin" in said
+        assert "the tokenizer is lossy: 'In the beginning God' becomes ' In the begin" in said
     else:
         left_out = (
-            "would add <s>, </s>; training"
-            if kind == "both sides"
-            else "would add <s>; training never"
+            "would add <s>, </s>, because" if kind == "both sides" else "would add <s>, because"
         )
         assert left_out in said
 
@@ -154,7 +152,7 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
     config.append(f"data.tokenizer={tmp_path}/source")
     assert main(["import", str(out), str(weights), *config]) == 0
-    assert f"no tokenizer: {out} has no tokenizer.json" in capsys.readouterr().out
+    assert f"note: {out} has no tokenizer.json" in capsys.readouterr().out
     assert main(["export", str(weights), str(again)]) == 2
     assert "had none; give --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
     trained("template", "new", checkpoint__initialize_from=weights)
@@ -163,7 +161,7 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     assert said in (tmp_path / "new" / "events.jsonl").read_text()
     given = ["--tokenizer", str(tmp_path / "source")]
     assert main(["export", str(weights), str(again), *given]) == 0
-    assert "is not compared, as the checkpoint does not state the" in capsys.readouterr().err
+    assert "was not checked, because the checkpoint contains no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth", None])
@@ -176,4 +174,4 @@ def test_weights_in_other_files_are_named(name, trained, tmp_path, refusal) -> N
     config = ["--config", f"{tmp_path}/config.yaml", f"model.vocab_size={SIZE}"]
     said = refusal(main(["import", str(out), str(tmp_path / "imported"), *config]))
     assert f"{out} has no model.safetensors" in said
-    assert name is None or f"only {name}, which is not read: convert it with tr" in said
+    assert name is None or f"only {name}, which cannot be read; convert with tr" in said

@@ -72,7 +72,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tokenizer, tmp_path, re
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
     options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1"]
-    assert "an input changed while it was read" in refusal(main([f"set={source}", *options]))
+    assert "an input changed during the preparation" in refusal(main([f"set={source}", *options]))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -130,7 +130,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
     "empty.txt": (b"", r"set set.train would be empty: .*empty.txt contains no documents"),
-    "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt.*hf:FOLDER reads CSV"),
+    "data.csv": (b"a,b", r"the suffix of .*data.csv must be one of .txt.*for CSV, hf:FOLDER"),
     "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
     "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
     "cut.txt.zst": (
@@ -139,11 +139,12 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     ),
     "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
     "not.parquet": (b"plain text", r"cannot read .*not.parquet: "),
-    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"line 3: no key 'text', .* --text-key"),
+    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n',
+                  r"line 3: the row must have the key 'text', got body; .* --text-key"),
     "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType; fix"),
     "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"line 2: invalid JSON.*remove the line"),
     "twice.jsonl": (b'{"text": "a", "text": "b"}\n', r"line 1: invalid JSON: .*'text' twice; fix"),
-    "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not Unicode text: surrogates.*; fix"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n', r"is not valid Unicode: surrogates.*; fix"),
 }  # fmt: skip
 
 
@@ -172,37 +173,39 @@ def test_bad_file_is_one_line(tokenizer, tmp_path, name, workers, capsys) -> Non
 
 
 BAD_COMMANDS: list[tuple[str, str]] = [
-    ("--train-tokenizer 300", "give at least one NAME=INPUT"),
-    ("set={}/rows.jsonl", "give one of --train-tokenizer VOCABULARY and --tokenizer"),
+    ("--train-tokenizer 300", "no input: give NAME=INPUT"),
+    ("set={}/rows.jsonl", "give exactly one of --train-tokenizer VOCABULARY and --tokenizer"),
     (
         "set={}/rows.jsonl --train-tokenizer 9000",
-        "too small to train .* 9000 tokens; they suffice for [34]..",
+        "too short for .* 9000 tokens; .* they allow is [34]..",
     ),
-    ("set={}/nowhere.txt --train-tokenizer 300", "no file or folder .*nowhere.txt"),
-    ("set={}/folder --train-tokenizer 300", "no file under .*folder has a known suffix"),
-    ("a.b={}/rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got a.b="),
+    ("set={}/nowhere.txt --train-tokenizer 300",
+     "nowhere.txt must be a file, a folder or a pattern"),
+    ("set={}/folder --train-tokenizer 300", "folder must contain files with suffix"),
+    ("a.b={}/rows.jsonl --train-tokenizer 300", "must be NAME=INPUT .*got a.b="),
     ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
-     "--validation other=... has no training set"),
+     "--validation other=INPUT needs a training set"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
-     r"set.validation would be empty: --validation-fraction 1/1000 holds out none of \d+ doc.*; "
-     "give at least 1/.*, or split .* with a smaller --document-bytes"),
-    ("set={}/rows.jsonl --tokenizer {}/nowhere.json", "no tokenizer file or folder .*nowhere.json"),
+     r"set.validation would be empty: --validation-fraction 1/1000 of \d+ doc.* is less than half "
+     "a document; give a fraction of at least 1/.*, or split .* with a smaller --document-bytes"),
+    ("set={}/rows.jsonl --tokenizer {}/nowhere.json",
+     "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
-    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),
-    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json names <s0>, <s1>; give --eod"),
+    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; give --eod TOKEN.*<.endoftext.>, <s0>"),
+    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; give --eod"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),
     ("set=hf:no-one/nothing --train-tokenizer 300",
-     "cannot read hf:no-one/nothing::train: .* is there a network"),
+     "cannot read hf:no-one/nothing::train: .* check the name and the network"),
     ("set=hf:{}/dataset --text-key body --train-tokenizer 300",
-     "dataset::train, row 1: no key 'body', found text"),
+     "dataset::train, row 1: the row must have the key 'body', got text"),
     ("set={}/table.parquet --text-key body --train-tokenizer 300",
-     "table.parquet, row 1: no key 'body', found text"),
+     "table.parquet, row 1: the row must have the key 'body', got text"),
     ("set={}/text.txt k:text={}/rows.jsonl --text-key body --train-tokenizer 300",
-     "--text-key has no effect without files of rows whose input names no key, got body"),
+     "--text-key has no effect if every JSON lines, Parquet or hub input has a KEY, got body"),
     ("set={}/rows.jsonl --document-bytes 0 --train-tokenizer 300",
-     "--document-bytes has no effect without files of text, got 0"),
+     "--document-bytes has no effect without .txt or .md files, got 0"),
     ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
     ("set={}/none.parquet --train-tokenizer 257", "none.parquet contains no documents"),
     ("set={}/none.parquet --train-tokenizer 600",

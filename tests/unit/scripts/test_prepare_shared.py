@@ -196,7 +196,7 @@ def test_it_goes_on_where_it_was(inputs, tmp_path, capsys) -> None:
     options = arguments("held out", inputs, tmp_path / "out")
     assert killed("add", 200, options)
     assert main(options) == 0
-    said = re.search(r"continuing after (\d+) documents", capsys.readouterr().out)
+    said = re.search(r"resuming .* after (\d+) documents", capsys.readouterr().out)
     assert said is not None and 100 < int(said[1]) <= 200
 
 
@@ -205,7 +205,7 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     assert killed("add", 200, [word.replace("0.1", "0.3") for word in options])
     assert main(options) == 0
     said = capsys.readouterr()
-    assert "out.preparing belongs to another preparation, or its inputs have changed" in said.err
+    assert "out.preparing was made from other inputs or options" in said.err
     assert "goes on" not in said.out
     assert hashes(tmp_path / "out") == whole("trained")
 
@@ -263,7 +263,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     assert main([*options, "--shard", "1/3"]) == 0
     assert main([*options, "--shard", "3/3"]) == 0
     said = refusal(main(options))
-    assert "out.shards lacks 2-of-3: prepare missing shards with --shard 2/3" in said
+    assert "out.shards lacks 2-of-3: prepare each missing shard, such as --shard 2/3" in said
     assert not out.exists()
     assert main([*options[:1], *options[3:], "--shard", "2/3"]) == 0  # without its validation set
     assert "2-of-3 was made from other inputs or options" in refusal(main(options))
@@ -273,7 +273,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     for name in ("tokens.bin", "documents"):
         whole = (shard / name).read_bytes()
         (shard / name).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert "2-of-3 is damaged or of an earlier version" in refusal(main(options))
+        assert "2-of-3 is damaged or from an earlier version" in refusal(main(options))
         (shard / name).write_bytes(whole)
     (shard / "tokens.bin").write_bytes(b"")
     assert "2-of-3 is damaged: its files have wrong sizes" in refusal(main(options))
@@ -297,7 +297,7 @@ def test_a_file_of_the_hub_that_fails_is_read_again(monkeypatch, capsys) -> None
     file = hub.HubInput("someone/something", file=(1, 2))
     hub._opened.cache_clear()
     assert [row["text"] for row in file.rows()] == [str(number) for number in range(8)]
-    assert capsys.readouterr().err.count("the server sleeps; trying again in 0 s") == 3
+    assert capsys.readouterr().err.count("the server sleeps; retrying in 0 s") == 3
     failures += [2] * 9
     with pytest.raises(DataError, match=r"cannot read hf:someone/something::train, file 2 of 2: "):
         list(file.rows())
@@ -366,8 +366,9 @@ def test_the_same_text_twice_is_warned_of(name, inputs, tmp_path, capsys) -> Non
     options = [f"--tokenizer={inputs}/tokenizer.json", "--workers=1", "--output",
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
-    expected = r"warning: inputs with the same text: 1 input, for example a.train \(.*\) and " + (
-        "[ab].validation" if "sides" in name else "[ab].train"
+    expected = (
+        r"warning: several inputs have the same content .1 input., for example a.train \(.*\) and "
+        + ("[ab].validation" if "sides" in name else "[ab].train")
     )
     assert re.search(expected, capsys.readouterr().err)
 
@@ -377,7 +378,7 @@ def test_different_and_empty_inputs_are_not(inputs, tmp_path, capsys) -> None:
         (tmp_path / f"{name}.jsonl").touch()
     options = arguments("held out", inputs, tmp_path / "out", f"one={tmp_path}/*.jsonl")
     assert main(options) == 0
-    assert "the same text" not in capsys.readouterr().err
+    assert "the same content" not in capsys.readouterr().err
 
 
 def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
 def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_path, capsys):
     """A changed tokenizer file and a flipped bit of the weights are detected."""
     if part == "tokenizer":
-        file, rule = scored / "d" / "tokenizer.json", "is not the tokenizer of the run"
+        file, rule = scored / "d" / "tokenizer.json", "is not the run's tokenizer"
     else:
         (file,) = (scored / "run" / "checkpoints" / "step_00000004" / "state").glob("*.distcp")
         rule = "has changed since it was written"
@@ -207,8 +207,8 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        (["--tasks", "piqa"], "a run or a checkpoint is scored on .jsonl files alone"),
-        (["--tasks", "{words}", "--device", "cuda"], "is only for exported models"),
+        (["--tasks", "piqa"], "a run or checkpoint can be scored only on .jsonl tasks"),
+        (["--tasks", "{words}", "--device", "cuda"], "needs an exported model"),
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
         (["--tasks", "absent.jsonl"], "cannot read the task absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),
@@ -228,14 +228,14 @@ def test_rows_become_examples(tmp_path, capsys):
     output = tmp_path / "tasks" / "arc.jsonl"
     assert main([arc, "--format", "arc", "--output", str(output)]) == 0
     assert [[*line.values()] for line in json_lines(output)] == EXAMPLES["arc"]
-    assert "1 example, 5 choices, 0.200 by chance" in capsys.readouterr().out
+    assert "1 example, 5 choices, accuracy by chance 0.200" in capsys.readouterr().out
     compressed = tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
     assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0
     del plain["id"]
     assert json_lines(output) == [plain] * 2
     assert main([str(output), "--output", str(output), "--limit", "1"]) == 2
-    assert "--output must not replace the source" in capsys.readouterr().err
+    assert "--output must not be the source file" in capsys.readouterr().err
     assert json_lines(output) == [plain] * 2
     table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS["hellaswag"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")

@@ -121,7 +121,7 @@ def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
     earlier = {"step": 20, "data/web/tokens": 3_000}
     run = replace(run_of(earlier, counted, {"step": 41, "val/loss": 1.0}), folder=tmp_path)
     assert data_use(run) == {
-        "header": ["set", "from step 1", "from step 31", "tokens read", "tokens in all", "epochs"],
+        "header": ["set", "from step 1", "from step 31", "tokens read", "total tokens", "epochs"],
         "rows": [
             ["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
             ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"],

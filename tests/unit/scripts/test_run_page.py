@@ -275,7 +275,7 @@ def test_the_page_holds_everything_it_shows(folder):
     missing = {"maxvio", "rule_reports", "tasks"}  # no experts, no figures of a rule, no tasks
     assert keys - set(ids(text)) == missing
     assert text.count("<svg") == len(keys) - len(missing)
-    assert {"events", "config"} <= set(ids(text)) and "No spectrum is measured yet" not in text
+    assert {"events", "config"} <= set(ids(text)) and "Spectra are not available yet" not in text
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = json_lines(folder / "pc" / "metrics.jsonl")[-1]
     assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
@@ -283,13 +283,15 @@ def test_the_page_holds_everything_it_shows(folder):
 
 def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
     copy = shutil.copytree(folder / "plain", tmp_path / "run")
-    assert "monitors.interval is 0, so no spectrum is measured." in report(read_run(copy))
+    assert "Spectra are not computed, because monitors.interval is 0." in report(read_run(copy))
     (copy / "monitors.jsonl").unlink(missing_ok=True)
     events = json_lines(copy / "events.jsonl")
     for event in (event for event in events if "intervals" in event):
         event["intervals"]["monitors"] = 2300
     (copy / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "No spectrum is measured yet: monitors begin at step 2,300." in report(read_run(copy))
+    assert "Spectra are not available yet: monitoring starts at step 2,300." in report(
+        read_run(copy)
+    )
 
 
 def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
@@ -318,7 +320,7 @@ def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tm
     lines[0] = lines[0][:-9]
     (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main([str(copy), "--html"]) == 0
-    assert "metrics.jsonl: 1 damaged lines are skipped" in capsys.readouterr().err
+    assert "metrics.jsonl: skipped 1 damaged lines" in capsys.readouterr().err
     assert "x\ufffd[2J\ufffd y" in (copy / "report.html").read_text()
 
 
@@ -343,7 +345,7 @@ def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     assert kept.read_text() == "precious"
     (copy / "figures").rename(tmp_path / "elsewhere")
     (copy / "figures").symlink_to(tmp_path / "elsewhere")
-    assert "figures must not be a link: give the folder with --output" in refusal(main([str(copy)]))
+    assert "figures must not be a link; give its target with --output" in refusal(main([str(copy)]))
 
 
 def test_the_status_of_a_run(folder, tmp_path):

@@ -80,7 +80,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
     # The records belong to these tokens, which have no manifest.
     write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
     message = refusal(main([str(study_file), str(output)]))
-    assert "plain-1: the data of its record in" in message and "must be {" in message
+    assert "plain-1: data in its record in" in message and "must be {" in message
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
@@ -103,15 +103,15 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study_file.write_text(
         yaml.safe_dump({**study, "environment": {"MKL_CBWR": "1"}}, sort_keys=False)
     )
-    assert "plain-1: the environment of its record in" in (text := said())
+    assert "plain-1: environment in its record in" in (text := said())
     assert "must be {'MKL_CBWR': '1'}, got {}" in text
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     manifest.write_text(manifest.read_text().replace("first", "second"))
-    assert "the data of its record in" in said()
+    assert "data in its record in" in said()
     other = {"train": {"walk": {"path": "none"}}, "validation": {"walk": {"path": "none"}}}
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
-    assert "lr must have the tokenizer of plain" in said()
+    assert "lr and plain must have the same tokenizer" in said()
 
 
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
@@ -121,7 +121,7 @@ def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, 
         figures = {"loss": float(seed), "course": []}
         RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
     assert main([str(study_file), str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count("do not contain hashes of their data") == 1
+    assert capsys.readouterr().err.count("contain no hashes with which to check the data") == 1
 
 
 def test_a_record_is_that_of_the_merged_config(study_file, minimal):
@@ -225,31 +225,31 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "the command line must not set seed, which each run gets from seeds"),
-        ({"seeds": [1, 1]}, "seeds must be one or more different numbers, got [1, 1]"),
+        ({}, "the command line must not set seed, which the study sets from seeds"),
+        ({"seeds": [1, 1]}, "seeds must be a nonempty list of distinct numbers, got [1, 1]"),
         (
             {"variants": {"a": {"config": "x", "against": "b"}}},
             "a.against must be a variant of the study, got b",
         ),
         (
             {"overrides": ["train.steps=4", "train={steps: 5}"]},
-            "overrides must set a key once: the override train={steps: 5} replaces train.steps=4",
+            "must set each key once: the override train={steps: 5} replaces train.steps=4",
         ),
-        ({"overrides": ["seed=3"]}, "overrides must not set seed, which each run gets from seeds"),
+        ({"overrides": ["seed=3"]}, "overrides must not set seed, which the study sets from seeds"),
         (
             {"variants": {"a": {"config": "x", "overrides": ["run.dir=y"]}}},
-            "a.overrides must not set run.dir, which each run gets from the study's folder",
+            "a.overrides must not set run.dir, which the study sets from the study's folder",
         ),
         (
             {"full": {"train.steps": 4}, "overrides": ["train={steps: 5}"]},
-            "overrides must not set train.steps, which each run gets from full",
+            "overrides must not set train.steps, which the study sets from full",
         ),
         (
             {
                 "full": {"train.steps": 4},
                 "variants": {"a": {"config": "x", "overrides": ["train.steps=8"]}},
             },
-            "a.overrides must not set train.steps, which each run gets from full",
+            "a.overrides must not set train.steps, which the study sets from full",
         ),
         ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),

@@ -122,7 +122,7 @@ def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
         variants = {"c": Variant(config="c.yaml", tuned_as=name)}
         other = Study(title="t", seeds=[1], variants=variants, tuned_in=TunedIn(results="r"))
         if name in ended:
-            with pytest.raises(DataError, match=f"{ended[name][0]}: extend the grid first"):
+            with pytest.raises(DataError, match=f"{ended[name][0]}; extend the grid first"):
                 begin(other, ROOT)
         else:
             assert begin(other, ROOT)[1] == {"c": results["chosen"][name]}

@@ -83,7 +83,7 @@ def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
     capsys.readouterr()
     assert main([str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
-    assert "lacks 3 steps from 6 to 9" in said and "lacks 1 steps from 12 to 12" in said
+    assert "missing steps: 3, from 6 to 9" in said and "missing steps: 1, from 12 to 12" in said
 
 
 def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
@@ -102,4 +102,4 @@ def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
 
 
 def test_another_folder_is_refused(tmp_path, refusal):
-    assert "is not a run folder, a checkpoint or prepared data" in refusal(main([str(tmp_path)]))
+    assert "must be a run folder, a checkpoint or prepared data" in refusal(main([str(tmp_path)]))

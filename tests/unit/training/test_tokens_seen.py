@@ -94,7 +94,7 @@ def test_every_row_of_a_card_is_that_of_the_run(folder: str, world) -> None:
         "head weights": "adamw, lr 0.003, weight decay 0.1",
         "scalar weights": "adamw, lr 0.003, weight decay 0",
         "o weights": "lr 0.004",
-        "began with": "step 4,000 of runs/before",
+        "initialized from": "step 4,000 of runs/before",
         "schedule": "kind cosine, unit steps, warmup_steps 2, min_ratio 0.1, cooldown_fraction 0.2",
         "PC layers": "merged into the weights, level 4",
         "data": "a 75.0%, b 25.0%",
