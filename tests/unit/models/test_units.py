@@ -50,11 +50,15 @@ def test_the_units_are_what_is_built_and_cover_it_once(name, world):
 def test_coverage_names_what_is_missing_or_claimed_twice():
     units = all_units(MODEL)
     parameters = parameters_of(units)
-    with pytest.raises(ValueError, match="attention.qkv must cover .* got [1-9].* and 0 with"):
+    with pytest.raises(
+        ValueError, match="cover .*attention.qkv exactly once, got [1-9].* and 0 with"
+    ):
         check_coverage([u for u in units if u.name != "layers.0.k.1"], parameters)
     with pytest.raises(ValueError, match="must be in a unit, got none"):
         check_coverage([u for u in units if u.role != "head"], parameters)
-    with pytest.raises(ValueError, match="head must cover .* got 0 elements .* and [1-9]"):
+    with pytest.raises(
+        ValueError, match="must cover parameter head .* got 0 elements .* and [1-9]"
+    ):
         check_coverage([*units, units[-1]], parameters)
     with pytest.raises(ValueError, match="which the model lacks"):
         check_coverage(units, {k: v for k, v in parameters.items() if k != "head"})
