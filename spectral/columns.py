@@ -54,7 +54,10 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def matrix(self, number: int) -> Any:
-        """Return an identifier of a column's weight and stack entry; of a sum, one per column."""
+        """Return an identifier of the weight and stack entry of a column.
+
+        The identifier of a sum contains the identifiers of the summed columns.
+        """
         if number not in self.matrices:
             record = self.record(number)
             place = number - record.start

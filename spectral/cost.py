@@ -60,8 +60,8 @@ def tangent_cost(
 ) -> float:
     """Count the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
 
-    The model takes a Gram matrix, a factorisation per shift, and a projection onto the model's
-    basis. `dtype` is the dtype of msign's products.
+    Building the model requires a Gram matrix, a factorisation per shift, and a projection onto the
+    model's basis. `dtype` is the dtype of msign's products.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)

@@ -36,7 +36,7 @@ class Division:
             transposed convolution) the matrix is `[out, in * ...]`.
         stacked: whether the first axis enumerates matrices, such as the experts of a layer.
         stride: number of interleaved matrices, such as gate and up: matrix j contains the outputs
-            j, j + stride, ...; `rows` divides the outputs of each.
+            j, j + stride, ...; each interleaved matrix is further divided by `rows`.
         groups: number of equal parts of the first axis (if stacked, of the second) that contain
             separate matrices, such as the groups of a transposed convolution.
     """
@@ -229,7 +229,9 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped at once: one matrix or, elementwise, the local part.
+    """A part of a parameter that a rule steps at once.
+
+    A whole-matrix rule steps one matrix, an elementwise rule the whole local part.
 
     division   division of the parameter
     box        the unit's box in the parameter
@@ -275,7 +277,7 @@ class SteppedUnit:
         return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy the unit to its part of a tensor shaped like the parameter; skip a view of it."""
+        """Copy the unit to its part of a tensor shaped like the parameter, if it is no view."""
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
 

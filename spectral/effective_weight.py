@@ -7,12 +7,11 @@ algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
 
 where (u, v) is the top singular pair (a constant), sg stops the gradient and g acts on the singular
 values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because no
-gradient flows through sg[s], dL/dW is orthogonal to W, so only gamma trains the magnitude.
+gradient flows through sg[s], dL/dW is orthogonal to W, so the magnitude is trained by gamma alone.
 
 PC(W) does not depend on the data. `Preconditioner.effective` is differentiable, for use in a
-forward pass. A trainer that computes PC(W) once per optimizer step instead calls
-`Preconditioner.vjp` once, with the accumulated gradient of the effective weight. Both methods use
-the same closed form.
+forward pass. A trainer that computes PC(W) only once per optimizer step calls `Preconditioner.vjp`,
+with the accumulated gradient of the effective weight. Both methods use the same closed form.
 """
 
 from collections.abc import Sequence
@@ -87,7 +86,7 @@ class Preconditioner:
     in float32 and the result is rounded.
 
     Attributes:
-        level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
+        level: a preset from 0 to 4, coefficients, or the name of a composite (see `stages`).
         steps: number of block Krylov steps that refresh the top singular pair after each update.
         norm_recovery: whether to multiply by sg[s]; otherwise PC(W) = gamma g(W / s).
         spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
@@ -224,7 +223,7 @@ class Preconditioner:
         return seen
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs per step of a PC layer on a unit of `shape`, without its rule.
+        """Count the FLOPs per step of a PC layer on a unit of `shape`, without the unit's rule.
 
         The FLOPs are those of PC(W), of its transposed Jacobian, and of refreshing the singular
         pair. For sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1

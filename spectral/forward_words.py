@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 UNREAD = {"torch", "einops", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions whose code is not read: names suffice, or the code divides only tokens."""
+"""Packages and functions whose code is not read, because the names suffice or because the code
+divides only tokens."""
 MOST = 200
 """Largest number of functions that are read for one module."""
 
@@ -125,7 +126,7 @@ def _local_values(function: Any) -> dict[str, Any]:
 def _called(
     module: nn.Module, local: Mapping[str, Any], known: Mapping[str, Any], path: str
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, function) for each function that a path in a module's function may mean."""
+    """Yield (module, function) for each function that a path in a module's code may refer to."""
     first, *names = path.split(".")
     root = first or names.pop(0)
     spaces: list[Mapping[str, Any]] = [local, known, sys.modules] if first else [local]

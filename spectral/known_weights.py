@@ -38,7 +38,7 @@ FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
     r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
-"""Parts of the names of weights that contain several matrices, after underscores are removed."""
+"""Substrings (without underscores) of the names of weights that contain several matrices."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
     r"|b|up|w|c|weight|project)(?=_|$)|_"
@@ -65,8 +65,8 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Row counts of the consecutive matrices in a weight, by the weight's name, as attributes of the
-enclosing module."""
+"""Attributes of the enclosing module with the row counts of a weight's consecutive matrices, by the
+weight's name."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
@@ -245,8 +245,8 @@ class KnownWeights:
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
-        Returns None if other layers of its modules must decide. Raises ValueError if the layer may
-        be either.
+        Returns None if this depends on other layers of the enclosing modules. Raises ValueError if
+        it is unclear.
         """
         later, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
@@ -264,7 +264,7 @@ class KnownWeights:
         return None if later else (False, "one matrix, unless it is a head")
 
     def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
-        """Return whether a layer may be a head although later blocks have inputs of its size.
+        """Return whether a layer may be a head although later blocks could use its outputs.
 
         This is possible if the layer is square, follows blocks and does not scale activations, or
         if it ends a tower of blocks and its outputs are pooled or multiplied.
@@ -284,7 +284,7 @@ class KnownWeights:
         )
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
-        """Return the evidence that a layer whose outputs no later layer uses is a head, or ""."""
+        """Return the evidence that a layer is a head, or ""; no later layer uses its outputs."""
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
         inputs = _inputs(weight, outputs)
@@ -454,7 +454,7 @@ def _base(weight: Weight) -> int:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the output heads that the modules of a model return on request."""
+    """Yield the output heads that a model's modules return from methods for this purpose."""
     for module in model.modules():
         for name in ("get_output_embeddings", "get_classifier"):
             heads: object = None

@@ -33,7 +33,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the gradients of all parameters with gradients; if `sharded`, this rank's parts.
+    """Return the gradients that exist; if `sharded`, only this rank's parts.
 
     `shapes` contains the parameters' shapes. Raises ValueError for gradients that cannot be used in
     a step.

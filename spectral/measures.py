@@ -5,7 +5,7 @@ computed by an exact decomposition in at least float32, for which the host waits
 these functions in logging steps; `correlation` may run in any step. Ranks, norms and correlations
 are 0 for a zero matrix and NaN for a matrix with NaN. To compute several figures of one matrix,
 pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
-`nuclear_norm` use only products and make no host wait.
+`nuclear_norm` use only products, for which the host does not wait.
 """
 
 from typing import NamedTuple

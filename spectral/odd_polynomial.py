@@ -34,8 +34,8 @@ COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
     {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
 """Named compositions of polynomials. `over_flattening` is an ablation in the paper: eight Polar
-Express steps, which map every singular value above about 1e-4 of the largest to 1. It trains worse
-than no PC layer."""
+Express steps, which map every singular value above about 1e-4 of the largest to 1. The loss is
+higher than without PC layers."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:

@@ -76,9 +76,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
             name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: the default rule, for groups without a rule.
-        lr: learning rate of groups of the default rule that have none: a number, a 0-d tensor, or
-            None for the rule's default. Groups of other rules always use their rule's default.
-        weight_decay: decoupled weight decay, multiplied by lr, of groups that have none.
+        lr: learning rate for groups of the default rule without a learning rate: a number, a 0-d
+            tensor, or None for the rule's default. Groups of other rules use their rule's default.
+        weight_decay: decoupled weight decay, multiplied by lr, for groups without a weight decay.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient before anything
             changes, for which the host waits for the device, or "skip" the whole step on the device
             and count it in `skipped_steps`, a 0-d tensor.
@@ -97,8 +97,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: if a rule is unknown, a field is invalid, or a rule does not support a
             parameter.
-        TypeError: if the rule has no such option (the message suggests the nearest), or if a value
-            has the wrong type.
+        TypeError: if an option is not a field of the rule (the message suggests the nearest field),
+            or if a value has the wrong type.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"

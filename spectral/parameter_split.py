@@ -40,7 +40,7 @@ class Row(NamedTuple):
 class ParameterSplit(Sequence[dict[str, Any]]):
     """Parameter groups of a model for a spectral rule and for AdamW.
 
-    Pass it to an optimizer as its parameters. Printing it shows the assignment of each parameter.
+    Pass a split to an optimizer as `params`. Printing a split shows each parameter's assignment.
 
     Attributes:
         groups: the parameter groups. Groups for the optimizer's rule are first and have `units`.

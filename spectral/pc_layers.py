@@ -149,7 +149,7 @@ class PCLinear(nn.Linear):
 def preconditioned(
     model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
 ) -> list[str]:
-    """Make PC layers of a model's linear layers, in place, and return the layers' names.
+    """Convert a model's linear layers to PC layers, in place, and return the layers' names.
 
     The matrices of a weight (`split_parameters`) are preconditioned separately. Until `merge_`, the
     parameter's name is `parametrizations.weight.original`. Initialise or load the weights before

@@ -189,7 +189,10 @@ def workspace_units(numel: int, device: torch.device) -> int:
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along the batch into matching slices that fit the cache (first tensor)."""
+    """Split tensors along the batch into matching slices.
+
+    The slices of the first tensor fit the cache.
+    """
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
         return iter([tensors])
@@ -251,8 +254,8 @@ class Polar(NamedTuple):
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
-    The result is in place if `x` is float32 or float64 and `dtype` is its dtype; otherwise `x` may
-    be overwritten. A matrix with NaN or infinity becomes NaN.
+    The result overwrites `x` if `x` is float32 or float64 and `dtype` is the dtype of `x`;
+    otherwise, other values may overwrite `x`. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
@@ -377,7 +380,10 @@ def _divisor(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return Frobenius norms `[..., 1, 1]` of matrices of largest magnitude 1 (zero matrix: 1)."""
+    """Return Frobenius norms `[..., 1, 1]` of matrices whose largest magnitude is 1.
+
+    The result is 1 for a zero matrix.
+    """
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(1)
 

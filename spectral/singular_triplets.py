@@ -35,10 +35,10 @@ BLOCK = NEARBY + 2
 """Number of vectors in the block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""Numbers of squarings of the projected matrix without its top vector, and of products of the
-result with the last call's vectors, which are orthonormalised after each product. 32nd powers of
-singular values separate all values that float64 can distinguish. A single product with higher
-powers would leave rounding errors, which differ between layouts."""
+"""The projected matrix, without its top vector, is squared NEARBY_SQUARINGS times. The last call's
+vectors are then multiplied by the result NEARBY_ROUNDS times, and orthonormalised after each
+product. 32nd powers of singular values separate all values that float64 can distinguish. A single
+product with higher powers would leave rounding errors, which differ between layouts."""
 SQUARINGS = (7, 7, 7)
 """Numbers of squarings of the projected matrix after each normalisation, within the range of
 float64. All squarings together distinguish values 1e-6 apart."""
@@ -216,7 +216,7 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 
     The vectors are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
     `[batch, 1, k]`. All tensors are float64. The vectors are orthonormal, or zero where only
-    rounding errors remain: beyond the rank, and for eigenvalues far below the second.
+    rounding errors remain: beyond the rank, and for eigenvalues far below the second largest.
     """
     image = torch.bmm(best, t)
     t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the part along `best`

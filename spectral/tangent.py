@@ -108,7 +108,7 @@ class TangentProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """Solver of the multipliers.
+    """Solver of tangent problems, with its options.
 
     Attributes:
         tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.

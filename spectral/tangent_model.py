@@ -15,8 +15,8 @@ projection approximates the resolvents at all other shifts to 1e-4 or better, fo
 rows. docs/numerics.md contains measurements.
 
 Resolvents are applied by solving stacks of positive definite systems with few right-hand sides,
-without a host sync. The systems are factorised and solved by products of blocks: the number of
-launches grows with the number of rows but not of systems, and no column is processed on its own.
+without a host sync. The systems are factorised and solved by products of blocks. Therefore the
+number of launches grows with the number of rows but not with the number of systems.
 """
 
 from collections.abc import Callable, Sequence
@@ -307,7 +307,7 @@ def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
     """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
-    Only the small products square the singular values, so small ones do not lose digits.
+    Only the small products square singular values, so small singular values do not lose digits.
     """
     kind = stacks[0].dtype
     q = basis.to(kind)
@@ -376,7 +376,7 @@ BLOCK = 256
 smaller blocks leave fewer rows to the library's slow factorisation. An H200 factorises and solves
 48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024
 rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256
-(library: 1.6 ms); these times are of code with one product per pair of blocks."""
+(library: 1.6 ms). These times were measured with one product per pair of blocks."""
 JOINED = 4
 """Number of blocks that are joined for `solve`, except on a CPU. Systems of up to 1,024 rows are
 then solved in two launches. For 2,048 rows the joined inverses take a quarter of the factor's

@@ -25,7 +25,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Any] = {}
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter, *_ in trained:
-        parameter.grad = None  # a backward pass would add to it
+        parameter.grad = None  # a backward pass would add to the gradient
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

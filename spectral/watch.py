@@ -67,7 +67,7 @@ STAYS = re.compile(
 )
 """Operations without torch's pointwise tag that act on each element or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums. Over some of the columns, their results identify no column."""
+"""Reductions other than sums. If they reduce some of the columns, the result identifies none."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -381,7 +381,7 @@ class Watch(TorchDispatchMode):
         return Side(columns, shape, counts, tensor.untyped_storage() in self.parameters)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Follow an operation that moves elements: move their columns or numbers likewise."""
+        """Follow an operation that moves elements, and move columns or numbers likewise."""
         operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
@@ -400,7 +400,7 @@ class Watch(TorchDispatchMode):
         if name in ADDING_MOVES:
             name, there = ADDING_MOVES[name], moved[0] + NONE
             moved[0] = torch.zeros_like(there)
-        if name in ("constant_pad_nd", "index_put"):  # drop fill value, flag
+        if name in ("constant_pad_nd", "index_put"):  # drop the fill value or the flag
             moved = moved[:2] if name == "constant_pad_nd" else moved[:3]
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         shadows.write(
@@ -435,8 +435,8 @@ class Watch(TorchDispatchMode):
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over axes if it computes inner products.
 
-        It does if one factor is a parameter, if the factors broadcast along different token axes as
-        in attention, or if one factor is a state of outer products.
+        The sum does if one factor is a parameter, if the factors broadcast along different token
+        axes as in attention, or if one factor is a state of outer products.
         """
         first, second = sides
         known = [side.columns for side in sides if side.columns is not None]

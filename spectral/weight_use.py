@@ -48,7 +48,7 @@ class Use:
     used: bool = False
     looked_up: bool = False
     idle: bool = False  # a product with it had no rows, as for an expert without tokens
-    joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added
+    joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
     ended: bool = False  # its outputs are the model's outputs or enter the loss
     hidden: str = ""  # the operation that hides the use of its outputs
@@ -206,7 +206,7 @@ def _division(
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
         if parts == 1 and len(columns) == size:
-            continue  # all outputs: it divides nothing
+            continue  # a set of all outputs divides nothing
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})

@@ -44,7 +44,7 @@ class Tile:
     Attributes:
         block, depth: sizes of a tile. warps, stages: Triton's `num_warps` and `num_stages`.
         precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products,
-        about 22 bits). Products of 16-bit numbers are exact with both.
+        about 22 bits). Products of 16-bit numbers are exact in both precisions.
     """
 
     block: int

@@ -1,4 +1,4 @@
-"""Records of Triton kernel launches, which replace the launches on machines without a GPU.
+"""Records of Triton kernel launches, for machines that cannot run the kernels.
 
 A record contains the tensors that the launch would read and write, its FLOPs, and the kernel's
 specialisation, which `compile_for` compiles.
@@ -156,7 +156,7 @@ def _type(value: Any) -> str:
 
 
 def _is_aligned(value: Any) -> bool:
-    """Return whether a number or address is a multiple of 16, as every allocation's start is."""
+    """Return whether a number, or a tensor's byte offset in its storage, is a multiple of 16."""
     if isinstance(value, Tensor):
         return value.storage_offset() * value.element_size() % ALIGNMENT == 0
     return type(value) is int and value % ALIGNMENT == 0

@@ -52,7 +52,7 @@ def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nester
         decay: decay of the mean.
         active: bool, 0-d, on the same device. If it is False, `mean` is not changed and is copied
             to `grad`.
-        nesterov: average the gradient into the new mean again to get the direction.
+        nesterov: whether the direction is the new mean with the gradient averaged in once more.
     """
     if grad.numel():
         momentum_kernel[(triton.cdiv(grad.numel(), BLOCK),)](

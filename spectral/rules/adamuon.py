@@ -32,7 +32,7 @@ class AdaMuonRule(NorMuonRule):
     `momentum`."""
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum and the mean squares, both of the shape of `weight`."""
+        """Create the momentum and the mean squares, both in the shape of `weight`."""
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:

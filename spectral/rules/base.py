@@ -140,10 +140,11 @@ class Rule(ABC):
 
         The caller runs `accumulate` and `update` under `torch.no_grad()`.
 
-        Returns figures `[batch]` of each stack. A rule that computes its direction from norms
-        reports `refused`: 1 for each unit whose step is not sound. The weight of such a unit stays
-        unchanged, bit for bit, so a finite weight stays finite for any `grad` and state. An
-        elementwise rule may assume finite gradients, because the optimizer checks them.
+        Returns the report of each stack, with figures `[batch]`. A rule that computes its direction
+        from norms reports `refused`: 1 for each unit whose step is not sound. The weight of a
+        refused unit stays unchanged, bit for bit, so a finite weight stays finite for any `grad`
+        and state. An elementwise rule may assume finite gradients, because the optimizer checks
+        them.
 
         All stacks have the same dtype, device and predicate. On a device with kernels, a
         whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
@@ -260,7 +261,7 @@ def rate_key(rate: Rate) -> object:
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the rate if all stacks have the same; otherwise one per unit, `[sum of batches]`."""
+    """Return the common rate of all stacks or, if rates differ, one per unit `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)

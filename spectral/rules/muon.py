@@ -84,7 +84,7 @@ class MomentumRule(Rule):
             for pair in cache_slices(grad, mean)
         ]
         gate = unless_all(active)
-        # A GPU processes all tensors at once; a CPU, as many at a time as fit in its cache.
+        # A GPU processes all tensors at once; a CPU processes as many as fit in its cache.
         limit = CACHE_ELEMENTS.get(grads[0].device.type)
         count = len(slices) if limit is None else max(1, limit // max(1, slices[0][0].numel()))
         for first in range(0, len(slices), count):

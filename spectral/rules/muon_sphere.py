@@ -22,7 +22,7 @@ from .muon import PolarRule, momentum_of, split_report
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusRule(PolarRule):
-    """Muon on weights whose spectral norm is kept at a radius."""
+    """Base of the rules that keep the spectral norm of weights at a radius."""
 
     radius: Scale = "spectral_mup"
     """Dependence of the radius R on the unit's shape (docs/spectral.md)."""

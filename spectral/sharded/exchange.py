@@ -5,10 +5,10 @@ matrices to their owners, and another all-to-all sends the results back. A matri
 its owner is not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the
 library.
 
-In trainer and library, a step sends momenta to owners and updates back. In the trainer, an owner
-stores the weights that its rules read, and adds the updates that it sends to these weights. In the
-library, other code may change weights between steps, so a weight is sent to its owner if the rule
-reads the weight.
+In both the trainer and the library, a step sends momenta to owners and updates back. In the
+trainer, an owner stores copies of the weights that its rules read, and updates these copies too. In
+the library, other code may change weights between steps, so a weight is sent to its owner if the
+rule reads the weight.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -42,7 +42,10 @@ WEIGHT, UPDATE or a state entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the transfer of the part `box` of a tensor: the owner reads the copy that it shares."""
+    """Plan the transfer of the part `box` of a tensor to its owner and back.
+
+    The owner receives the parts of the copy to which the owner's own part belongs.
+    """
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
         Part(rank, tensor, relative(common, layout.boxes[rank]), relative(common, box))
@@ -70,7 +73,7 @@ class SharedParameter:
 
     @classmethod
     def of(cls, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> Self:
-        """Return a parameter with the parts of `ranks`."""
+        """Return the `SharedParameter` of a parameter that `ranks` share."""
         units = SteppedUnit.of(parameter, rule, division)
         entries = {
             name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
@@ -80,7 +83,7 @@ class SharedParameter:
 
 
 class SharedMatrices:
-    """The parameters of whole-matrix rules that several ranks share, in one optimizer.
+    """An optimizer's shared parameters whose rules need whole matrices.
 
     Attributes:
         ranks: all ranks that hold parts or copies.
@@ -216,7 +219,7 @@ class SharedMatrices:
         """Add updates to this rank's parts of the weights.
 
         If the rule does not read weights, the weights are decayed here, and NaN marks a refused
-        update, which takes no additional bytes, and no launches per matrix.
+        update. This mark takes no additional bytes, and no launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])

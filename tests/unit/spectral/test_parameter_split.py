@@ -184,12 +184,12 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
     model[1].weight.requires_grad_(True)
     optimizer.step()  # without a gradient
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.weight, frozen"):
+    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.weight, because"):
         optimizer.step()
     optimizer.step()
     model[1].bias.requires_grad_(True)
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.bias, frozen"):
+    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.bias, because"):
         optimizer.step()
     optimizer.step()
     later = Muon(split)
