@@ -3,14 +3,14 @@
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-The exit code is 0 if the run ended as configured or was stopped and saved, 130 if Ctrl-C stopped it
-and it was saved, 1 if it failed, and 2 if its input was wrong. It is also 0 for a plan that does
-not fit its GPUs.
+Exit codes: 0 if the run reached its last step or was stopped and saved, 130 if Ctrl-C stopped the
+run and it was saved, 1 if the run failed, 2 for invalid input. A plan exits with 0 even if it does
+not fit the GPUs.
 """
 
 import signal
 
-if __name__ == "__main__":  # until the run handles Ctrl-C, Ctrl-C ends it without a traceback
+if __name__ == "__main__":  # before the run handles Ctrl-C, Ctrl-C exits without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Nothing here imports torch: Ctrl-C is handled before that import, and --help does not need it.
+# torch is imported later: Ctrl-C must be handled before, and --help does not need torch.
 from parallel.error_text import described
 from training.errors import (
     InputError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 MODES = ("print_config", "dry_run", "fit", "rehearse")
-"""Options that replace training."""
+"""Options that select a mode other than training."""
 NEEDS = {
     "gpus": ("dry_run", "fit", "rehearse"),
     "device": ("dry_run", "fit", "rehearse"),
@@ -54,7 +54,7 @@ NEEDS = {
     "resume": (),
     "ranks": (),
 }
-"""The modes that each option belongs to; an empty entry means training."""
+"""Modes in which each option is allowed; an empty tuple means training."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--print-config", action="store_true", help="print the resolved config instead of training"
@@ -94,12 +94,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks to plan for (default: the config's plan.gpus) or to rehearse",
+        help="number of GPUs to plan for (default: the config's plan.gpus) or to rehearse",
     )
     parser.add_argument(
         "--device",
         metavar="h100|h200|a100|b200|FILE",
-        help="GPU to plan for or to rehearse (default: the config's plan.device)",
+        help="GPU type to plan for or to rehearse (default: the config's plan.device)",
     )
     parser.add_argument(
         "--json",
@@ -139,15 +139,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             needed = f"{', '.join(others)} or {last}" if others else last
             parser.error(f"{flag(name)} needs {needed}")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
-        parser.error("--ranks starts its own ranks: leave it out under torchrun")
+        parser.error("--ranks must not be used under torchrun, which has started the ranks")
     if options.rehearse and options.gpus is None:
         parser.error("--rehearse needs --gpus N")
     return options
 
 
 def flag(name: str | None) -> str:
-    """Return the flag of a mode, or a phrase for training if `name` is None."""
-    return "a run that trains" if name is None else f"--{name.replace('_', '-')}"
+    """Return the flag of an option, or a phrase for training if `name` is None."""
+    return "a training run" if name is None else f"--{name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:
@@ -158,10 +158,10 @@ def positive(text: str) -> int:
 
 
 def output_file(text: str) -> str:
-    """Check that `text` is a path for a file in a folder that exists, and return it."""
+    """Return `text` after checking that it is a file path in an existing folder."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file path in an existing folder, got {text!r}")
     return text
 
 
@@ -173,7 +173,7 @@ def rank_or_all(text: str) -> int:
 
 
 def resume_from(text: str) -> str:
-    """Check that `text` is none, latest or a step, and return it."""
+    """Return `text` after checking that it is none, latest or a step."""
     if text not in ("none", "latest") and not re.fullmatch("[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r:.40}")
     return text
@@ -182,13 +182,11 @@ def resume_from(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
     """Run the command line and return the exit code.
 
-    `interrupts` handles Ctrl-C; without it, Ctrl-C raises KeyboardInterrupt.
+    `interrupts` handles Ctrl-C; if it is None, Ctrl-C raises KeyboardInterrupt.
     """
     options = parse(arguments)
     if find_spec("torch") is None:
-        text = (
-            f"{sys.executable} has no torch: source .venv/bin/activate, which `make setup` creates"
-        )
+        text = f"{sys.executable} has no torch: run `make setup`, then `source .venv/bin/activate`"
         return fail(text, code=2)
     if options.ranks is not None:
         from training.launcher import launch
@@ -259,7 +257,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         from training.config.yaml_files import place_of
 
         place = place_of(Path(options.config), options.overrides, ("model", "vocab_size"))
-        return fail(f"{error}\nmodel.vocab_size comes from {place}", code=2)
+        return fail(f"{error}\nmodel.vocab_size is set by {place}", code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
@@ -267,21 +265,21 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield a sentence for each replaced override, for each setting of a rule that no role uses in
-    the command line or its file, and in a plan or rehearsal for each setting without effect."""
+    """Yield a warning for each override that a later override replaces, each setting of an unused
+    rule in the config file or overrides and, unless training, each setting without effect."""
     from training.config.effects import settings_of_unused_rules, without_effect
     from training.config.yaml_files import own_keys, replaced
 
     yield from replaced(options.overrides)
     own = own_keys(Path(options.config), options.overrides)
     for key in sorted(own.intersection(settings_of_unused_rules(config))):
-        yield f"{key} has no effect, as no role uses the rule"
-    if options.dry_run or options.fit or options.rehearse:  # the log of a run contains them
+        yield f"{key} has no effect, because no role uses this rule"
+    if options.dry_run or options.fit or options.rehearse:  # a training run logs these sentences
         yield from without_effect(config)
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield where a missing set is expected and named, and how to leave it out."""
+    """Yield where a missing set is expected, where the config names it, and how to remove it."""
     if error.key is None:
         return
     from training.config.yaml_files import place_of
@@ -291,19 +289,19 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     path = getattr(config.data, kind)[name].path
     if not Path(path).is_absolute():
         yield (
-            f"{path} is relative to the working directory, {Path.cwd()}: start in the folder that "
-            f"contains it, or set {key}.path to an absolute path"
+            f"{path} is relative to the working directory, {Path.cwd()}: run the command in the "
+            f"folder that contains this path, or set {key}.path to an absolute path"
         )
     place = place_of(Path(options.config), options.overrides, error.key)
     if place is not None:
         yield (
-            f"{key} comes from {place}; {key}=null leaves out {name}, and "
-            f"data.{kind}=null all sets of {kind} that were named before"
+            f"{key} is set by {place}; {key}=null removes set {name}, and "
+            f"data.{kind}=null removes all sets of data.{kind} set so far"
         )
 
 
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
-    """Train on the ranks of a launcher, or on one rank, and return the exit code."""
+    """Train on the launcher's ranks, or on one rank without a launcher; return the exit code."""
     if own_rank() == 0:
         from training.report.console import first_line, opening
 
@@ -350,7 +348,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         if out_of_memory(error):
             text = f"out of memory: {' '.join(str(error).split())}"
             return fail(text, code=1, same_on_all_ranks=False)
-        # Printed first, as waiting peers may block this rank later.
+        # Print the traceback first: leaving the process groups may block while peers wait.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -361,7 +359,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Return whether Python, numpy or torch failed to allocate memory of the host or a GPU."""
+    """Return whether Python, numpy or torch failed to allocate host or GPU memory."""
     from torch import OutOfMemoryError
 
     kinds = MemoryError, OutOfMemoryError
@@ -373,6 +371,6 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.listen()
     code = main(interrupts=interrupts)
-    # Python's final garbage collection takes seconds, for which other ranks may wait.
+    # Python's final garbage collection would take seconds, while other ranks may wait.
     gc.freeze()
     sys.exit(code)

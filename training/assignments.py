@@ -13,7 +13,7 @@ from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"
-"""Role name of gamma, the factor of PC layers."""
+"""Role of gamma, the scale factor of a PC layer."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def config_assignments(config: Config) -> Assign:
 
 
 def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
-    """Return the routing table of the whole model; `owners` contains the rank of each matrix."""
+    """Return the routing table of the whole model; `owners` maps each matrix to its owner rank."""
     assign = config_assignments(config)
     return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 
@@ -86,7 +86,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the rule and rate of gamma, which is its own parameter if PC(W) is in the graph."""
+    """Return the assignment of gamma, which is a model parameter if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -99,7 +99,8 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return how `unit`'s owner computes PC(W) and steps gamma, or None if owners do not."""
+    """Return how the owner of `unit` computes PC(W) and steps gamma; None if `unit` is not a
+    materialized PC layer."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

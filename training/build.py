@@ -29,7 +29,7 @@ from training.step import Trainer
 def build_parallel_model(
     config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
-    """Build this rank's part of the config's model, with `weights` if given, else new weights."""
+    """Build this rank's part of the config's model, with new weights if `weights` is None."""
     assign = config_assignments(config)
     distributed, train = config.optimizer.distributed, config.train
     dtype = DTYPES[train.precision]
@@ -88,8 +88,8 @@ def build_trainer(
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` is passed to `build_parallel_model`. `tasks` are the tasks that score the model.
-    Monitors measure every `monitor_interval`-th step; None uses the config's interval.
+    `weights` are the initial weights, None for new weights; `tasks` score the model. Monitors
+    measure every `monitor_interval` steps; None uses the config's interval.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)

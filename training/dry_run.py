@@ -1,4 +1,4 @@
-"""The plan of a run from its config: its steps, and the use of each data set."""
+"""The plan of a config: its steps, and its use of each data set."""
 
 import math
 import os
@@ -36,9 +36,9 @@ from training.report.table import table
 class PhaseUse:
     """Use of the data sets in one phase of a run.
 
-    after_steps  steps before the phase
-    samples      number of samples of all sets
-    weights      weights of the sets, by name, all above 0
+    after_steps  number of steps before the phase
+    samples      number of samples from all sets
+    weights      positive weights of the sets, by name
     """
 
     after_steps: int
@@ -47,18 +47,18 @@ class PhaseUse:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples; the sum is 1."""
+        """Share of each set in the samples; the shares sum to 1."""
         total = math.fsum(self.weights.values())
         return {name: weight / total for name, weight in self.weights.items()}
 
     def tokens(self, sequence_length: int) -> dict[str, int]:
-        """Return, by set, the exact number of tokens that the samples predict."""
+        """Return the exact number of target tokens of each set, by name."""
         used = build_blend(self.weights).used(self.samples).tolist()
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
 
 def phase_uses(config: Config) -> list[PhaseUse]:
-    """Return the use of data in each phase of a run from step 0."""
+    """Return the use of data in each phase of a run that starts at step 0."""
     train = config.train
     first = {name: each.weight for name, each in with_mock_sets(config.data).train.items()}
     mixtures = [first, *(phase.weights for phase in config.data.phases)]
@@ -73,7 +73,7 @@ def phase_uses(config: Config) -> list[PhaseUse]:
 
 
 def set_sizes(config: Config) -> dict[str, int]:
-    """Return the tokens per epoch of each set with a manifest."""
+    """Return the number of tokens per epoch of each set with a manifest, by name."""
     sizes, length = {}, config.train.sequence_length
     for name, each in {} if config.data.mock else config.data.train.items():
         if (manifest := manifest_of(each.path)) is not None:
@@ -82,7 +82,7 @@ def set_sizes(config: Config) -> dict[str, int]:
 
 
 def data_table(config: Config) -> str:
-    """Return a table with each set's shares, tokens and epochs, and a line about repeated sets."""
+    """Return a table of the sets' shares, tokens and epochs, with a line about repeated sets."""
     uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
     parts = [use.tokens(config.train.sequence_length) for use in uses]
     for part in parts:
@@ -107,7 +107,7 @@ def data_table(config: Config) -> str:
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
-    """Return the plan of `config` on `world_size` GPUs, by default the config's device."""
+    """Return the plan of `config` on `world_size` GPUs of type `device`, by default plan.device."""
     return plan(
         step_shape(config, world_size, device),
         config_assignments(config),
@@ -117,7 +117,7 @@ def plan_run(config: Config, world_size: int, device: Device | None = None) -> P
 
 
 def step_flops(config: Config) -> float:
-    """Return the FLOPs of the forward and backward passes of one step over all ranks."""
+    """Return the FLOPs of one step's forward and backward passes over all ranks."""
     train = config.train
     tokens = train.global_batch * train.sequence_length
     return model_size(config.model, attended_length(config)).flops_per_token * tokens
@@ -126,8 +126,8 @@ def step_flops(config: Config) -> float:
 def attended_length(config: Config) -> float:
     """Return the mean attended length of the training sets, weighted by use.
 
-    Missing sets have the attended length of `data.mock`. If attention crosses borders of documents,
-    the result is the sequence length.
+    If sets are missing, the result is the attended length of mock tokens. If attention crosses
+    document borders, it is the sequence length.
     """
     if not config.data.document_mask:
         return config.train.sequence_length
@@ -140,7 +140,7 @@ def attended_length(config: Config) -> float:
 
 
 def documents_known(config: Config) -> bool:
-    """Return whether the training sets, and so their documents, are on this machine."""
+    """Return whether all training sets, and therefore their documents, are on this machine."""
     paths = [f"{each.path}{end}" for each in config.data.train.values() for end in (".idx", ".bin")]
     return not config.data.mock and all(map(os.path.isfile, paths))
 
@@ -154,7 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the step's shape that the plan is computed from, without rules."""
+    """Return the step shape, without rules, from which the plan is computed."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -162,8 +162,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, which has no fp8 matrix products, got "
-            f"{train.fp8}"
+            f"train.fp8 must be null on {device.name}, which does not support fp8, got {train.fp8}"
         )
     inputs = PlanInputs(
         **vars(parallel.layout),
@@ -192,8 +191,8 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return the parts of the run that have one global batch each, and the modelled time of a step
-    in each part."""
+    """Return each part of the run with a constant global batch size, and the modelled time of a
+    step in this part."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -204,7 +203,7 @@ def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float
 
 
 def gpu_hours(config: Config, planned: Plan) -> float:
-    """Return the GPU-hours of the whole run from the modelled times of its steps."""
+    """Return the GPU-hours of the whole run according to the modelled step times."""
     seconds = sum(each.steps * time for each, time in batch_seconds(config, planned))
     return seconds * planned.gpus / 3600
 
@@ -223,7 +222,7 @@ def fused_on_gpu(config: Config) -> bool:
 
 
 def rule_operands(config: Config) -> str:
-    """Return the dtype of operands in the rule of matrices, by its name in `Device.peak`."""
+    """Return the operand dtype of the rule of group `matrix`, as a key of `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"
@@ -232,9 +231,9 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
-    `base` in the file names the device that supplies omitted figures.
+    Figures that the file omits are taken from the device that its key `base` names.
 
-    Raises InvalidConfigError if there is neither, or with all problems of the file.
+    Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """
     if text in DEVICES:
         return DEVICES[text]

@@ -1,4 +1,4 @@
-"""Errors of a user's input, which entry points print as `error: ...` before they exit with code 2,
+"""Errors in a user's input, which entry points print as `error: ...` before they exit with code 2,
 and errors of optional files, which do not end a run.
 """
 
@@ -17,11 +17,11 @@ from typing import Any, Final
 from parallel.error_text import described
 
 PATIENCE: Final = 5.0
-"""Seconds in which torchrun stops a rank after rank 0 has printed the error."""
+"""Seconds that other ranks wait for torchrun to stop them after rank 0 has printed an error."""
 
 
 class InputError(ValueError):
-    """An input that cannot be used. The message names the input, the rule and the value."""
+    """An invalid input; the message names the input, the rule and the value."""
 
 
 class ConfigError(InputError):
@@ -29,11 +29,11 @@ class ConfigError(InputError):
 
 
 class DataError(InputError):
-    """Training data or a tokenizer that is missing, corrupt or unfit for the run."""
+    """Training data or a tokenizer that is missing, corrupt or unsuitable for the run."""
 
 
 class MissingSetError(DataError):
-    """A token set without files; `key` is its position in the config, outermost first, if known."""
+    """A token set without files; `key` is its config key, outermost first, or None if unknown."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class MissingSetError(DataError):
 
 
 class VocabularyError(DataError):
-    """A model whose vocabulary does not fit its data."""
+    """A model whose vocabulary does not match its data."""
 
 
 class BrokenCheckpointError(InputError):
@@ -54,17 +54,16 @@ _COMMANDS: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Replace the characters that control a terminal or a page.
+    """Replace characters that control a terminal or a page by U+FFFD.
 
-    Three kinds of characters become U+FFFD: control characters other than line breaks and tabs,
-    lone surrogates (which UTF-8 cannot encode), and characters that change the direction of
-    writing.
+    These are control characters except line breaks and tabs, lone surrogates (which UTF-8 cannot
+    encode), and characters that change the text direction.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a command line that refuses an option with two different values."""
+    """Command-line parser that refuses an option given twice with different values."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -73,10 +72,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class _StoreOnce(argparse._StoreAction):
-    """The action of a `Parser` that stores the value of an option."""
+    """Action of a `Parser` that stores the value of an option."""
 
     given: tuple[argparse.Namespace, Any] | None = None
-    """The last command line with this option, and the option's value."""
+    """The last namespace in which this option was set, and its value."""
 
     def __call__(
         self,
@@ -95,7 +94,7 @@ class _StoreOnce(argparse._StoreAction):
 def near_name(path: Path) -> str:
     """Return `; did you mean PATH?` for a missing path, '' if the path exists or no name is close.
 
-    PATH is the closest name in the same folder with the same suffix.
+    PATH is the path with the closest name among files with the same suffix in the same folder.
     """
     from models.section import closest  # imports pydantic
 
@@ -117,19 +116,18 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""A launcher's environment variables with whole numbers."""
+"""Environment variables that a launcher sets to whole numbers."""
 LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, or 0 if there is no launcher or `check_launched` refuses the
-    launcher's variables."""
+    """Return the global rank, or 0 if RANK is not set or not a valid number."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def check_launched() -> None:
-    """Raise ConfigError if a variable of the launcher is not a valid number, rank or port."""
+    """Raise ConfigError if a launcher variable is not a valid number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
         f"the environment variable {name} must be a whole number, got {text!r:.40}"
@@ -137,9 +135,9 @@ def check_launched() -> None:
         if not re.fullmatch("[0-9]{1,9}", text)
     ]
     if not problems and own_rank() >= int(given.get("WORLD_SIZE", "1")):
-        size = given.get("WORLD_SIZE", "1, as it is not set")
+        size = given.get("WORLD_SIZE", "1 (not set)")
         problems = [
-            f"the environment variable RANK must be below WORLD_SIZE, {size}, got {own_rank()}"
+            f"the environment variable RANK must be below WORLD_SIZE = {size}, got {own_rank()}"
         ]
     if not problems and int(port := given.get("MASTER_PORT", "0")) > LAST_PORT:
         problems = [f"the environment variable MASTER_PORT must be at most {LAST_PORT}, got {port}"]
@@ -150,8 +148,8 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    Rank 0 prints for all ranks if the error is `same_on_all_ranks`. Another rank that still runs
-    when rank 0 has had time to print has an error of its own, and prints it with its rank.
+    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks. Other ranks first wait to
+    be stopped by torchrun; a rank that is not stopped prints its error with its rank.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:
@@ -164,8 +162,7 @@ def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message to torchrun's error file: the report that torchrun prints last then ends
-    with it."""
+    """Write the message to torchrun's error file, so that torchrun's final report contains it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -175,13 +172,13 @@ def tell_torchrun(message: str) -> None:
 
 
 class Aid:
-    """Context manager that lets an OSError end the block, but not the run.
+    """Context manager that catches an OSError: it ends the block, but not the run.
 
-    The first of consecutive errors is printed as a warning.
+    A warning is printed for the first of consecutive errors.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` is the beginning of the warning."""
+        """`what` is the first part of the warning."""
         self.what = what
         self._failed = False
 
@@ -195,6 +192,6 @@ class Aid:
         traceback: TracebackType | None,
     ) -> bool:
         if isinstance(error, OSError) and not self._failed:
-            print(f"warning: {self.what}: {described(error)}; the run goes on", flush=True)
+            print(f"warning: {self.what}: {described(error)}; the run continues", flush=True)
         self._failed = isinstance(error, OSError)
         return self._failed

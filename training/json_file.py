@@ -1,4 +1,4 @@
-"""Reading of JSON that may be damaged or malicious."""
+"""Reading of JSON files that may be damaged or malicious."""
 
 import json
 import os
@@ -10,24 +10,24 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""First bytes of the pointer file that Git LFS stores instead of a large file."""
+"""First bytes of a Git LFS pointer, which replaces a large file until it is fetched."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text.
 
-    Raises ValueError for invalid JSON, for deep nesting, for text that is not UTF-8, and for a key
-    that occurs twice in one object; `json` would drop the first value.
+    Raises ValueError if the text is not valid JSON or not UTF-8, is nested too deeply, or contains
+    a key twice in one object (`json` would drop the first value).
     """
     try:
         return json.loads(text, object_pairs_hook=_mapping)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("too many nested levels") from None
     except ValueError:
         head = text[: len(POINTER)]
         if head in (POINTER, POINTER.decode()):
-            raise ValueError(f"it is {UNFETCHED}") from None
+            raise ValueError(f"the file is {UNFETCHED}") from None
         raise
 
 
@@ -35,7 +35,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the keys of an object must differ, got {key!r:.80} twice")
+        raise ValueError(f"keys of an object must be unique, got {key!r:.80} twice")
     return mapping
 
 
@@ -48,17 +48,18 @@ def is_pointer(path: Path) -> bool:
 
 
 KERNEL: Final = ("/proc", "/sys")
-"""Folders of kernel files: reading one may block forever, or change something."""
+"""Folders of kernel files, whose reading may block forever or have side effects."""
 
 
 def real_path(path: str | Path) -> Path:
-    """Return a path with links followed. A loop of links, for which `Path.resolve` raises
-    RuntimeError, becomes an OSError when the file is opened."""
+    """Return `path` with links resolved. Unlike `Path.resolve`, it accepts a loop of links; opening
+    the returned path then raises OSError."""
     return Path(os.path.realpath(path))
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a FIFO, whose reading would block, and for a file of the kernel."""
+    """Raise OSError if `path` is not a regular file (reading a FIFO would block) or is a kernel
+    file."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
@@ -66,22 +67,22 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file on a disk. Raises OSError like `check_regular`."""
+    """Return the content of a regular file on a disk; raise OSError like `check_regular`."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raises OSError as `read_regular`, ValueError as `parse_json`."""
+    """Parse a JSON file; raise OSError like `read_regular` and ValueError like `parse_json`."""
     return parse_json(read_regular(Path(path)))
 
 
 def check_shape(value: Any, shape: Any, place: str) -> None:
-    """Raise InputError for the first part of `value` that does not match its shape.
+    """Raise InputError for the first part of `value` that does not match `shape`.
 
-    A shape is a type or a union of types; `[shape]`, a list of any length; or a mapping with the
-    shapes of required keys, where `...` stands for all other keys. `place` is the name of the
-    value.
+    A shape is a type or a union of types, `[shape]` for a list of any length, or a mapping from
+    required keys to shapes, in which the key `...` stands for all other keys. `place` is the name
+    of the value in errors.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):
@@ -93,7 +94,7 @@ def check_shape(value: Any, shape: Any, place: str) -> None:
             raise InputError(f"{place} must be a mapping, got {value!r:.60}")
         for key in shape:
             if key is not ... and key not in value:
-                raise InputError(f"{place} lacks {key}")
+                raise InputError(f"{place} must have the key {key}")
         for key, each in value.items():
             if key in shape or ... in shape:
                 check_shape(each, shape[key] if key in shape else shape[...], f"{place}.{key}")

@@ -1,4 +1,4 @@
-"""Launcher of a run's ranks on this machine, like torchrun, for `pretrain.py --ranks N`."""
+"""Launcher of ranks on this machine for `pretrain.py --ranks N`, similar to torchrun."""
 
 import logging
 import os
@@ -19,17 +19,17 @@ from training.errors import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30
-"""Seconds that the other ranks have to end after one rank has failed, as under torchrun."""
+"""Seconds until the remaining ranks are killed after a rank has failed, as in torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of ranks that a second Ctrl-C may have ended."""
+"""Exit codes of ranks that a second Ctrl-C may have killed."""
 POLL: Final = 0.1
-"""Seconds between two polls of the ranks."""
+"""Seconds between polls of the ranks."""
 
 
 class Ranks:
-    """The rank processes of this machine, and the signals to forward to them.
+    """The rank processes of this machine, with handlers that forward signals to them.
 
-    Signals that arrive before the ranks have started are forwarded later.
+    Signals that arrive before the ranks have started are forwarded after the start.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Ranks:
             self._pass_on(number, None)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to every rank: the second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
+        """Forward a signal to all ranks: a second SIGINT as SIGKILL, SIGHUP as SIGTERM."""
         if not self.processes:
             self._waiting.append(number)
             return
@@ -79,8 +79,7 @@ class Ranks:
         return self._failure(codes)
 
     def _failure(self, codes: Sequence[int | None]) -> int:
-        """Return the exit code of the ranks that the launcher did not end; 1 if a signal ended a
-        rank."""
+        """Return the exit code of the first failed rank (1 if a signal ended the rank), else 0."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
         for rank, code in failed.items():
             if code < 0:
@@ -89,13 +88,13 @@ class Ranks:
 
 
 def launch(ranks: int, command: Sequence[str]) -> int:
-    """Run a Python `command` on `ranks` processes of this machine and return its exit code.
+    """Run a Python `command` in `ranks` processes on this machine and return the exit code.
 
-    Ctrl-C and SIGTERM are forwarded to the ranks once; a second Ctrl-C kills the ranks.
+    Ctrl-C and SIGTERM are forwarded to the ranks; a second Ctrl-C kills the ranks.
     """
-    # torch's launcher warns of every signal that it sends; the ranks print their errors.
+    # torch's launcher would log a warning for every signal it sends; the ranks print errors.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
-    # As in torchrun's agent, this store keeps the port, so no other process can take it.
+    # As in torchrun's agent, the store binds the port, so no other process can use it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -113,7 +112,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles other errors
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
-        # A rank unblocks Ctrl-C when it handles it.
+        # Each rank unblocks SIGINT when its handler is installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         context = start_processes(
             "pretrain",

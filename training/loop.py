@@ -41,14 +41,14 @@ def ignore(*_: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Parts of a run that surround its steps; without them the loop only trains.
+    """Optional parts of a run around its steps; without hooks, the loop only trains.
 
-    report     receives a logging or validation step and its metrics, which are equal on all ranks
-    record     receives the figures of the monitors, and the step
-    note       receives kind, step and text of an event
-    on_step    receives the number of each step, and its result
-    rewind     returns to an earlier checkpoint after an error, and returns whether it could
-    lifecycle  saves checkpoints and receives stop requests
+    report     called with metrics (equal on all ranks) and step, for steps with metrics
+    record     called with the figures of the monitors and the step
+    note       called with kind, step and text of an event
+    on_step    called with number and result of each step
+    rewind     called with an error; rewinds to a checkpoint, and returns whether it succeeded
+    lifecycle  saves checkpoints and handles stop requests
     profile    times the operations of some steps
     """
 
@@ -65,7 +65,7 @@ NO_HOOKS = Hooks()
 
 
 class Loop:
-    """The training loop of one rank: a trainer's steps, and the work due after each step."""
+    """The training loop of one rank: the steps of a trainer, and the work due after each step."""
 
     def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
         self.trainer = trainer
@@ -73,11 +73,10 @@ class Loop:
         self.hooks = hooks
 
     def run(self) -> Outcome:
-        """Train from the current step to the last, validate, and return the outcome; after too many
-        consecutive skipped steps rewind, if the hooks can.
+        """Train from the current step to the last, validate, and return the outcome.
 
-        Raises NonFiniteError if there is no rewind, CheckpointError if a checkpoint cannot be
-        written.
+        After too many consecutive skipped steps, the run is rewound. Raises NonFiniteError if a
+        rewind is not possible, CheckpointError if a checkpoint cannot be written.
         """
         while True:
             try:
@@ -87,7 +86,7 @@ class Loop:
                     raise
 
     def run_until_stopped(self) -> Outcome:
-        """Train to the last step, or to the first after a stop request, and save."""
+        """Train to the last step, or to the first step after a stop request, and save."""
         trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
         trainer.pace.restart(trainer.progress)
         last, validation = self.config.train.last, self.report_unreported()
@@ -108,16 +107,16 @@ class Loop:
         return Outcome(trainer.progress.step, validation or {}, reason)
 
     def step_and_report(self) -> dict[str, float] | None:
-        """Take the next step and make the reports that are due.
+        """Take the next step, then validate and report if due.
 
-        Returns the metrics of the validation, {} if there was none, or None if a stop interrupted
-        it.
+        Returns the validation metrics, {} if no validation was due, or None if a stop interrupted
+        the validation.
         """
         trainer, train, hooks = self.trainer, self.config.train, self.hooks
         progress, mixture = trainer.progress, trainer.present
         if train.batch(progress.step, progress.tokens) != trainer.batch:
             trainer.read_on()
-            text = f"batch: {trainer.batch:,} sequences a step from step {progress.step + 1:,} on"
+            text = f"batch: {trainer.batch:,} sequences per step from step {progress.step + 1:,} on"
             hooks.note("batch", progress.step, f"{text}, after {progress.tokens:,} tokens")
         trainer.tokens_before = progress.tokens
         samples = progress.advance(trainer.batch, train.sequence_length)
@@ -155,9 +154,9 @@ class Loop:
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
-        """Return the metrics due after `step`, with [first, end) of its samples.
+        """Return the metrics due after `step`; `samples` is [first, end) of the step's samples.
 
-        Records the monitors' figures, and checks the run's weights and losses.
+        Also records the figures of the monitors, and checks weights and losses.
         """
         trainer, hooks = self.trainer, self.hooks
         metrics: dict[str, Any] = {}
@@ -178,14 +177,14 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Make a report that a stop prevented; return the result of `validate_and_report`."""
+        """Report metrics whose report a stop prevented, like `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation's metrics: {} if there was
-        none, None if a stop interrupted it."""
+        """Validate if due, report `metrics`, and return the validation metrics: {} if no validation
+        was due, None if a stop interrupted it."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -206,12 +205,12 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work is due after `step`: every `interval` steps, unless 0, and after the
-        last step."""
+        """Return whether work is due after `step`: after the last step, and after every `interval`
+        steps unless `interval` is 0."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of every validation set, or None if a stop interrupted them."""
+        """Return the metrics of all validation sets, or None if a stop interrupted validation."""
         return evaluate(
             self.trainer.model,
             self.trainer.groups,
@@ -222,7 +221,7 @@ class Loop:
         )
 
     def score(self) -> dict[str, float] | None:
-        """Return the metrics of the tasks, or None if a stop interrupted them."""
+        """Return the metrics of all tasks, or None if a stop interrupted the evaluation."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
         assert model.vocab_size is not None  # `with_vocabulary` has replaced a null
         return score(
@@ -240,7 +239,7 @@ class Loop:
             return measure()
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request; all ranks call it together."""
+        """Return whether any rank has a stop request; collective."""
         return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
 
     def beat(self) -> None:

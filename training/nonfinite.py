@@ -1,4 +1,4 @@
-"""Guards against bad steps: skip nonfinite steps and loss spikes, abort after too many."""
+"""Guards against bad steps: nonfinite steps and loss spikes are skipped, too many end the run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,8 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detector of losses far above the last ones; decides on the device, equally on all ranks."""
+    """Detector of losses far above the last losses; its result is on the device, equal on all
+    ranks."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare with the losses of the last `window` taken steps.
@@ -33,7 +34,7 @@ class SpikeDetector:
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
     def is_not_spike(self, loss: Tensor) -> Tensor:
-        """Return a 0-d bool that is False for a spike; it is True until the window is full."""
+        """Return a 0-d bool: False for a spike, True otherwise and until the window is full."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
         # The bound is NaN until the window is full, and no value is larger than NaN.
@@ -54,16 +55,16 @@ class SpikeDetector:
 
 
 class NonFiniteGuard:
-    """Counter of skipped steps that aborts the run after too many consecutive ones.
+    """Counter of skipped steps, which ends the run after too many consecutive skipped steps.
 
-    On a GPU `record` only keeps whether the step was taken, as a tensor; `check` reads the tensors
-    on logging steps, so that other steps do not wait for the device. On a CPU `record` checks
-    immediately.
+    On a GPU, `record` only stores a tensor that states whether the step was taken; `check` reads
+    these tensors in logging steps, so that other steps do not wait for the device. On a CPU,
+    `record` checks immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool = False) -> None:
-        """Allow `limit` consecutive skipped steps; `spikes` states whether loss spikes may be
-        skipped too."""
+        """Allow `limit` consecutive skipped steps; `spikes` is true if loss spikes are skipped
+        too."""
         self.limit = limit
         self.spikes = spikes
         self.skipped = 0
@@ -71,7 +72,7 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, tuple[int, int], Tensor]] = []
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
-        """Record whether `step`, counted from 1, was taken; `samples` is [first, end) of its
+        """Record whether `step`, counted from 1, was taken; `samples` is [first, end) of the step's
         samples."""
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
@@ -94,15 +95,15 @@ class NonFiniteGuard:
                 raise self._error(end)
 
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
-        """Raise NonFiniteError if a unit has refused more than `limit` consecutive updates.
+        """Raise NonFiniteError if more than `limit` consecutive updates of a unit were refused.
 
-        name, row  the unit with the most consecutive refusals before `step`, and how many
-        samples    [first, end) of the samples of `step`; earlier steps have no more samples
+        name, row  the unit with the most consecutive refusals before `step`, and their number
+        samples    [first, end) of the samples of `step`; earlier steps have at most as many samples
         """
         if row > self.limit:
             first, end = samples
             raise NonFiniteError(
-                f"the update of {name} was not finite, or not bounded, in {row} consecutive steps "
+                f"the update of {name} was not finite or not bounded in {row} consecutive steps "
                 f"before step {step}, more than train.max_skipped_steps = {self.limit}",
                 max(1, step - row + 1),
                 (max(0, end - row * (end - first)), end),
@@ -122,9 +123,9 @@ class NonFiniteGuard:
     def _error(self, end: int) -> NonFiniteError:
         (first, sample), (last, _) = self._in_a_row[0], self._in_a_row[-1]
         return NonFiniteError(
-            f"loss or gradient not finite{', or loss a spike,' * self.spikes} in steps {first} to "
-            f"{last}, more than train.max_skipped_steps = {self.limit} consecutive steps; their "
-            f"samples are {sample} to {end - 1}",
+            f"loss or gradient not finite{' (or a loss spike)' * self.spikes} in steps {first} to "
+            f"{last}, more than train.max_skipped_steps = {self.limit} consecutive steps, with "
+            f"samples {sample} to {end - 1}",
             first,
             (sample, end),
         )

@@ -207,7 +207,7 @@ class Runs:
         problems = []
         if "Traceback" in said + continued:
             problems.append("a traceback")
-        varying = (2,) if "cannot be saved to" in said else (0, 1)
+        varying = (2,) if "cannot write to run.dir" in said else (0, 1)
         if code not in (varying if expected is None else (expected,)):
             problems.append(f"ended with {code}: {said}")
         if code in (1, 2) and len(errors) != 1:

@@ -77,8 +77,8 @@ def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
         ({"MASTER_PORT": "0x10"}, "MASTER_PORT must be a whole number, got '0x10'"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT must be at most 65535, got 99999"),
         ({"SPECTRAIN_LAUNCHER": "abc"}, "SPECTRAIN_LAUNCHER must be a whole number, got 'abc'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE, 2, got 2"),
-        ({"RANK": "1"}, "RANK must be below WORLD_SIZE, 1, as it is not set, got 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE = 2, got 2"),
+        ({"RANK": "1"}, "RANK must be below WORLD_SIZE = 1 (not set), got 1"),
     ],
 )
 def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, folder, capsys):
@@ -96,20 +96,20 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "error: set mine: no file nowhere/mine.idx"
     assert said[-2].startswith(
-        f"error: nowhere/mine is relative to the working directory, {Path.cwd()}: start in"
+        f"error: nowhere/mine is relative to the working directory, {Path.cwd()}: run"
     )
     assert said[-1] == (
-        f"error: data.train.mine comes from {overlay}, line 4; data.train.mine=null leaves out "
-        "mine, and data.train=null all sets of train that were named before"
+        f"error: data.train.mine is set by {overlay}, line 4; data.train.mine=null removes set "
+        "mine, and data.train=null removes all sets of data.train set so far"
     )
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
-    assert "comes from the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
+    assert "is set by the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
     # Without a vocabulary, the manifest next to the first set is read before the set.
     keys = ["data.train.walk=null", "model.vocab_size=null", "data.made_by=make data"]
     said = refusal(run(folder, "--config", str(overlay), *keys))
-    first = "set mine: no file nowhere/mine.idx; a plan without data needs model.vocab_size\n"
-    assert f"{first}error: make the sets with: make data\n" in said
-    assert f"data.train.mine comes from {overlay}, line 4;" in said
+    first = "set mine: no file nowhere/mine.idx; to plan without data, set model.vocab_size\n"
+    assert f"{first}error: to create the sets: make data\n" in said
+    assert f"data.train.mine is set by {overlay}, line 4;" in said
 
 
 def test_a_diverged_run_exits_with_code_1(folder, capsys):
@@ -138,16 +138,19 @@ def test_print_config_is_a_config(folder, capsys):
         (["--dry-run", "--write", "mine.yaml"], "--write needs --fit"),
         (["--rank", "0"], "--rank needs --rehearse"),
         (["--compile-kernels"], "--compile-kernels needs --rehearse"),
-        (["--dry-run", "--resume", "none"], "--resume needs a run that trains"),
+        (["--dry-run", "--resume", "none"], "--resume needs a training run"),
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
         (["--resume", "9" * 5000], "must be none, latest or a step, got '999"),
         (["--rehearse"], "--rehearse needs --gpus N"),
         (["--rehearse", "--gpus", "0"], "must be a whole number, at least 1, got '0'"),
         (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
-        (["--rehearse", "--gpus", "4", "--json", "no/x.json"], "in a folder that exists, got 'no/"),
-        (["--fit", "--write", "configs"], "must be a file in a folder that exists, got 'configs'"),
+        (["--rehearse", "--gpus", "4", "--json", "no/x.json"], "in an existing folder, got 'no/"),
+        (
+            ["--fit", "--write", "configs"],
+            "must be a file path in an existing folder, got 'configs'",
+        ),
         (["--rehearse", "--gpus", "4", "--dry-run"], "not allowed with argument"),
-        (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume needs a run that trains"),
+        (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume needs a training run"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
@@ -165,7 +168,7 @@ def test_output_never_replaces_the_config(folder, refusal):
         for file in (overlay, folder / "config.yaml", link):
             given = ["--config", str(overlay), mode, "--gpus", "1", option, str(file)]
             said = refusal(run(folder, *given))
-            assert f"{option} must not be a file of the config" in said and str(file) in said
+            assert f"{option} must not overwrite a file of the config" in said and str(file) in said
 
 
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
@@ -182,7 +185,9 @@ def test_output_that_nobody_can_read_is_no_failure(opened, folder):
 
 def test_another_python_is_told_of_the_environment():
     command = [sys.executable, "-S", "pretrain.py", "--config", "configs/tiny_sso.yaml"]
-    assert "has no torch: source .venv/bin/activate" in output_of(*command, code=2)
+    assert "has no torch: run `make setup`, then `source .venv/bin/activate`" in output_of(
+        *command, code=2
+    )
 
 
 @pytest.mark.parametrize("take", [bytearray, np.empty, torch.empty])
@@ -203,12 +208,12 @@ def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsy
     few = ["train.exit_step=1", "validation.interval=0"]
     arguments = ["--config", str(overlay), *few]
     said = refusal(run(folder, *arguments))
-    assert "model.vocab_size must be at most 384, which is the 300 ids of the data" in said
+    assert "model.vocab_size must be at most 384, the 300 token ids of the data" in said
     assert "got 1,000: set model.vocab_size=null" in said
-    assert re.search(r"model.vocab_size comes from .*base.yaml, line 2$", said.strip())
+    assert re.search(r"model.vocab_size is set by .*base.yaml, line 2$", said.strip())
     assert not (folder / "run" / "metrics.jsonl").exists()
     named = [f"data.tokenizer={data}", "data.train.t=null", f"data.train.u.path={folder}/tokens"]
-    assert "the 300 ids of the data" in refusal(run(folder, *arguments, *named))
+    assert "the 300 token ids of the data" in refusal(run(folder, *arguments, *named))
     for own in ("model.vocab_size=null", "model.vocab_size=384", "model.vocab_multiple=1000"):
         again = f"run.dir={folder}/{own.replace('=', '_')}"
         assert run(folder, *arguments, own, again) == 0
@@ -225,14 +230,14 @@ def test_settings_of_a_rule_that_is_not_used_are_said_if_they_are_the_users(fold
     few = ["train.exit_step=1", "optimizer.rules.normuon.momentum=0.7"]
     assert run(folder, "--config", str(overlay), *few) == 0
     unused = [
-        f"warning: optimizer.rules.{rule}.momentum has no effect, as no role uses the rule"
+        f"warning: optimizer.rules.{rule}.momentum has no effect, because no role uses this rule"
         for rule in ("muon", "normuon")
     ]
     assert [line for line in capsys.readouterr().err.splitlines() if "rule" in line] == unused
     few = [*few, "train.exit_step=2", "log.wandb.project=p", "--print-config"]
     assert run(folder, "--config", str(overlay), *few) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "warning: the override train.exit_step=2 replaces train.exit_step=1",
+        "warning: override train.exit_step=2 replaces override train.exit_step=1",
         *unused,
     ]
     few[-1] = "--dry-run"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: completing, finding, verifying and removing.
+"""Completion, search, verification and removal of the checkpoints in a run folder.
 
     RUN/checkpoints/latest          name of the newest step folder, for people and scripts
     RUN/checkpoints/step_00000100/
@@ -8,9 +8,9 @@
         meta.json    step, data position, identity, versions, and a hash of every file
         COMPLETE     hash of meta.json, written last
 
-A checkpoint is written to `.writing-...` in the same folder and renamed when all of it is on disk,
-so a folder named step_* was complete when it got this name. A checkpoint needs nothing outside its
-folder, and `latest` never decides which checkpoint is loaded.
+A checkpoint is written to `.writing-...` in the folder `checkpoints` and renamed when all of its
+files are on disk, so every folder step_* was complete when it was renamed. A checkpoint needs no
+file outside its folder. Loading a checkpoint never depends on `latest`.
 """
 
 import contextlib
@@ -61,10 +61,10 @@ UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
-    Checks that the checkpoint is complete and that each file has its recorded size; `problems` also
-    compares the content of files. Needs no process group.
+    Checks that the checkpoint is complete and that each file has its recorded size; `problems`
+    compares file hashes. Needs no process group.
 
-    A run folder's broken checkpoints that are newer than the returned one only cause warnings.
+    In a run folder, a broken checkpoint newer than the returned checkpoint causes only a warning.
     Raises BrokenCheckpointError if `path` is the step folder of a broken checkpoint, ResumeError if
     `path` does not exist or contains no complete checkpoint.
     """
@@ -79,7 +79,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
                     "scripts/convert_hf.py import"
                 )
             raise ResumeError(
-                f"{path} has no checkpoint; checkpoint.interval sets when a run saves"
+                f"{path} contains no checkpoint; checkpoint.interval sets when a run saves"
             )
         return _complete(path)
     broken = []
@@ -92,7 +92,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
         for problem in broken:
             print(f"warning: {problem}; using {info.path.name} instead", file=sys.stderr)
         return info
-    raise ResumeError("; ".join([f"{path} has no complete checkpoint", *broken]))
+    raise ResumeError("; ".join([f"{path} contains no complete checkpoint", *broken]))
 
 
 def steps(run_dir: str | Path) -> list[int]:
@@ -111,8 +111,8 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 def _complete(path: Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder.
 
-    Raises BrokenCheckpointError if the checkpoint is incomplete, ResumeError if its format is that
-    of another version.
+    Raises BrokenCheckpointError if the checkpoint is incomplete, ResumeError if its format version
+    is not `FORMAT`.
     """
     try:
         content = read_regular(path / META)
@@ -128,7 +128,7 @@ def _complete(path: Path) -> CheckpointInfo:
         named = STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != meta["step"]:
             raise BrokenCheckpointError(
-                f"{path}: it contains the checkpoint of step {meta['step']}"
+                f"{path}: the folder contains the checkpoint of step {meta['step']}"
             )
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)
@@ -153,21 +153,21 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError unless a checkpoint lists the required files and only files
-    inside its folder."""
+    """Raise BrokenCheckpointError if a required file is not listed, or a listed file is outside the
+    checkpoint's folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
-            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is outside")
+            raise BrokenCheckpointError(f"{path}: {META} lists {name!r} outside the folder")
     for name in required:
         if name not in listed:
             raise BrokenCheckpointError(f"{path}: {META} does not list {name}")
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file in `share` that has changed since it was written.
+    """Yield a sentence for each file that has changed since it was written.
 
-    `share` is a slice of the files. With the first share, also yields a sentence if the index of
-    tensors names a file that is never compared.
+    `share` is the slice of files to check. The share that begins with the first file also checks
+    that the tensor index names only files with a recorded hash.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -184,7 +184,7 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a sentence for each nonfinite tensor in `share`, a slice of the tensors.
 
-    Raises BrokenCheckpointError if the tensors cannot be read; call it after `problems`.
+    Call `problems` first. Raises BrokenCheckpointError if the tensors cannot be read.
     """
     stored = StoredTensors(info.state)
     for key in stored.keys()[share]:
@@ -193,8 +193,8 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield a sentence for each reason not to trust the index of tensors, such as a file that only
-    the index names."""
+    """Yield a sentence for each problem of the tensor index: it is unsafe to read, or it names a
+    file that meta.json does not list."""
     try:
         named = set(index_files(read_index(info.state)))
     except UnsafeIndexError as error:
@@ -202,13 +202,13 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
         return
     for name in sorted(named):
         if f"{STATE}/{name}" not in info.files:
-            yield f"{info.path}: the index of tensors names {name}, which {META} does not list"
+            yield f"{info.path}: the tensor index names {name}, which {META} does not list"
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """Create and return a folder for the checkpoint of `step`; it contains an empty folder `state`.
+    """Create a folder for the checkpoint of `step`, with an empty folder `state`, and return it.
 
-    The run folder must exist; it is not created here.
+    The run folder must exist.
     """
     folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
     folder.parent.mkdir(exist_ok=True)
@@ -218,20 +218,20 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if two attempts to write to a run folder's `checkpoints` fail; leave no
-    file."""
+    """Raise InputError if two attempts to create a temporary file in `checkpoints` of the run
+    folder fail."""
     with contextlib.suppress(OSError):
         return _write_nothing(run_dir)
     try:
         _write_nothing(run_dir)
     except OSError as error:
         raise InputError(
-            f"run.dir {run_dir} cannot be saved to: {described(error, run_dir)}"
+            f"cannot write to run.dir {run_dir}: {described(error, run_dir)}"
         ) from None
 
 
 def _write_nothing(run_dir: str | Path) -> None:
-    """Open an unnamed file in the folder of checkpoints."""
+    """Create an unnamed temporary file in the folder `checkpoints`."""
     folder = Path(run_dir) / FOLDER
     folder.mkdir(exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -242,8 +242,8 @@ def complete(
 ) -> Path:
     """Seal the checkpoint in `folder`, rename it and return its step folder.
 
-    `meta` and `state` are passed to `seal`. All files are on disk before the folder is renamed, and
-    the new name is on disk before this returns. Call `name_latest` next.
+    `meta` and `state` are passed to `seal`. All files are synced to disk before the folder is
+    renamed, and the new name before this function returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
@@ -259,10 +259,10 @@ def complete(
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """Write the last two files of a checkpoint, meta.json and COMPLETE, and sync it to disk.
+    """Write meta.json and COMPLETE, the last files of a checkpoint, and sync all files to disk.
 
-    `state` contains the size and hash of each file in its state folder. The tensors are already on
-    disk.
+    `state` contains the size and hash of each file in the folder `state`, whose tensors are already
+    on disk.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     files |= {path.name: file_facts(path) for path in _files(folder)}
@@ -281,12 +281,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """Set `latest` to a step folder atomically, and sync it and the folder to disk."""
+    """Atomically write the name of a step folder to `latest`, and sync it to disk."""
     replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a half-removed one is never loaded."""
+    """Remove a checkpoint; rename it first, so that a half-removed checkpoint is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)
@@ -300,7 +300,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the steps, among the ascending `steps`, whose checkpoints `retire` removes."""
+    """Return the elements of the ascending `steps` whose checkpoints `retire` removes."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 
@@ -308,9 +308,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Keeps the `keep_last` newest complete checkpoints; None keeps all. Also keeps each checkpoint
-    whose step is a multiple of `keep_every`, if it is not None. Broken checkpoints are not removed.
-    Leftovers of an earlier call are removed first.
+    The `keep_last` newest complete checkpoints are kept; None keeps all. Checkpoints whose step is
+    a multiple of `keep_every` are kept too, unless it is None. Broken checkpoints are not removed.
+    First, the leftovers of an interrupted call are removed.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)
@@ -341,10 +341,9 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move the checkpoints of steps after `step` to another folder.
+    """Move the checkpoints after `step` to a new folder and return it; None if there are none.
 
-    A run that returned to `step` must never continue from these checkpoints. Returns the new
-    folder, or None if there are no such checkpoints.
+    A run that returned to `step` must never continue from later checkpoints.
     """
     later = [each for each in steps(run_dir) if each > step]
     if not later:

@@ -30,14 +30,14 @@ TOKENIZER = "tokenizer.json"
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, read from a checkpoint. The checkpoint may have
-    another layout and another split into units."""
+    """Units and buffers of a config's model, read from a checkpoint whose layout and split into
+    units may differ from the config's."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json. `compared` states whether the
-        tokenizers of the checkpoint and of the data are both known."""
+        """`digest` is the sha256 of the checkpoint's meta.json; `compared` is true if the
+        tokenizers of checkpoint and data are both known."""
         self.weights = weights
         self.digest = digest
         self.compared = compared
@@ -47,17 +47,16 @@ class InitialWeights:
 
     @property
     def info(self) -> CheckpointInfo:
-        """The checkpoint that the weights come from."""
+        """The checkpoint that contains the weights."""
         return self.weights.info
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entry about initial weights in the meta.json of the run's checkpoints."""
+        """The entry `initialized_from` in the meta.json of the run's checkpoints."""
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return the whole weight of `unit`, `[*shape]`, float32. The unit may belong to any
-        rank."""
+        """Return the whole weight of `unit`, a unit of any rank, `[*shape]`, float32."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
@@ -71,13 +70,13 @@ class InitialWeights:
 
 
 def check_beginning(config: Config, start: CheckpointInfo) -> None:
-    """Raise ResumeError if a run that began without `checkpoint.initialize_from` now sets it."""
+    """Raise ResumeError if a run that began without `checkpoint.initialize_from` sets it now."""
     path = config.checkpoint.initialize_from
     if path is not None and start.meta.get("initialized_from") is None:
         raise ResumeError(
             f"checkpoint.initialize_from={path} needs a new run, but {start.path} is a "
-            "checkpoint of a run that began without it: set another run.dir, or start over with "
-            "--resume none"
+            "checkpoint of a run that began without this key: set another run.dir, or start over "
+            "with --resume none"
         )
 
 
@@ -87,9 +86,9 @@ def initial_weights(
     """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
 
     `file` is the data's tokenizer.json and `tokenizer` its sha256; None if unknown. Rank 0 chooses
-    the checkpoint for all ranks, because the other run may save a newer one meanwhile. Raises
-    BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is none or if it
-    has another model or tokenizer.
+    the checkpoint for all ranks, because the source run may save a newer checkpoint meanwhile.
+    Raises BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is no
+    checkpoint or if its model or tokenizer differs.
     """
     path = config.checkpoint.initialize_from
     if path is None:
@@ -113,7 +112,7 @@ def _chosen(
     different = list(changes(saved, configured))
     if different:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} must have the run's model, got differences: "
+            f"checkpoint.initialize_from: the model of {info.path} must equal the run's model, got "
             f"{', '.join(map(str, different))}; set these keys of model as in {info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
@@ -121,16 +120,16 @@ def _chosen(
     another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} has another tokenizer: its sha256 is "
-            f"{sha256}, the data's is {tokenizer}, so the same ids mean other tokens. To use its "
+            f"checkpoint.initialize_from: {info.path} was trained with another tokenizer (sha256 "
+            f"{sha256}) than the data's ({tokenizer}), so its token ids differ. To use these "
             "weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
-    """Return whether two tokenizer.json files differ at most in the template around a text, which
-    neither data preparation nor exports use."""
+    """Return whether two tokenizer.json files are equal except for `post_processor`, which neither
+    data preparation nor exports use."""
     if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
     first, second = (

@@ -25,7 +25,7 @@ class Start:
 
     info    checkpoint to continue from, None to start from step 0
     resume  `latest`, `none` or a step
-    broken  reason why a checkpoint cannot be loaded, by its step
+    broken  reason why each broken checkpoint cannot be loaded, by step
     """
 
     info: CheckpointInfo | None
@@ -33,9 +33,9 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move checkpoints that must never be continued to other folders, and print them (rank 0).
+        """Move broken and superseded checkpoints to other folders, and print them (rank 0).
 
-        Call it after all checks that may refuse the run.
+        Call this after all checks that may refuse the run.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -74,8 +74,8 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
     now      identity of the continuing run
     allowed  kinds that may differ from the checkpoint's identity
 
-    Raises ResumeError if there are checkpoints but the run can continue from none of them: only the
-    user may start over.
+    Raises ResumeError if there are checkpoints but the run cannot continue from any of them: only
+    the user may start over.
     """
     if resume == "none":
         return Start(None, resume)
@@ -105,16 +105,18 @@ def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
     if resume != "latest":
         if int(resume) not in there:
             steps = ", ".join(map(str, there)) or "none"
-            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}, only of {steps}")
+            raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; available: {steps}")
         return [int(resume)]
     folder = Path(run_dir) / checkpoints.FOLDER
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
-        raise ResumeError(f"{folder} has only broken checkpoints; to start over, use --resume none")
+        raise ResumeError(
+            f"{folder} contains only broken checkpoints; to start over, use --resume none"
+        )
     return there[::-1]
 
 
 def start_over(run_dir: str | Path) -> None:
-    """Move all checkpoints of the run folder to another folder."""
+    """Move all checkpoints of the run folder to a new folder."""
     folder = Path(run_dir) / checkpoints.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         aside = free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
@@ -129,7 +131,7 @@ def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[
 
 
 def check_content(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written, or a
+    """Raise BrokenCheckpointError on every rank if a file has changed since it was written or a
     tensor is not finite.
 
     All ranks call this function; each rank reads a share of the files and tensors.
@@ -142,6 +144,6 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id for trackers: the id in `meta`, or a new id if `meta` is empty. All ranks
-    get the same id."""
+    """Return the run's id for trackers, the same on all ranks: the id in `meta`, or a new id if
+    `meta` is empty."""
     return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))

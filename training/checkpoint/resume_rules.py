@@ -1,4 +1,4 @@
-"""The identity of a run: facts that must be equal in a checkpoint and the continuing run."""
+"""The identity of a run: facts that must be equal in a checkpoint and the run that loads it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,25 +24,25 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that determine, with the rules of groups and roles, a checkpoint's tensors other than
-weights, and their types."""
+"""Keys that, with the rules of groups and roles, determine the names and types of a checkpoint's
+tensors other than weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys of section `train` that change results, except the steps, which are of kind `schedule`."""
+"""Keys of section `train` that change results, except `steps`, which is part of kind `schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
-"""Keys of the model section that select an implementation without changing results."""
+"""Keys of section `model` that select an implementation and change results only by rounding."""
 ROUNDING: Final = (
     *(f"model.{key}" for key in sorted(BACKENDS)),
     *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
     "train.compile",
 )
-"""Keys of implementations, which change results only by rounding."""
+"""All keys that select an implementation and change results only by rounding."""
 
 Identity = dict[str, dict[str, Any]]
-"""Values by kind (such as model or schedule), then by dotted key."""
+"""Values by kind (such as model or schedule) and dotted key."""
 
 
 class Change(NamedTuple):
-    """A value that differs between a saved and a continuing run; "absent" if a run has none."""
+    """A value that differs between a saved and a continuing run; a missing value is "absent"."""
 
     key: str
     before: Any
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
     @property
     def of_state(self) -> bool:
-        """Whether a checkpoint gets or loses tensors other than weights, or their type changes."""
+        """Whether tensors other than weights are added or removed, or their type changes."""
         if self.key == "moe.global_aux_loss":
             return 0.0 in (self.before, self.after)
         return self.key in OF_STATE or self.key.endswith(".rule")
@@ -62,9 +62,9 @@ class Change(NamedTuple):
 def identity(config: Config, facts: Identity) -> Identity:
     """Return the facts that must not change when a run continues, by kind.
 
-    `facts` contains the kinds `data` and `tokenizer`, from `data_facts`. Layout, micro-batches,
-    backends, paths, logging, validation and `train.exit_step` are not part of an identity, as no
-    result depends on them.
+    `facts` contains the kinds `data` and `tokenizer` from `data_facts`. Layout, micro-batches,
+    backends, paths, logging, validation and `train.exit_step` are not part of an identity, because
+    results do not depend on them.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
     # The start of a phase given by `after_share` or `with_decay` moves if other sections change.
@@ -75,8 +75,8 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    The settings come from the checkpoint's config. A key that is missing there, because an earlier
-    version wrote it, gets its default; a renamed key is compared under its present name. Raises
+    The settings are read from the checkpoint's config. A key that is missing in the config of an
+    earlier version has its default; a renamed key is compared under its current name. Raises
     BrokenCheckpointError if the config file has changed since it was written.
     """
     return identity(info.config, info.meta["identity"])
@@ -88,7 +88,7 @@ def data_facts(
     validation: Iterable[ValidationData],
     manifest: Manifest | None,
 ) -> Identity:
-    """Return the kinds `data` and `tokenizer` of an identity for checkpoints."""
+    """Return the kinds `data` and `tokenizer` of a run's identity."""
     return {
         "data": _data(config, data, validation),
         "tokenizer": {"sha256": _tokenizer(config, manifest)},
@@ -96,26 +96,25 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hash of each set and of the tokenizer in a result of `data_facts`: keys are the
-    name of a training set, `validation.NAME` and `tokenizer`."""
+    """Return the hash of each set and of the tokenizer in a result of `data_facts`, under the keys
+    NAME for training sets, `validation.NAME` and `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
     return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of sets without a hash of all tokens, by their keys of kind
-    `data`.
+    """Return the modification times of sets without a hash of all tokens, by key of kind `data`.
 
-    Copies of a set on several nodes may have different times, so one rank provides the times for
-    all ranks.
+    The copies of a set on several nodes may have different times, so one rank must provide the
+    times of all ranks.
     """
     times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
 
 
 def settings(config: Config) -> Identity:
-    """Return the kinds of an identity that depend only on the config."""
+    """Return the kinds of a run's identity that depend only on the config."""
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
@@ -137,7 +136,7 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the model settings that results depend on, by dotted key. A null is replaced by the
+    """Return the model settings that affect results, by dotted key, with each null replaced by the
     size in use."""
     scalar = model.query_pre_attn_scalar
     sizes = {
@@ -163,11 +162,11 @@ def differences(
 def announced(
     info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence for each change since a checkpoint that is accepted but affects metrics.
+    """Return a sentence for each accepted change since a checkpoint that affects metrics.
 
-    Such a change is of an allowed kind, concerns validation, tasks or spike detection, or affects
-    rounding and speed: the layout, the micro-batch, implementations, and the software and device
-    in `machine`.
+    These are changes of allowed kinds, of validation, tasks and spike detection, and of settings
+    that affect rounding or speed: the layout, the micro-batch, implementations, and the software
+    and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -181,13 +180,13 @@ def announced(
 
 
 def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of both mappings under their common keys."""
+    """Return both mappings, restricted to their common keys."""
     common = [key for key in now if isinstance(saved, Mapping) and key in saved]
     return {key: saved[key] for key in common}, {key: now[key] for key in common}
 
 
 def _beside(config: Config) -> dict[str, Any]:
-    """Return settings outside the identity that change the metrics of a run."""
+    """Return the settings outside the identity that affect a run's metrics."""
     values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
     rounding = {key: values[key] for key in ROUNDING if key in values}
     if config.pc is not None:
@@ -204,11 +203,11 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both mappings without the optional facts that only one of them contains.
+    """Return both mappings without optional facts that are in only one mapping.
 
     Validation sets and tasks may be added or removed. A set has a sha256 only if it has a manifest,
     and a modification time only if it is large and has no manifest. Settings of a rule that only
-    one run uses are optional too, because the rule of a group or role then differs as well.
+    one run uses are optional, because the rule of a group or role then differs as well.
     """
     optional = {
         key
@@ -224,9 +223,9 @@ def comparable(
 
 
 def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
-    """Return the message of a refusal to continue: a line per kind, and the remedy.
+    """Return the error about a run that cannot continue: one line per kind, then the remedy.
 
-    `pc` states whether the run has PC layers.
+    `pc` is true if the run has PC layers.
     """
     lines = []
     for kind, changed in different.items():
@@ -235,23 +234,23 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
         lines.append(f"{place} differs in its {kind}: {shown}{more}")
     every = [change for changed in different.values() for change in changed]
     if any(change.key == "weights" for change in every):
-        todo = "its weights do not fit this model: name another run.dir"
+        todo = "its weights do not fit this model: set another run.dir"
     elif any(change.of_state for change in every):
-        todo = f"it cannot be loaded: {new_run(place, pc)}"
+        todo = f"the checkpoint cannot be loaded: {new_run(place, pc)}"
     else:
-        todo = f"to continue it anyway, set checkpoint.allow_change=[{', '.join(different)}]"
+        todo = f"to continue anyway, set checkpoint.allow_change=[{', '.join(different)}]"
     return "\n".join([*lines, f"{todo}; to start over, use --resume none"])
 
 
 def new_run(place: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit a run; `pc`: the run has PC layers."""
-    if pc:  # checkpoint.initialize_from is refused, as PC layers would change the effective weights
-        return "name another run.dir"
-    return f"name another run.dir, and checkpoint.initialize_from={place} to begin from its weights"
+    """Return the remedy for a state that does not fit the run; `pc` is true if it has PC layers."""
+    if pc:  # PC layers refuse checkpoint.initialize_from: they would change the effective weights
+        return "set another run.dir"
+    return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield the values that changed."""
+    """Yield the changes from `saved` to `now`."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         before, after = saved.get(key, "absent"), now.get(key, "absent")
         if before != after:
@@ -266,7 +265,7 @@ def _short(value: Any) -> str:
 def _data(
     config: Config, data: TrainingData, validation: Iterable[ValidationData]
 ) -> dict[str, Any]:
-    """Return the facts that determine the tokens of every training sample and of validation."""
+    """Return the facts that determine the tokens of training samples and validation sets."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
@@ -282,13 +281,13 @@ def _data(
         for name, share in mixture.shares.items():
             facts[f"{place}.{name}.share"] = round(share, 6)
         facts[f"{place}.fingerprint"] = mixture.fingerprint()
-    # The fingerprint also covers settings of the order that are not in the keys above.
+    # The fingerprint also covers order settings that have no key above.
     facts["fingerprint"] = data.fingerprint()
     return facts
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
-    """Return the sha256 of the tokenizer's file, or None if there is no file."""
+    """Return the sha256 of the tokenizer file, or None if there is none."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
     path = tokenizer_file(config.data.tokenizer)
@@ -296,7 +295,7 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the optimizer settings that results depend on: groups, used rules, distribution."""
+    """Return the optimizer settings that affect results: groups, used rules, distribution."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]

@@ -1,4 +1,4 @@
-"""Saves of a run: one checkpoint at a time, written in the background, completed by all ranks."""
+"""Saving of a run's checkpoints, one at a time, in the background, by all ranks."""
 
 import random
 import shutil
@@ -36,19 +36,19 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""Number of attempts to save, so that a disk that fails once does not end a run."""
+"""Number of attempts to save, so that a single disk failure does not end a run."""
 REFUSALS: Final = 3
-"""Consecutive checkpoints with a nonfinite state after which the run ends."""
+"""Number of consecutive checkpoints with a nonfinite state that ends a run."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written. Earlier ones are unchanged."""
+    """Failure to write a checkpoint; earlier checkpoints are unchanged."""
 
 
 class Saver:
-    """Saver of the checkpoints of a run.
+    """Saver of a run's checkpoints.
 
-    All ranks call the same methods in the same order, except `status`, which is local.
+    All methods except `status` are collective: all ranks call them in the same order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Saver:
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """Every meta.json contains `facts` and the argument of `begin`. `check_folder` raises
-        InputError on rank 0 when the run folder no longer belongs to this run."""
+        InputError on rank 0 if another run uses the run folder by now."""
         self.config = config
         self.groups = groups
         self.model = model
@@ -70,7 +70,7 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # made once, as this takes longer than copying a small state
+        self._yaml = to_yaml(config)  # only once: it is slower than copying a small state
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -94,7 +94,7 @@ class Saver:
         """Copy this rank's state and start to write it.
 
         `meta` contains at least the step. Raises CheckpointError if the folder cannot be created,
-        and FolderError if the run folder was moved, removed or taken over by another run.
+        FolderError if the run folder was moved, removed or used by another run.
         """
         assert self._pending is None
         self._wait_for_removal()
@@ -106,7 +106,7 @@ class Saver:
         self._pending = start_save(state, self.model, self.optimizer, step, self._planner)
 
     def _new_folder(self) -> Path:
-        """Create the folder of the save on rank 0, for all ranks."""
+        """Create the new checkpoint's folder on rank 0 and return its path on all ranks."""
         run_dir, step = self.config.run.dir, self._meta["step"]
 
         def make() -> Path:
@@ -121,14 +121,13 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return whether the save has failed on this rank and whether it continues, each as 0 or
-        1."""
+        """Return (1 if the save has failed on this rank else 0, 1 if it is still running else
+        0)."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Wait at most `timeout` seconds, and return whether this rank's part has ended or
-        failed."""
+        """Wait at most `timeout` seconds; return whether this rank's part is finished or failed."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -143,7 +142,7 @@ class Saver:
         """Wait until a running save is complete and old checkpoints are removed.
 
         `failed_anywhere` returns whether its argument is true on any rank; `beat` is called while
-        waiting. Raises CheckpointError if the save failed.
+        waiting. Raises CheckpointError if the save fails.
         """
         while self._pending is not None:
             while not self._written(timeout=1.0):
@@ -157,7 +156,7 @@ class Saver:
     def advance(self) -> None:
         """Continue a save after all ranks have finished their parts.
 
-        When all tensors are written, rank 0 seals the checkpoint and then removes old ones, both
+        When all tensors are written, rank 0 seals the checkpoint and then removes old checkpoints
         while training continues.
         """
         assert self._pending is not None
@@ -171,15 +170,15 @@ class Saver:
         self._refused = 0
         if self._sealing is not None:
             print(f"saved {self._sealing.result()}", flush=True)
-            # Removing large files takes the file system longer than everything else.
+            # In the background, because removing large files is slow.
             self._retiring = _in_background(self._retire)
         self._reset()
 
     def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
-        """Write all files except tensors, sync everything, and return the step folder."""
+        """Write all files except tensors, sync all files, and return the step folder."""
         folder, run_dir = self._folder, Path(self.config.run.dir)
         try:
-            with Aid("logs are not synced to the disk"):
+            with Aid("logs are not synced to disk"):
                 sync_all([run_dir, *(path for name in LOGS if (path := run_dir / name).exists())])
             (folder / CONFIG).write_text(self._yaml, encoding="utf-8")
             write_plain(folder / RNG, self._generators)
@@ -187,12 +186,12 @@ class Saver:
             done = checkpoints.complete(folder, run_dir, self._meta, files)
         except Exception as error:
             raise WriterError(reason(error, folder)) from error
-        with Aid(f"{done} is saved, but {checkpoints.LATEST} does not name it"):
+        with Aid(f"{done} is saved, but {checkpoints.LATEST} is not updated"):
             checkpoints.name_latest(run_dir, done.name)
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints (rank 0). If some cannot be removed, the next save tries again."""
+        """Remove old checkpoints (rank 0); after a failure, the next save tries again."""
         keep = self.config.checkpoint
         with self._retired:
             checkpoints.retire(
@@ -207,9 +206,9 @@ class Saver:
     def fail(self) -> None:
         """Restart a failed save of the same state on every rank.
 
-        Raises CheckpointError, with the problems of all ranks, after the last attempt. A nonfinite
-        state is not saved again. It is dropped with a warning, up to `REFUSALS - 1` consecutive
-        times, because the guard against bad losses may still rewind the run to an earlier step.
+        After the last attempt, raises CheckpointError with the problems of all ranks. A nonfinite
+        state is not saved again: up to `REFUSALS - 1` consecutive times it is dropped with a
+        warning, because the guard against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
@@ -223,7 +222,7 @@ class Saver:
         if self._refused == REFUSALS:
             raise self._error(f"{text}, in {REFUSALS} consecutive checkpoints")
         if self.groups.rank == 0:
-            print(f"warning: step {self._meta['step']} is not saved: {text}", flush=True)
+            print(f"warning: step {self._meta['step']} could not be saved: {text}", flush=True)
 
     def _missed(self, text: str) -> None:
         """Remove the files of a failed attempt. Raises CheckpointError after the last attempt."""
@@ -233,15 +232,15 @@ class Saver:
         self._attempt += 1
         if self.groups.rank == 0:
             step = self._meta["step"]
-            print(f"warning: step {step} is not saved yet, trying again: {text}", flush=True)
+            print(f"warning: step {step} could not be saved, trying again: {text}", flush=True)
 
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(f"step {self._meta['step']} could not be saved: {text}")
 
     def abandon(self) -> None:
-        """End a running save and remove its files, as far as possible.
+        """Cancel a running save and remove its files if possible.
 
-        A checkpoint that is being sealed is completed first.
+        If the checkpoint is already being sealed, it is completed instead.
         """
         if self._pending is not None:
             self._pending.writer.kill()
@@ -271,7 +270,7 @@ def _result(future: Future[Result], timeout: float) -> Result | None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of this process's random number generators, as plain values and tensors."""
+    """Return the state of this process's random number generators as plain values and tensors."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),

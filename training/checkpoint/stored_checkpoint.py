@@ -1,4 +1,4 @@
-"""A stored checkpoint: its meta.json, config, tensors, and effective weights."""
+"""A stored checkpoint: its meta.json, config, tensors and effective weights."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ FORMAT: Final = 2
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files of every checkpoint, also of imported weights."""
+"""Files of every checkpoint, including imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
-"""Files of every checkpoint of a run."""
+"""Files of every checkpoint that a run saves."""
 
 
 STEP: Final = re.compile(r"step_([0-9]{8,})")
@@ -41,7 +41,7 @@ STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 @dataclass(frozen=True)
 class Meta:
-    """Required entries of the meta.json of imported weights."""
+    """Required entries of meta.json in a checkpoint of imported weights."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -69,7 +69,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RunMeta(Meta):
-    """Required entries of the meta.json of a run's checkpoint."""
+    """Required entries of meta.json in a run's checkpoint."""
 
     run_id: str
     progress: Progress
@@ -93,14 +93,14 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of the meta.json of an average; `progress` is from its last checkpoint."""
+    """Required entries of meta.json in an average of checkpoints; `progress` is the last one's."""
 
     averaged: AveragedCheckpoints
     progress: Progress
 
 
 class ResumeError(InputError):
-    """A run that cannot be continued as requested."""
+    """Refusal to continue a run as requested."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class CheckpointInfo:
 
     @property
     def imported(self) -> bool:
-        """Whether the weights were imported from another program's model."""
+        """Whether the weights were imported from a model of another program."""
         return self.meta.get("weights_only") is True and "averaged" not in self.meta
 
     @property
@@ -131,10 +131,10 @@ class CheckpointInfo:
 
     @property
     def config(self) -> Config:
-        """Config of the run that saved the checkpoint, with its vocabulary size.
+        """Config of the run that saved the checkpoint, with the vocabulary size filled in.
 
         Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
-        has keys or values that this version does not know.
+        contains keys or values that this version does not accept.
         """
         path = self.path / CONFIG
         if file_facts(path) != self.files[CONFIG]:
@@ -142,39 +142,38 @@ class CheckpointInfo:
         try:
             return load_saved_config(path)
         except MissingRuleError as error:
-            raise ResumeError(f"{path} cannot be used here: {error}") from None
+            raise ResumeError(f"cannot use {path}: {error}") from None
         except InvalidConfigError as error:
             raise ResumeError(
-                f"{path} is of another version: {'; '.join(error.problems)}"
+                f"{path} was written by another version: {'; '.join(error.problems)}"
             ) from None
 
     @property
     def files(self) -> dict[str, FileFacts]:
-        """Size and hash of every file except meta.json and COMPLETE, by its path in the folder."""
+        """Size and hash of every file except meta.json and COMPLETE, by path in the folder."""
         return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
 
     def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
         """Return the whole tensors whose keys begin with `prefix`, on the CPU, by key.
 
-        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
-        `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
-        tensors cannot be read.
+        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; `parallel.checkpoint.state`
+        defines the keys. Needs no process group. Raises BrokenCheckpointError if the tensors cannot
+        be read.
         """
         stored = StoredTensors(self.state)
         return stored.read(stored.keys(prefix))
 
 
 def changed(folder: Path, name: str) -> str:
-    """Return the message about a file of a checkpoint whose hash has changed."""
+    """Return the error about a checkpoint file whose hash has changed."""
     return f"{folder}: {name} has changed since it was written"
 
 
 class StoredTensors:
     """Tensors stored in `folder`, saved on any layout.
 
-    All keys are those of `parallel.checkpoint.state`. The index is read once, each tensor on
-    request. The constructor and `read_into` raise BrokenCheckpointError if the folder cannot be
-    read.
+    `parallel.checkpoint.state` defines the keys. The constructor reads the index, `read_into` and
+    `read` the requested tensors; all raise BrokenCheckpointError if the folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -198,12 +197,12 @@ class StoredTensors:
         return [key for key in self._tensors if key.startswith(prefix)]
 
     def empty(self, key: str) -> Tensor:
-        """Return an uninitialised tensor with the shape and dtype of a stored one."""
+        """Return an uninitialised tensor with the shape and dtype of a stored tensor."""
         entry = self._tensors[key]
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def read_into(self, places: Mapping[str, Tensor]) -> None:
-        """Fill each tensor with the stored value of its key; the shapes must agree."""
+        """Fill the tensors of `places` with the stored tensors of the same key and shape."""
         missing = [key for key in places if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
@@ -229,23 +228,23 @@ class StoredTensors:
 
 
 def named(keys: Collection[str]) -> str:
-    """Return the first of several tensor names and the number of the others.
+    """Return the first tensor name and the number of other names.
 
-    `weight/head (and 79 others)`
+    Example: `weight/head (and 79 others)`.
     """
     first, others = min(keys), len(keys) - 1
     return f"{first} (and {others} other{'s' if others > 1 else ''})" if others else first
 
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
-    """Return the error about a folder that cannot be read."""
+    """Return the error about an unreadable folder."""
     return BrokenCheckpointError(f"{folder} cannot be read: {last_line(error)}")
 
 
 class CheckpointWeights:
     """Parameters by name, assembled from the units of a checkpoint saved on any layout.
 
-    The weight of a PC layer is PC(W), computed in float32 from the checkpoint's W, gamma, u and v.
+    For a PC layer, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
     """
 
     def __init__(self, info: CheckpointInfo) -> None:
@@ -258,7 +257,7 @@ class CheckpointWeights:
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Return the shape in which units view each parameter.
 
-        Flattening all axes but the last gives the parameter's own shape.
+        If all axes but the last are flattened, it is the shape of the parameter itself.
         """
         return {name: units[0].view_shape for name, units in self._units.items()}
 
@@ -270,7 +269,7 @@ class CheckpointWeights:
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
         """Return a whole parameter `[*layout]`, float32.
 
-        Raises BrokenCheckpointError if a part of it is missing or has another shape.
+        Raises BrokenCheckpointError if a unit of the parameter is missing or has another shape.
         """
         whole = torch.empty(layout, dtype=torch.float32)
         units = self._units[name]
@@ -291,28 +290,29 @@ class CheckpointWeights:
         return self.config.pc is not None and self.config.pc.covers(unit)
 
     def weight(self, unit: Unit) -> Tensor:
-        """Return a unit's W `[*shape]`, float32; for a PC layer it is not the effective weight."""
+        """Return a unit's W `[*shape]`, float32; for a PC layer, W is not the effective weight."""
         key = f"weight/{unit.name}"
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a module's buffer, or zeros `[*shape]` for a missing expert bias."""
+        """Return a module's buffer, or zeros `[*shape]` if it is not stored (an expert bias)."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)
         return self._stored.read([key])[key].float()
 
     def check(self) -> None:
-        """Raise BrokenCheckpointError if the weights are not those of the config's model."""
+        """Raise BrokenCheckpointError if the stored units are not the units of the config's
+        model."""
         expected = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
         present = {key for key in stored if not key.endswith(GAMMA)}
         if expected - present:
-            raise BrokenCheckpointError(f"{self.info.path} lacks {named(expected - present)}")
+            raise BrokenCheckpointError(f"{self.info.path} has no {named(expected - present)}")
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} contains {named(present - expected)}, which its config's "
-                "model does not have"
+                f"{self.info.path} contains {named(present - expected)}, which the model of its "
+                "config does not have"
             )
 
     def effective(self, unit: Unit) -> Tensor:
@@ -323,7 +323,7 @@ class CheckpointWeights:
         keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
         missing = [each for each in (key, *keys) if each not in self._stored]
         if missing:
-            raise BrokenCheckpointError(f"{self.info.path} lacks {missing[0]}")
+            raise BrokenCheckpointError(f"{self.info.path} has no {missing[0]}")
         stored = self._stored.read(keys)
         u, v, gamma = (stored[each].float() for each in keys)
         preconditioner = pc.preconditioner(unit)

@@ -1,8 +1,8 @@
-"""The run config: from a YAML file to frozen sections, with all problems reported at once.
+"""The run config, read from YAML into frozen sections; an error lists all problems at once.
 
 schema.py, data.py, schedule.py and optimizer_section.py contain the fields and the conditions
 within sections, checks.py the conditions between sections; yaml_files.py and binding.py read YAML,
-manual.py writes docs/configuration.md. Nothing here depends on the engine. Start with schema.py.
+manual.py writes docs/configuration.md. No file depends on megatron-core. Start with schema.py.
 """
 
 from collections.abc import Sequence
@@ -35,32 +35,33 @@ __all__ = [
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config of the YAML file `path`, its bases and `key=value` overrides.
 
-    Raises InvalidConfigError, whose `problems` lists everything that is wrong.
+    Raises InvalidConfigError, whose `problems` lists all problems.
     """
     return with_paper_choices(bind(Config, read_merged(Path(path), overrides), BETWEEN))
 
 
 def load_saved_config(path: str | Path) -> Config:
-    """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
+    """Return the config that `to_yaml` of this or an earlier version wrote to `path`.
 
-    A missing key gets its default, and only keys, types and bounds are checked: a condition of a
-    later version must not make a checkpoint unreadable. Raises MissingRuleError if a rule of the
-    run is not installed, InvalidConfigError if the file is not a run config or has unknown keys.
+    A missing key has its default. Only keys, types and bounds are checked, because a condition that
+    a later version adds must not make checkpoints unreadable. Raises MissingRuleError if a rule of
+    the run is not installed, InvalidConfigError if the file is not a run config or contains unknown
+    keys.
     """
     content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))
 
 
 def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
-    """Check that `config` is valid and can run on `world_size` ranks, continuing after `step` steps
-    and `tokens` tokens.
+    """Check that `config` is valid and can continue after `step` steps and `tokens` tokens on
+    `world_size` ranks.
 
-    Raises InvalidConfigError, whose `problems` lists everything that is wrong.
+    Raises InvalidConfigError, whose `problems` lists all problems.
     """
     if lines := list(world(bind(Config, asdict(config), BETWEEN), world_size, step, tokens)):
         raise InvalidConfigError(lines)
 
 
 def to_yaml(config: Config) -> str:
-    """Return `config` as YAML with every default written out; loading it gives an equal config."""
+    """Return `config` as YAML, including all defaults; loading the YAML returns an equal config."""
     return to_text(asdict(config))

@@ -1,8 +1,8 @@
-"""Binding of plain mappings to nested dataclasses by pydantic, with one line per problem.
+"""Conversion of plain mappings to nested dataclasses by pydantic, with one line per problem.
 
 Values are not converted: a string is not a number, a number is not a string, and a bool is not an
-integer. The exception is an integer where a float is expected, which becomes a float. Fields may be
-bool, int, float, str, None, Literal, unions, list, tuple, dict[str, T] and sections of these.
+integer. The exception is an integer where a float is expected, which becomes a float. A field's
+type may be bool, int, float, str, None, Literal, a union, list, tuple, dict[str, T] or a section.
 """
 
 import json
@@ -37,20 +37,20 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
 }
-"""Description of a bound, by the type of pydantic's error."""
+"""Description of each bound, by pydantic's error type."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Common names of rules that do not resemble the names used here, each with the name used here."""
+"""Common names of rules that differ much from Spectrain's names, with Spectrain's names."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
 )  # fmt: skip
-"""Keys whose values map names to sections; a null removes a section of a base file."""
+"""Keys whose values map names to sections; `NAME: null` removes a section of a base file."""
 
 
 class InvalidConfigError(ConfigError):
-    """A config with one or several `problems`, one line each."""
+    """A config with `problems`, one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -66,8 +66,8 @@ def bind(
 ) -> T:
     """Return `mapping` as a section of type `kind`.
 
-    Without `check`, only keys, types and bounds are checked; conditions between fields and the
-    conditions in `between` are not. Raises InvalidConfigError with all problems.
+    If `check` is false, only keys, types and bounds are checked, not the conditions between fields
+    and in `between`. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -76,14 +76,14 @@ def bind(
         sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # collects errors in defaults, and the bound sections
+        bound = object.__new__(kind)  # its attributes are set to the bound sections below
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])
         if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
-        # A section with errors may be missing, or make the checks of other sections fail.
+        # After an error, sections may be missing, so that these checks raise exceptions.
         with suppress(Exception) if lines else nullcontext():
             lines += problems(bound, checks(bound))
     if lines:
@@ -96,7 +96,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and the value of each section in a bound value."""
+    """Yield the path and value of each section in a bound value."""
     if isinstance(value, Section):
         yield loc, value
         value = vars(value)
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and value of each section that can be bound, even if others have errors."""
+    """Yield the path and value of each section without errors, even if other sections have some."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -118,14 +118,14 @@ def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield a line for each of pydantic's problems, but only one for a list that is too short."""
+    """Yield a line per problem of `error`, but a single line for a list that is too short."""
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
             yield _unknown(root, loc)
             continue
         if name == "missing" and isinstance(loc[-1], int):
-            loc, name = loc[:-1], "tuple_type"  # the list has too few items
+            loc, name = loc[:-1], "tuple_type"  # the list is too short
         path, kind = place(root, loc)
         if name == "missing":
             yield from _missing(kind, path)
@@ -139,16 +139,13 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
 
 
 RULE_SECTION: Final = "optimizer.rules"
-"""Section with one section per rule."""
+"""Section that contains one section per rule."""
 
 
 def _mismatch(kind: Any, path: str, value: object) -> str:
-    """Return the line about a value that does not fit the annotation `kind`."""
+    """Return the error about a value that does not match the annotation `kind`."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
-        return (
-            f"{path} is null, which removes an entry of a base file, but no base file has this "
-            "entry"
-        )
+        return f"{path}=null removes an entry of a base file, but no base file has this entry"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
@@ -156,19 +153,19 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return the end of a message about an unknown rule or section of a rule: a note on packages,
-    which may add rules."""
+    """Return a note that packages can add rules, for the error about an unknown rule or its
+    section; "" for other keys."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""
     from spectral.rules import RULES  # imports torch, which takes seconds
 
     reason = RULES.left_out.get(str(rule))
-    return f"; {reason or 'a rule of your own becomes known when its package is installed'}"
+    return f"; {reason or 'to use a rule of your own, install its package'}"
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
-    """Yield a line for a required key, or for each required key of a section."""
+    """Yield a line for a missing key, or for each required key of a missing section."""
     inner = [f.name for f in fields(kind) if required(f)] if is_dataclass(kind) else []
     for name in inner:
         yield from _missing(types_of(kind)[name], join(path, name))
@@ -177,7 +174,7 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
 
 
 def _unknown(root: type, loc: Loc) -> str:
-    """Return the line about an unknown key, with the closest key."""
+    """Return the error about an unknown key, with the closest key."""
     path, kind = place(root, loc[:-1])
     key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
@@ -200,7 +197,7 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
 
 
 def member(kind: Any, key: int | str) -> Any:
-    """Return the annotation of a key or an index of `kind`, or None if there is none."""
+    """Return the annotation of a key or index of `kind`, or None if `kind` does not have it."""
     section = without_null(kind)
     place, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
     if get_origin(section) in origins:
@@ -223,8 +220,8 @@ def described(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path (NAME for a dict's key) and the annotation of each leaf of a
-    section."""
+    """Yield the dotted path and annotation of each leaf of a section; NAME stands for a dict's
+    key."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
         place = join(path, name) + suffix
@@ -235,8 +232,8 @@ def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def one_section(kind: Any) -> tuple[Any, str]:
-    """Return the annotation of the sections in `kind`, and the suffix of their path: a name in a
-    dict, a number in a list. Other annotations are returned unchanged.
+    """Return the annotation of the sections in a dict or list `kind`, and the suffix of their path:
+    `.NAME` or `[N]`. Return any other annotation unchanged, with suffix "".
     """
     args = get_args(kind)
     if get_origin(kind) is dict:
@@ -245,8 +242,8 @@ def one_section(kind: Any) -> tuple[Any, str]:
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """Return the annotations of a section's fields by name, also for a nullable section; {} for
-    other annotations."""
+    """Return the annotations of the fields of a section or nullable section, by name; {} for other
+    annotations."""
     section = without_null(kind)
     if not is_dataclass(section):
         return {}

@@ -1,6 +1,6 @@
-"""Checks between the sections of a config; each section checks itself.
+"""Checks between the sections of a config. Checks within a section are methods of the section.
 
-Start with `BETWEEN`, the list of checks for any number of ranks.
+Start with `BETWEEN`, the checks that do not depend on the number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ from models.section import Check, named, problems
 from training.config.schema import Config, ParallelConfig
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "bias", "router", "shared_router")
-"""Roles that are not linear layers of a block."""
+"""Roles that are not linear layers of a transformer block."""
 
 NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
-"""Roles that are not matrices of a layer."""
+"""Roles that are not matrices of a transformer layer."""
 
 
 def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[Check]:
@@ -26,7 +26,7 @@ def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator
 
 
 def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:
-    """Check that `size`, the value of `key`, is a multiple of the product of the axes' sizes."""
+    """Check that `size`, the value of `key`, is divisible by the product of the axes' sizes."""
     sizes = [getattr(parallel, axis) for axis in axes]
     product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
     divisor = " = ".join(dict.fromkeys(product))
@@ -34,7 +34,7 @@ def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Chec
 
 
 def model_checks(config: Config) -> Iterator[Check]:
-    """Check that the model's settings are those of its family."""
+    """Check the model's settings against its family."""
     for key, wrong, rule in family_checks(config.model):
         yield f"model.{key}", wrong, rule
 
@@ -51,7 +51,7 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "train.compile",
         not sdpa and train.compile not in (None, "auto"),
-        "needs model.attention_backend sdpa, as Transformer Engine fuses the same operations",
+        "needs model.attention_backend sdpa, because Transformer Engine fuses these operations",
     )
     yield (
         "model.attention_kernel",
@@ -61,12 +61,13 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "train.fused_backward",
         not sdpa and train.fused_backward == "triton",
-        "must be auto or null with model.attention_backend transformer_engine, which uses its own",
+        "must be auto or null with model.attention_backend transformer_engine, whose own kernels "
+        "are used",
     )
     yield (
         "data.document_mask",
         config.data.document_mask and not sdpa,
-        "needs model.attention_backend sdpa, as borders between documents are not passed to "
+        "needs model.attention_backend sdpa, because document boundaries are not passed to "
         "Transformer Engine",
     )
     yield (
@@ -78,7 +79,8 @@ def run_checks(config: Config) -> Iterator[Check]:
     yield (
         "train.recompute",
         routed_only and train.recompute == "selective",
-        "must be none or full if all blocks are routed experts, which selective does not recompute",
+        "must be none or full if all feed-forward blocks are routed experts, because selective "
+        "does not recompute routed experts",
     )
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
     yield (
@@ -101,29 +103,29 @@ def roles_of(config: Config) -> list[str]:
 
 
 def length_checks(config: Config) -> Iterator[Check]:
-    """Check that samples and schedule fit into the run."""
+    """Check that schedule and samples of text fit the run's length and sequence length."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
     total = schedule.length(config.train)
     end = f"train.steps = {steps}" if total == steps else f"the run's {total:g} full steps"
-    remedy = f"schedule.warmup_steps={steps // 10}, or a longer train.steps with exit_step={steps}"
+    remedy = f"schedule.warmup_steps={steps // 10}, or train.exit_step={steps} and more train.steps"
     yield (
         "schedule.warmup_steps",
         warmup >= total,
-        f"must be below {end}, got {warmup}; override {remedy}",
+        f"must be below {end}, got {warmup}; set {remedy}",
     )
     cooldown = schedule.cooldown_steps(total) if schedule.kind == "wsd" else 0
     yield (
         "schedule.cooldown_fraction",
         warmup < total < warmup + cooldown,
-        f"of {total:g} steps must not overlap schedule.warmup_steps = {warmup}",
+        f"of {total:g} steps must leave room for schedule.warmup_steps = {warmup}",
     )
     validation = config.validation
     room = length - validation.prompt_tokens(length)
     yield (
         "validation.samples_tokens",
         validation.samples_interval and validation.samples_tokens > room,
-        f"must be at most {room}, the tokens left after the prompt in a sequence of {length}",
+        f"must be at most {room}, the tokens after the prompt in a sequence of {length} tokens",
     )
 
 
@@ -136,8 +138,8 @@ def phase_checks(config: Config) -> Iterator[Check]:
         yield (
             key,
             not before < start < steps,
-            f"must begin later than the part before it, which begins after step {before:,}, and "
-            f"before train.steps = {steps:,}, got a start after step {start:,}",
+            f"must start the phase after step {before:,}, the start of the previous part, and "
+            f"before train.steps = {steps:,}, got step {start:,}",
         )
         before = start
 
@@ -150,7 +152,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
     yield (
         "checkpoint.initialize_from",
         config.checkpoint.initialize_from is not None,
-        "must be null with pc, as PC layers would change the loaded effective weights",
+        "must be null with pc, because PC layers would change the loaded effective weights",
     )
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
@@ -169,13 +171,13 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that owners step whole matrices, as `reason` requires."""
+    """Check that owners step whole matrices, which `reason` requires."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
 
 def penalty_checks(config: Config) -> Iterator[Check]:
-    """Check the penalty against other sections."""
+    """Check the Gram penalty against other sections."""
     section, pc = config.gram_penalty, config.pc
     if section is None:
         return
@@ -184,12 +186,12 @@ def penalty_checks(config: Config) -> Iterator[Check]:
     yield _owners(config, "gram_penalty")
     in_graph = pc.roles if pc is not None and pc.evaluator == "in_graph" else ()
     roles = ", ".join(role for role in section.roles if role in in_graph)
-    rule = f"must be materialized for PC layers of gram_penalty.roles, got in_graph for {roles}"
+    rule = f"must be materialized if gram_penalty.roles has PC layers, got in_graph for {roles}"
     yield "pc.evaluator", roles, rule
 
 
 def layout_checks(config: Config) -> Iterator[Check]:
-    """Check that the model can be split by the layout."""
+    """Check that the layout can split the model."""
     model, parallel, length = config.model, config.parallel, config.train.sequence_length
     tensor, context, moe = parallel.tensor, parallel.context, model.moe
     sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
@@ -219,7 +221,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that the stages without a given size can share the remaining layers equally."""
+    """Check that pipeline stages without a configured size get equal numbers of layers."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
@@ -230,8 +232,8 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must leave the other {others} stages equal numbers of layers, at least one each, given "
-        f"{stages}"
+        f"must give each of the other {others} stages the same number of layers, at least one, "
+        f"with {stages}"
     )
     return "model.layers", rest < others or rest % others, rule
 
@@ -239,18 +241,19 @@ def _stages(config: Config) -> Check:
 BETWEEN = (
     model_checks, run_checks, length_checks, phase_checks, layout_checks, pc_checks, penalty_checks,
 )  # fmt: skip
-"""Checks between the sections, for any number of ranks."""
+"""Checks between sections that do not depend on the number of ranks."""
 
 
 def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> Iterator[str]:
-    """Yield the problems that `world_checks` finds, each with the nearest legal values."""
+    """Yield the problems reported by `world_checks`, with the nearest legal values."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""
     yield from (line + nearby for line in lines)
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config`, with changed values under `train`, can run on `world_size` ranks."""
+    """Return whether `config`, with the keys `train` of its section changed, can run on
+    `world_size` ranks."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
 
@@ -261,25 +264,25 @@ def holds(checks: Iterable[Check]) -> bool:
 
 
 def legal_ranks(config: Config) -> list[int]:
-    """Return the numbers of ranks that `config` can run on, ascending."""
+    """Return the numbers of ranks on which `config` can run, ascending."""
     train, ranks = config.train, config.parallel.model_ranks
     copies = divisors(train.global_batch // train.micro_batch)
     return [ranks * each for each in copies if fits(config, ranks * each)]
 
 
 def legal_micro_batches(config: Config, world_size: int) -> list[int]:
-    """Return the possible micro-batches of `config` on `world_size` ranks, ascending."""
+    """Return the possible micro-batch sizes of `config` on `world_size` ranks, ascending."""
     options = divisors(config.train.global_batch)
     return [size for size in options if fits(config, world_size, micro_batch=size)]
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
+    """Return all divisors of `number`, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _nearby(config: Config, world_size: int) -> str:
-    """Return a phrase with the nearest legal numbers of ranks and batches."""
+    """Return a phrase with the nearest legal numbers of ranks and batch sizes."""
     train, parallel = config.train, config.parallel
     passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
     unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
@@ -291,12 +294,12 @@ def _nearby(config: Config, world_size: int) -> str:
         "train.global_batch": [n for n in batches if fits(config, world_size, global_batch=n)],
     }
     shown = [f"{what} {' and '.join(map(str, near))}" for what, near in legal.items() if near]
-    return f"legal nearby: {'; '.join(shown)}" if shown else "no number nearby is legal"
+    return f"nearest legal values: {'; '.join(shown)}" if shown else "no nearby value is legal"
 
 
 def _nearest(legal: list[int], number: int) -> list[int]:
-    """Return the largest of ascending numbers that is at most `number`, and the smallest that is at
-    least `number`."""
+    """Return the largest element of the ascending `legal` that is at most `number`, and the
+    smallest that is at least `number`."""
     below = [each for each in legal if each <= number][-1:]
     above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})
@@ -305,8 +308,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check the layout and the batches on `world_size` ranks. In a batch ramp, only the stages that
-    remain after `step` steps and `tokens` tokens are checked."""
+    """Check the layout and the batch sizes on `world_size` ranks. Only the stages of a batch ramp
+    that remain after `step` steps and `tokens` tokens are checked."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     yield (
@@ -334,6 +337,6 @@ def world_checks(
         yield (
             key,
             parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline,
-            f"must give a multiple of parallel.pipeline = {parallel.pipeline} micro-batches for "
-            f"the interleaved schedule, got {passes} micro-batches from a batch of {batch}",
+            f"must give a number of micro-batches divisible by parallel.pipeline = "
+            f"{parallel.pipeline} for the interleaved schedule, got {passes} of batch {batch}",
         )

@@ -1,8 +1,8 @@
 """Settings that have no effect because of other settings.
 
-They often come from a base, so the start of a run lists them instead of refusing them, except
-settings of features that an interval of 0 disables. A section itself refuses settings that
-contradict each other (`models.section.ignored`).
+Such settings are often inherited from a base, so a run lists them at the start instead of refusing
+them; settings of a feature that an interval of 0 disables are not listed. A section refuses
+settings that contradict each other (`models.section.ignored`).
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting whose first step is above `train.steps`."""
+    """Yield a sentence for each setting whose first effect would be after `train.steps`."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
     validated = config.data.validation or config.data.mock
@@ -63,12 +63,12 @@ def _never(config: Config) -> Iterator[str]:
     if schedule.kind == "wsd" and not schedule.cooldown_steps(schedule.length(train)):
         yield (
             f"schedule.cooldown_fraction = {schedule.cooldown_fraction} has no effect with "
-            f"train.steps = {train.steps}: it is less than half a step"
+            f"train.steps = {train.steps}: the cooldown is shorter than half a step"
         )
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield a section, some of its keys, whether these have no effect, and the condition."""
+    """Yield a section, some of its keys, whether these keys have no effect, and the reason."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"
@@ -104,7 +104,7 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
 def settings_of_unused_rules(config: Config) -> Iterator[str]:
     """Yield the keys of non-default settings of rules that no role uses.
 
-    A base contains settings for the rules of all recipes that use the base.
+    Bases contain such settings, because their recipes use different rules.
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}

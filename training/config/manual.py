@@ -1,4 +1,4 @@
-"""The manual of the run config: Markdown tables of keys, from the sentences under fields."""
+"""Markdown tables of all config keys, generated from the sentences below the fields."""
 
 import ast
 import inspect
@@ -24,7 +24,7 @@ def nested(kind: Any) -> type | None:
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """Return the sentence below each field of a dataclass and its bases, in one line."""
+    """Return the sentence below each field of a dataclass and its bases, as one line, by field."""
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
@@ -39,8 +39,8 @@ def meanings_of(kind: type) -> dict[str, str]:
 
 @cache
 def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # Read a whole module at a time: for a single class, inspect tokenizes it, which takes far
-    # longer.
+    # Parse whole modules: for the source of a single class, inspect would tokenize the module,
+    # which is far slower.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
@@ -48,7 +48,7 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()) -> Iterator[str]:
     """Yield the lines of a section: its heading (or row if nested), keys and subsections.
 
-    Rows in `omitted` are left out, as they are listed once for several sections.
+    The rows in `omitted` are skipped, because they are listed once for several sections.
     """
     types = types_of(kind)
     children = {name: child for name, inner in types.items() if (child := nested(inner))}
@@ -85,12 +85,13 @@ def _rows(kind: type) -> list[Row]:
 
 
 def _default(field: Field[Any]) -> Any:
-    """Return the default of a field with a default."""
+    """Return the default of a field that has one."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
-    """Return the rows that several of the sections `kinds` share, and the sections' names."""
+    """Return the rows that are equal in several of the sections `kinds`, with the names of these
+    sections."""
     names: dict[Row, list[str]] = {}
     for name, kind in kinds.items():
         for row in _rows(kind):
@@ -115,15 +116,16 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-This page lists every key of a run config, a YAML file. `base: other.yaml`, or a list of files,
-names the configs that the file extends; their paths are relative to the file. Sections are merged;
-lists and single values are replaced. `key=value` arguments after `--config FILE` override the
-files. `${section.key}` stands for another key's value; in keys that are paths, `${oc.env:NAME}`
-stands for an environment variable. Paths of data are relative to the working directory.
+This page lists every key of a run config, which is a YAML file. `base: other.yaml`, or a list of
+files, names the configs that a file extends; their paths are relative to that file. Sections are
+merged; lists and single values are replaced. `key=value` arguments after `--config FILE` override
+the files. `${section.key}` stands for the value of another key; in keys that are paths,
+`${oc.env:NAME}` stands for an environment variable. Data paths are relative to the working
+directory.
 
-A run with an unknown key, a wrong type or a contradiction does not start; the error lists all
-problems. The run folder contains the resolved config, which `--config` accepts. Names in bold are
-subsections; `*` stands for the names at the end of a row.
+A config with an unknown key, a wrong type or a contradiction is refused; the error lists all
+problems. The run folder contains the resolved config, which `--config` accepts. Bold names are
+subsections; in a key, `*` stands for each of the names at the end of the row.
 """
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sections `train` and `schedule`: length, batches, precision and learning rate of a run."""
+"""Config sections `train` and `schedule`: length, batch sizes, precision and learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -13,27 +13,28 @@ Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class RampStage(Section):
-    """A part of the run with fewer sequences per step; the first stage begins with the run, each
-    other stage after the previous stage."""
+    """A part of the run with fewer sequences per step. The first stage begins with the run, each
+    later stage when the previous stage ends."""
 
     batch: Batch
-    """Sequences per optimizer step, fewer than in every later stage and fewer than
+    """Sequences per optimizer step; must be smaller than in later stages and smaller than
     `train.global_batch`."""
     until_steps: Count | None = None
-    """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the
-    end."""
+    """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the end
+    of the stage."""
     until_tokens: Count | None = None
-    """Tokens since the start of the run; the step that reaches this number ends the stage. null =
-    `until_steps` sets the end."""
+    """Number of tokens since the start of the run; the step that reaches it is the last step of the
+    stage. null = `until_steps` sets the end of the stage."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that exactly one limit is given."""
+        """Check that exactly one limit is set."""
         limits = [limit for limit in (self.until_steps, self.until_tokens) if limit is not None]
-        rule = f"or until_tokens must be given, exactly one of the two, got {len(limits)}"
+        rule = f"or until_tokens must be set, exactly one of the two, got {len(limits)}"
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
-        """Return the remaining steps of this stage after `step` steps and `tokens` tokens."""
+        """Return the number of remaining steps of this stage after `step` steps and `tokens`
+        tokens."""
         if self.until_tokens is None:
             return max(0, (self.until_steps or 0) - step)
         return max(0, -((tokens - self.until_tokens) // (self.batch * sequence_length)))
@@ -46,10 +47,10 @@ class RampStage(Section):
 
 @dataclass(frozen=True)
 class EqualSteps:
-    """Consecutive steps of a run that have the same global batch.
+    """Consecutive steps of a run with the same global batch size.
 
-    first    steps of the run before these steps
-    steps    number of steps
+    first    number of earlier steps of the run
+    steps    number of these steps
     batch    sequences per step
     """
 
@@ -59,37 +60,37 @@ class EqualSteps:
 
     @property
     def samples(self) -> int:
-        """Sequences of all steps."""
+        """Number of sequences in all steps."""
         return self.steps * self.batch
 
 
 def ramp_checks(
     ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
 ) -> Iterator[Check]:
-    """Check that batches increase from stage to stage, and that every stage has at least one step.
+    """Check that batch sizes increase, and that every stage has at least one step.
 
-    final  global batch after the ramp
-    steps  steps of the run
+    final  global batch size after the ramp
+    steps  number of steps of the run
     """
     step = tokens = 0
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
-        return  # the stage itself reports this
+        return  # `RampStage.checks` reports the problem
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
         name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
-        rule = f"must be below {name} = {batch}, because a ramp only grows, got {stage.batch}"
+        rule = f"must be below {name} = {batch}, because batches must grow, got {stage.batch}"
         yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
         limit = "until_tokens" if stage.until_steps is None else "until_steps"
         key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
         count = stage.steps_left(step, tokens, sequence_length)
-        rule = f"must be above {step:,} steps and {tokens:,} tokens, where the stage begins"
+        rule = f"must be above the start of the stage at step {step:,} and {tokens:,} tokens"
         yield key, not count, f"{rule}, got {value:,}"
         step, tokens = step + count, tokens + count * stage.batch * sequence_length
         yield (
             key,
             step >= steps,
-            f"must end before steps = {steps:,}, got {value:,}, which ends after step {step:,}; "
-            "for a shorter run with the same ramp, set exit_step",
+            f"must end the stage before steps = {steps:,}, got {value:,}, which ends it after step "
+            f"{step:,}; for a shorter run with the same ramp, set exit_step",
         )
 
 
@@ -102,15 +103,16 @@ class TrainConfig(Section):
     steps: Steps
     """Optimizer steps of the whole run; the learning-rate schedule ends at this step."""
     exit_step: Count | None = None
-    """Step after which the run ends early, with the schedule of `steps`; null = `steps`."""
+    """Step after which the run ends early, while the schedule still covers `steps`; null = `steps`.
+    """
     global_batch: Batch
-    """Sequences per optimizer step, over all ranks; gradients accumulate over the micro-batches."""
+    """Sequences per optimizer step, over all ranks and micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
-    """Stages at the start of the run with fewer sequences per step, such as `[{batch: 64,
-    until_tokens: 252000000}]`; `global_batch` applies after the last stage. [] uses `global_batch`
-    from the start. `steps` includes the steps of all stages."""
+    """Stages with fewer sequences per step at the start of the run, such as `[{batch: 64,
+    until_tokens: 252000000}]`; `global_batch` applies after the last stage. `steps` includes the
+    steps of all stages. [] uses `global_batch` from the start."""
     micro_batch: Batch
-    """Sequences per forward and backward pass on one rank."""
+    """Sequences per rank in one forward and backward pass."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -121,31 +123,32 @@ class TrainConfig(Section):
     """Activations that the backward pass recomputes. none: no activations; selective: activations
     of dense and shared feed-forward blocks; full: all activations of a layer except its input."""
     loss_chunk: Count | None = None
-    """Vocabulary entries per rank whose logits are in memory at once; the backward pass then
-    repeats the product with the output head. null keeps all logits."""
+    """Number of vocabulary entries per rank whose logits are computed at once, to save memory; the
+    backward pass recomputes the logits. null computes all logits at once."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
-    """Kernels of the loss: liger uses liger-kernel, which passes over the logits twice; null uses
-    megatron-core's kernels, with one pass per operation. auto is liger on a GPU if liger-kernel is
-    installed and `loss_chunk` is null."""
+    """Kernels of the loss. liger: liger-kernel, with two passes over the logits; null:
+    megatron-core's kernels, with one pass per operation; auto: liger on a GPU if liger-kernel is
+    installed and `loss_chunk` is null, otherwise null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Coefficient of the z-loss, the mean over tokens of the squared log-sum-exp of the logits
-    (PaLM: 1e-4). It is part of the minimised loss, but not of `train/loss` and validation.
-    `train/z_loss` is the mean without the coefficient. 0 = none."""
+    (PaLM: 1e-4). The z-loss is added to the minimised loss, but not to `train/loss` or validation
+    losses. `train/z_loss` is the z-loss without the coefficient. 0 = no z-loss."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
-    """Kernels of the backward passes of gated activations and of attention's heads: triton writes
-    each gradient in one pass; null leaves these passes to `compile`, or to autograd. auto is triton
-    on a GPU with Triton, null under Transformer Engine."""
+    """Kernels of the backward passes of gated activations and attention heads. triton: kernels that
+    write each gradient in one pass; null: the kernels of `compile` or autograd; auto: triton on a
+    GPU with Triton, null otherwise and under Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for norms with the residual sums before them, rotary embedding and
-    activations: inductor fuses them; aot_eager captures the same graphs, for debugging; null does
-    not compile. auto is inductor on a GPU where it works, null on a CPU and under Transformer
-    Engine, which fuses the same operations."""
+    """Backend of torch.compile for norms with the preceding residual additions, rotary embedding
+    and activations. inductor fuses these operations; aot_eager captures the same graphs, for
+    debugging; null does not compile; auto is inductor on a GPU that supports it, null on a CPU and
+    under Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
-    """Consecutive non-finite steps to skip before the run aborts."""
+    """Largest number of consecutive non-finite steps that are skipped; the next one ends the run.
+    """
 
     @property
     def last(self) -> int:
-        """Step after which the run ends, `exit_step` or `steps`."""
+        """Step after which the run ends: `exit_step` or `steps`."""
         return self.exit_step or self.steps
 
     @property
@@ -156,10 +159,10 @@ class TrainConfig(Section):
     def equal_steps(
         self, step: int = 0, tokens: int = 0, until: int | None = None
     ) -> Iterator[EqualSteps]:
-        """Yield the rest of the run in parts with one global batch each.
+        """Yield the remaining parts of the run, each with a constant global batch size.
 
-        The rest begins after `step` steps and `tokens` tokens and ends with step `until`, by
-        default the last step.
+        The first part begins after `step` steps and `tokens` tokens; the last part ends with step
+        `until`, by default the run's last step.
         """
         last = self.steps if until is None else until
         for stage in self.batch_ramp:
@@ -171,7 +174,7 @@ class TrainConfig(Section):
             yield EqualSteps(step, last - step, self.global_batch)
 
     def batch(self, step: int, tokens: int) -> int:
-        """Return the global batch of the step after `step` steps and `tokens` tokens."""
+        """Return the global batch size of the step after `step` steps and `tokens` tokens."""
         return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
 
     def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
@@ -180,7 +183,7 @@ class TrainConfig(Section):
 
     @property
     def batches(self) -> list[int]:
-        """All global batches of the run, ascending."""
+        """All global batch sizes of the run, ascending."""
         return [*(stage.batch for stage in self.batch_ramp), self.global_batch]
 
     def checks(self) -> Iterator[Check]:
@@ -193,32 +196,32 @@ class TrainConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over the run, as a factor of every group's peak."""
+    """Learning-rate schedule: a factor that multiplies the peak learning rate of every group."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
+    """Shape after warm-up; wsd (warmup-stable-decay) is constant and then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit of warm-up and decay: steps or tokens. With tokens, a batch of `train.global_batch`
-    sequences is one step, and a smaller batch of `train.batch_ramp` a fraction of a step."""
+    """Unit in which warm-up and decay progress. With tokens, a batch of `train.global_batch`
+    sequences counts as one step, a smaller batch of `train.batch_ramp` as a fraction of a step."""
     warmup_steps: Whole = 0
-    """Steps of linear warm-up from 0 to the peak."""
+    """Number of steps of linear warm-up from 0 to the peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor at the end of the run, for every kind but constant."""
+    """Factor at the end of the run, for all kinds except constant."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Fraction of the run over which wsd decays."""
+    """Fraction of the run in which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps; in tokens, a step has `train.global_batch`
+        """Return the length of a run in steps; with unit tokens, in batches of `train.global_batch`
         sequences."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
-        """Return the steps over which wsd decays in a run of `total_steps`: a whole number, unless
-        the whole run decays."""
+        """Return the number of steps in which wsd decays in a run of `total_steps`, rounded to a
+        whole number but at most `total_steps`."""
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:
-        """Return the number of steps before the decay of wsd."""
+        """Return the number of steps before wsd decays."""
         cooldown = self.cooldown_steps(self.length(train))
         if self.unit == "steps":
             return train.steps - round(cooldown)
@@ -231,7 +234,7 @@ class ScheduleConfig(Section):
 
 
 def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleConfig) -> float:
-    """Return the factor of the step after `step` steps and `tokens` tokens."""
+    """Return the learning-rate factor of the step after `step` steps and `tokens` tokens."""
     if schedule.unit == "steps":
         return learning_rate_factor(step, train.steps, schedule)
     full = train.global_batch * train.sequence_length
@@ -243,15 +246,15 @@ def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleCo
 def learning_rate_factor(
     step: float, total_steps: float, schedule: ScheduleConfig, size: float = 1.0
 ) -> float:
-    """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
+    """Return the learning-rate factor of step `step`, counted from 0, in a run of `total_steps`.
 
-    In a batch ramp, a step may count as a fraction of a step, `size`; later steps may then begin at
-    a fractional `step`.
+    `size` is the fraction of a step that a smaller batch of a batch ramp counts as; `step` may then
+    be fractional.
 
-    Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
-    starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
-    first step that is not taken; from there on the factor is constant. The decay equals torch's
-    CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
+    The warm-up factor is (step + 1) / warmup_steps, so no step has factor 0 and the last warm-up
+    step has factor 1. Decay starts at step warmup_steps with factor 1 and reaches `min_ratio` at
+    step total_steps, one step after the run's last step; the factor is constant afterwards. The
+    decay equals torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:
         return min(1.0, (step + size) / schedule.warmup_steps)

@@ -1,9 +1,9 @@
-"""The run config and its sections: fields, the sentence under each field (its entry in
-docs/configuration.md), and conditions within a section (`checks`).
+"""The run config and its sections. The sentence under each field is the field's entry in
+docs/configuration.md; the method `checks` checks the conditions within a section.
 
-Conditions between sections are in checks.py. The sections about data are in data.py, `train` and
-`schedule` in schedule.py, the optimizer's in optimizer_section.py, the model's in models/. Start
-with Config, at the end.
+checks.py contains the conditions between sections. The sections about data are in data.py, `train`
+and `schedule` in schedule.py, `optimizer` in optimizer_section.py, `model` in models/. Start with
+Config, at the end.
 """
 
 from collections.abc import Iterator
@@ -37,53 +37,57 @@ class RunConfig(Section):
     dir: str
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on: cuda uses one GPU per rank, cpu uses no GPU, auto uses GPUs if there are
-    any, and fails if a GPU does not start."""
+    """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: one GPU per rank if the
+    machine has GPUs, and an error if a GPU does not start."""
     deterministic: bool = False
-    """Use only GPU kernels that repeat bit for bit, which slows the backward pass of attention. A
-    warning names each operation without such a kernel."""
+    """Use only deterministic GPU kernels, which slows the backward pass of attention. A warning
+    names each operation without a deterministic kernel."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the name, which is often part of `dir`, and the folder."""
+        """Check the name, which is often part of `dir`, and the path of the folder."""
         bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
-        rule = "must be one or more names joined by /, without . and .. and control characters"
+        rule = "must be one or more names separated by /, without ., .. and control characters"
         yield "name", bad or "\n" in self.name or printable(self.name) != self.name, rule
         wrong = not self.dir or self.dir.startswith("~")
-        yield "dir", wrong, "must be the path of a folder, not empty and without ~"
+        yield "dir", wrong, "must be the non-empty path of a folder, without ~"
         if not wrong:
             yield local_path("dir", self.dir)
 
 
 class PlanConfig(Section):
-    """The machine to plan for; it does not change the run."""
+    """Default machine of plans; it does not affect the run."""
 
     gpus: Count | None = None
-    """GPUs that `--dry-run` plans for without `--gpus`; null = the fewest that the layout needs."""
+    """Number of GPUs for `--dry-run` if `--gpus` is not given; null = the smallest number that the
+    layout allows."""
     device: str = "h100"
-    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
-    that describes one."""
+    """GPU type for `--dry-run` if `--device` is not given: h100, h200, a100, b200, or a YAML file
+    that describes a GPU."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the file."""
+        """Check the path of a device file."""
         yield local_path("device", self.device)
 
 
 class CheckpointConfig(Section):
-    """Saving of checkpoints, and conditions for continuing from them."""
+    """Saving of checkpoints, and conditions for continuing from a checkpoint."""
 
     interval: Whole = 1000
-    """Steps between checkpoints; a run also saves when it ends or is stopped. 0 never saves."""
+    """Steps between checkpoints, in addition to a checkpoint when the run ends or is stopped; 0
+    saves no checkpoint."""
     keep_last: Count | None = 3
-    """Number of newest checkpoints to keep; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all checkpoints."""
     keep_every: Count | None = None
-    """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
+    """Also keep the checkpoints whose step is a multiple of this number; null keeps only the newest
+    checkpoints."""
     allow_change: tuple[Kind, ...] = ()
-    """Kinds of settings that may differ from the continued checkpoint; other differences are
-    refused. `tokenizer` also lets `initialize_from` name weights of another tokenizer."""
+    """Kinds of settings that may differ from the checkpoint that a run continues from; other
+    differences are refused. With `tokenizer`, `initialize_from` also accepts weights that were
+    trained with another tokenizer."""
     initialize_from: str | None = None
-    """Run folder or checkpoint, of any layout, from whose weights a new run starts; null
-    initialises new weights. Model and tokenizer must be the run's; PC layers become plain
-    weights."""
+    """Run folder or checkpoint, of any layout, that contains the initial weights of a new run; null
+    initialises random weights. Its model and tokenizer must equal the new run's. Its PC layers are
+    converted to plain weights."""
 
     def checks(self) -> Iterator[Check]:
         """Check the path of initial weights."""
@@ -91,37 +95,37 @@ class CheckpointConfig(Section):
 
 
 class StopConfig(Section):
-    """Conditions to save and stop before the last step; the same command continues the run."""
+    """Early stops, which save a checkpoint; the same command then continues the run."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which to save and stop, at most half of the job's
-    remaining time at the start of the run; null ignores the limit."""
+    """Seconds before the SLURM time limit at which the run saves and stops, at most half of the
+    time that the job has left when the run starts; null ignores the limit."""
 
 
 class WatchdogConfig(Section):
-    """Detection of hanging ranks and of weights that change between steps."""
+    """Detection of hanging ranks and corrupted weights."""
 
     hang_seconds: Seconds | None = 300.0
-    """Seconds without progress after which every rank writes its stack to `stacks/`, at most half
-    of `parallel.timeout_seconds`; null writes none."""
+    """Seconds without progress after which every rank writes its call stack to `stacks/`, limited
+    to half of `parallel.timeout_seconds`; null writes no stacks."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
-    """Steps between checks that the weights have changed only in steps and that all copies are
-    equal. A difference ends the run. Every step then reads all weights twice and waits for the new
-    weights. 0 never checks."""
+    """Steps between checks that weights change only in optimizer steps and that all replicas are
+    equal; a difference ends the run. With checks, every step reads all weights twice and waits for
+    the new weights. 0 disables the checks."""
 
 
 class SpikeConfig(Section):
     """Handling of loss spikes, and of too many consecutive skipped steps."""
 
     deviations: Positive | None = None
-    """Skip a step whose loss is this many standard deviations above the mean of the last `window`
-    losses; null skips only non-finite losses and gradients."""
+    """Skip a step whose loss is more than this many standard deviations above the mean of the last
+    `window` losses; null skips only steps with a non-finite loss or gradient."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
     """Number of past losses to compare with; the first `window` losses of a run are never spikes.
     """
     rewinds: Whole = 0
-    """Number of times that the run may return to its last checkpoint and skip the failed samples,
-    instead of ending after `train.max_skipped_steps`."""
+    """Number of times that the run, instead of ending after too many skipped steps, may return to
+    its last checkpoint and leave out the samples of the skipped steps."""
 
 
 class GramPenaltyConfig(Section):
@@ -130,19 +134,19 @@ class GramPenaltyConfig(Section):
     roles: Annotated[tuple[str, ...], Field(min_length=1)] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit separately."""
     coefficient: Positive | None = None
-    """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
-    for a model.hidden below 1024 (such as its 160M model), else 1e-4."""
+    """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice, 1e-3
+    if model.hidden is below 1024 (as in the paper's 160M model), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Fraction of the run, from its start, in which the penalty is active; in (0, 1]."""
+    """Initial fraction of the run in which the penalty is active, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
-    """2 penalises the squared Frobenius norm of the off-diagonal part, 1 the norm itself."""
+    """2: penalise the squared Frobenius norm of the off-diagonal part; 1: penalise the norm."""
     side: Side = "in"
-    """Gram matrix of the columns, W^T W (in), or of the rows, W W^T (out)."""
+    """Gram matrix to penalise. in: W^T W, of the columns; out: W W^T, of the rows."""
     normalize: Normalize | None = None
-    """Divisor of the squared norm: ||W||_F^4 (frobenius) or n (n - 1) (size); null = 1."""
+    """Divisor of the squared norm. frobenius: ||W||_F^4; size: n (n - 1); null: 1."""
 
     def last_step(self, steps: int) -> int:
-        """Return the last step of the horizon, counted from 1, in a run of `steps`."""
+        """Return the last step, counted from 1, with the penalty in a run of `steps` steps."""
         return max(1, round(self.horizon * steps))
 
 
@@ -150,49 +154,50 @@ Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class ParallelConfig(Section):
-    """Split of the model over ranks; the remaining ranks are data-parallel."""
+    """Parallelism of the model. The data-parallel size is the number of ranks divided by `tensor`,
+    `pipeline` and `context`."""
 
     tensor: Ranks = 1
-    """Tensor-parallel size: ranks that share every matrix."""
+    """Tensor-parallel size: number of ranks over which each weight matrix is split."""
     pipeline: Ranks = 1
-    """Pipeline-parallel size: ranks that share the layers."""
+    """Pipeline-parallel size: number of ranks over which the layers are split."""
     virtual_pipeline: Ranks = 1
     """Model chunks per pipeline rank; more than 1 selects the interleaved schedule."""
     first_stage_layers: Count | None = None
-    """Layers of the first pipeline stage, which also contains the embedding; null = as many as
-    other stages."""
+    """Number of layers of the first pipeline stage, which also contains the embedding; null = as
+    many as in the other stages."""
     last_stage_layers: Count | None = None
-    """Layers of the last pipeline stage, which also contains the output head; null = as many as
-    other stages."""
+    """Number of layers of the last pipeline stage, which also contains the output head; null = as
+    many as in the other stages."""
     expert: Ranks = 1
-    """Expert-parallel size: ranks that share the experts of a mixture-of-experts layer."""
+    """Expert-parallel size: number of ranks over which the experts of a layer are distributed."""
     expert_tensor: Ranks = 1
     """Tensor-parallel size of routed experts, independent of `tensor`."""
     context: Ranks = 1
-    """Context-parallel size: ranks that share each sequence."""
+    """Context-parallel size: number of ranks over which each sequence is split."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that a collective waits for a rank before the run ends."""
+    """Seconds that a collective waits for other ranks before the run ends with an error."""
     sequence: bool | None = None
-    """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
-    null = true if tensor > 1."""
+    """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel
+    ranks; null = true if tensor > 1."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """`sequence` with its default resolved."""
+        """The value of `sequence`, with null resolved."""
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     @property
     def layout(self) -> Layout:
-        """The sizes of all axes, and the division of the pipeline."""
+        """The sizes of all parallel axes, and the division of layers into pipeline stages."""
         return Layout(**{axis.name: getattr(self, axis.name) for axis in fields(Layout)})
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that together hold one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
     def checks(self) -> Iterator[Check]:
-        """Check the layout for any model."""
+        """Check the conditions that do not depend on the model."""
         one_stage, interleaved = self.pipeline == 1, self.virtual_pipeline > 1
         yield "virtual_pipeline", one_stage and interleaved, "needs pipeline > 1"
         for key in ("first_stage_layers", "last_stage_layers"):
@@ -203,26 +208,27 @@ class ParallelConfig(Section):
 
 
 class WandbConfig(Section):
-    """Settings of the run in Weights & Biases, if `log.trackers` contains wandb.
+    """Settings of Weights & Biases, used if `log.trackers` contains wandb.
 
-    The environment variables of wandb, such as WANDB_ENTITY, set team, group, tags and mode.
+    wandb's environment variables, such as WANDB_ENTITY, set team, group, tags and mode.
     """
 
     project: str = "spectrain"
-    """Project of the run."""
+    """Project to which the run is logged."""
 
 
 class ProfileConfig(Section):
     """Profiled steps and ranks."""
 
     first: Count
-    """First step to profile, counted from 1; the first steps of a run are slower than others."""
+    """First step to profile, counted from 1. The first steps of a run are slower than later steps.
+    """
     steps: Count = 3
-    """Number of steps; a trace of a large model takes tens of MB per step."""
+    """Number of steps to profile; the trace of a large model has tens of MB per step."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
-    """Ranks to profile, with one trace per rank."""
+    """Ranks to profile; each rank writes one trace."""
     memory: bool = False
-    """Also write a snapshot of the GPU memory allocated in these steps, with the allocating code.
+    """Also write a snapshot of the GPU memory allocated in the profiled steps, with stack traces.
     """
 
     def checks(self) -> Iterator[Check]:
@@ -236,13 +242,13 @@ class LogConfig(Section):
     interval: Count = 10
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Services that also receive the metrics. A tracker that fails never stops the run."""
+    """Trackers that also receive the metrics. A tracker failure never stops the run."""
     wandb: WandbConfig = WandbConfig()
-    """The run in Weights & Biases, if `log.trackers` contains wandb. wandb's environment variables,
-    such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set everything else."""
+    """Settings of Weights & Biases, used if `log.trackers` contains wandb. wandb's environment
+    variables, such as WANDB_ENTITY, WANDB_TAGS and WANDB_MODE, set all other options."""
     profile: ProfileConfig | None = None
     """Steps to profile; null = none. Traces for Perfetto are written to `profile/` in the run
-    folder. A profile does not change results, and its failure does not end the run."""
+    folder. Profiling does not change results; if it fails, the run continues."""
 
     def checks(self) -> Iterator[Check]:
         """Check the trackers."""
@@ -253,39 +259,39 @@ class LogConfig(Section):
 MonitorGroup = Literal[
     "weights", "gradients", "updates", "noise", "activations", "attention", "spectra"
 ]
-"""Groups of figures that docs/monitors.md describes."""
+"""Groups of figures, described in docs/monitors.md."""
 
 
 class MonitorsConfig(Section):
     """Monitors of weights, gradients, updates and activations, written to monitors.jsonl."""
 
     interval: Whole | None = None
-    """Steps between monitored steps; 0 turns monitors off. null = 100 on a CPU; on GPUs, the
-    smallest multiple of 100 at which monitors add at most 1% to the run's time, as the plan
-    estimates it."""
+    """Steps between monitored steps; 0 disables monitors. null = 100 on a CPU; on GPUs, the
+    smallest multiple of 100 with which monitors add at most 1% to the run's time, as estimated by
+    the plan."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
     """Groups of figures to compute, in addition to the figures that rules report. noise is off by
-    default: it keeps the gradients of `noise_samples` micro-batches and the weights of
-    `noise_samples` steps. spectra is off by default too: singular values of momentum and update
-    cost as much as those of weights."""
+    default because it stores the gradients of `noise_samples` micro-batches and the weights of
+    `noise_samples` steps, spectra because it computes the singular values of momentum and updates,
+    which cost as much as the singular values of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """GiB per rank for the Gram matrices of activations; if they do not fit, monitored steps
-    measure the layers in turn."""
+    """Memory per rank, in GiB, for the Gram matrices of activations; if they need more, each
+    monitored step measures only some of the layers, in turn."""
     inspection_gib: Positive = 4.0
-    """GiB per rank for the matrices that are gathered at once; other matrices are inspected in
-    turn. A single matrix may use more."""
+    """Memory per rank, in GiB, for matrices that are gathered at the same time; the matrices are
+    inspected in groups of this size. A single larger matrix may exceed it."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Number of samples of each noise figure: the first micro-batches of a monitored step, or the
-    last steps up to it."""
+    last steps up to and including a monitored step."""
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     def phase_starts(self) -> list[int]:
-        """Return the steps before each of `data.phases`."""
+        """Return the number of steps before each phase of `data.phases`."""
         steps, decay = self.train.steps, self.schedule.decay_start(self.train)
         return [
             decay if each.with_decay else each.after_steps or round((each.after_share or 0) * steps)
@@ -296,11 +302,13 @@ class Config(Section):
     seed: Whole = 1234
     """Seed of the initial weights and of the data order."""
     model: ModelConfig
-    """Shape of the model."""
+    """Architecture of the model."""
     pc: PCConfig | None = None
-    """PC layers (polynomial weight preconditioning); null = none, `{}` = the paper's settings."""
+    """PC layers (polynomial weight preconditioning); null = no PC layers, `{}` = the paper's
+    settings."""
     gram_penalty: GramPenaltyConfig | None = None
-    """Off-diagonal Gram penalty on the loss; null = none, `{}` = the paper's settings."""
+    """Off-diagonal Gram penalty added to the loss; null = no penalty, `{}` = the paper's settings.
+    """
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
@@ -318,25 +326,25 @@ class Config(Section):
 
 
 ADAMW_LEVEL: Final = 4
-"""The level of PC layers under AdamW."""
+"""Default level of PC layers under AdamW."""
 
 SPECTRAL_LEVEL: Final = 2
-"""The level of PC layers under Muon."""
+"""Default level of PC layers under Muon."""
 
 SMALL_COEFFICIENT: Final = 1e-3
-"""The lambda of the Gram penalty for 160M parameters, whose width is 768."""
+"""The paper's lambda of the Gram penalty for its 160M model, which has width 768."""
 
 LARGE_COEFFICIENT: Final = 1e-4
-"""The lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
+"""The paper's lambda for its 405M and 1.4B models, which have widths 1024 and 2048."""
 
 LARGE_WIDTH: Final = 1024
 """Smallest width of a model with `LARGE_COEFFICIENT`."""
 
 
 def with_paper_choices(config: Config) -> Config:
-    """Return `config` with nulls of PC layers and Gram penalty replaced by the papers' choices.
+    """Return `config` with the papers' choices in place of nulls of PC layers and Gram penalty.
 
-    A run's saved config is thus explicit. A level without effect becomes null.
+    The saved config of a run therefore contains these choices. A level without effect becomes null.
     """
     pc, penalty, optimizer = config.pc, config.gram_penalty, config.optimizer
     if pc is not None:

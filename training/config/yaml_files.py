@@ -1,10 +1,10 @@
-"""Reader of config files: a YAML file merged over its bases, then dotted overrides.
+"""Reader of config files: a YAML file is merged over its bases, then overrides are applied.
 
-`base: other.yaml`, or a list of files in ascending priority, is relative to the file itself.
-Sections are merged, lists and single values replaced; a section with `replace: true` inherits
-nothing from the base. `${section.key}` refers to the merged result, and `${oc.env:NAME}`, allowed
-only in keys that are paths, refers to the environment. As a saved config may come from another
-person, `read_saved` resolves no references.
+`base: other.yaml`, or a list of files in ascending priority, is relative to the file that contains
+it. Sections are merged, lists and single values replaced; a section with `replace: true` inherits
+no key from the base. `${section.key}` refers to the merged result; `${oc.env:NAME}`, allowed only
+in keys that are paths, refers to the environment. `read_saved` does not resolve references, because
+a saved config may be from another person.
 """
 
 import re
@@ -29,7 +29,7 @@ from training.json_file import read_regular, real_path
 Content = Mapping[Any, Any]
 
 REPLACE: Final = "replace"
-"""Key of a section that inherits nothing from the base."""
+"""Key that, if true, makes a section inherit no key from the base."""
 
 ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoint.initialize_from")
 """Keys whose values may use `${oc.env:NAME}`."""
@@ -37,9 +37,9 @@ ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoi
 LARGEST: Final = 1 << 18
 """Largest size of a config file in bytes."""
 MOST_VALUES: Final = 100_000
-"""Largest number of values in a config file, with a YAML alias counted each time."""
+"""Largest number of values in a config file; the values of a YAML alias count at each use."""
 MOST_FILES: Final = 64
-"""Largest number of files of one config, with a shared base counted each time."""
+"""Largest number of files of one config; a shared base counts at each use."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(
@@ -49,9 +49,9 @@ _OLD_NUMBER: Final = re.compile(
 _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
 """Suffixes of the tags of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""Texts, such as 1e5, that OmegaConf reads as a number and YAML 1.1 may read as a string."""
+"""Texts such as 1e5, which OmegaConf reads as a number and YAML 1.1 may read as a string."""
 _TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]-[0-9]+")
-"""Numbers other than 0 that a float may round to 0."""
+"""Texts of nonzero numbers that may round to 0.0."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -67,7 +67,7 @@ for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # such strings need quo
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     """Return the merged plain mapping of `path`, its bases and the `key=value` overrides.
 
-    Raises InvalidConfigError for a file, an override or a reference that cannot be read.
+    Raises InvalidConfigError if a file, an override or a reference is invalid.
     """
     with _readable(_shown(path)):
         merged = _merged(content for _, content in _sources(path, overrides))
@@ -77,7 +77,7 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
 
 
 def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Content]]:
-    """Return the files and overrides of a config with their mappings, in ascending priority."""
+    """Return (source, mapping) of each file and override of a config, in ascending priority."""
     files = list(islice(_files(path), MOST_FILES + 1))
     if len(files) > MOST_FILES:
         raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
@@ -85,27 +85,27 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
 
 
 def _merged(contents: Iterable[Content]) -> Content:
-    """Merge `contents` into one mapping; later ones override earlier ones."""
+    """Merge `contents` into one mapping; later mappings override earlier mappings."""
     return reduce(over, contents, {})
 
 
 @contextmanager
 def _readable(prefix: str) -> Iterator[None]:
-    """Turn errors of yaml and OmegaConf, and of int for a huge number, into InvalidConfigError."""
+    """Convert errors of yaml, OmegaConf and int (for a huge number) to InvalidConfigError."""
     try:
         yield
     except InvalidConfigError:
         raise
     except RecursionError as error:
-        raise InvalidConfigError([f"{prefix}: it is nested too deeply"]) from error
+        raise InvalidConfigError([f"{prefix}: too many nested levels"]) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise InvalidConfigError([f"{prefix}: {' '.join(str(error).split())}"]) from error
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
-    """Return the nested mapping of `key=value` overrides; later ones win.
+    """Return the nested mapping of `key=value` overrides; the last value of a key is used.
 
-    Raises InvalidConfigError for an override that cannot be read.
+    Raises InvalidConfigError for an invalid override.
     """
     return _merged(map(_override, overrides))
 
@@ -117,28 +117,28 @@ def replaced(overrides: Sequence[str]) -> Iterator[str]:
         for later in range(i + 1, len(overrides)):
             common = keys[i].keys() & keys[later].keys()
             if any(keys[i][key] != keys[later][key] for key in common):
-                yield f"the override {overrides[later]} replaces {text}"
+                yield f"override {overrides[later]} replaces override {text}"
                 break
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys that `path` itself or an override sets, without the bases."""
+    """Return the dotted keys that `path` or an override sets, excluding keys of the bases."""
     sources = _sources(path, overrides)
     contents = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in contents for key, _ in flat(content)}
 
 
 def check_not_read(path: Path, option: str, output: Path) -> None:
-    """Raise InvalidConfigError if the file `output` of an option is `path` or one of its bases."""
+    """Raise InvalidConfigError if `output`, the value of `option`, is `path` or a base of it."""
     if real_path(output) in (file for file, _ in _files(path)):
-        rule = "must not be a file of the config, which it would replace"
+        rule = "must not overwrite a file of the config"
         raise InvalidConfigError([f"{option} {rule}, got {output}"])
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the place with the highest priority that sets the key `names` (outermost first) to a
-    value other than null: `FILE, line N` or `the override KEY=VALUE`. The first two arguments are
-    those of `read_merged`."""
+    """Return the source whose value of the key `names` (outermost first) is used: `FILE, line N` or
+    `the override KEY=VALUE`; None if no source sets the key to a value other than null. `path` and
+    `overrides` are the arguments of `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -148,7 +148,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
 
 
 def _line_of(file: Path, names: Sequence[str]) -> str:
-    """Return `FILE, line N` of a key in the file, or only `FILE` if the key comes from `<<`."""
+    """Return `FILE, line N` of a key in the file, or only `FILE` if `<<` merges the key."""
     node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     with suppress(KeyError):
         for name in names:
@@ -160,9 +160,9 @@ def _line_of(file: Path, names: Sequence[str]) -> str:
 def over(below: Content, above: Content, path: str = "") -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced.
 
-    A mapping with `replace: true` replaces the mapping below it, and null removes a named section.
-    `path` is the position of the mappings in the config. Raises InvalidConfigError if `replace` has
-    another value.
+    A mapping in `above` with `replace: true` replaces the mapping in `below`, and null removes a
+    named section. `path` is the dotted key of both mappings. Raises InvalidConfigError if `replace`
+    is not true.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
@@ -181,7 +181,7 @@ def over(below: Content, above: Content, path: str = "") -> Content:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf of nested mappings."""
+    """Yield the dotted key and value of every leaf of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -192,7 +192,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def read_saved(path: Path) -> Content:
     """Return the plain mapping of a saved config without resolving references.
 
-    Raises InvalidConfigError for a file that cannot be read.
+    Raises InvalidConfigError if the file cannot be read.
     """
     return cast(Content, _with_strings(_load(path), unescaped))
 
@@ -203,22 +203,22 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Return plain values as YAML whose references `read_merged` will resolve."""
+    """Return plain values as YAML; `read_merged` resolves the references in it."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def escaped(value: Any) -> Any:
-    """Return nested plain values with each `${` escaped, so that none is a reference."""
+    """Return nested plain values with each `${` escaped, so that it is not a reference."""
     return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def unescaped(text: str) -> str:
-    """Return a string as it was before `escaped` changed it."""
+    """Return a string with the escapes of `escaped` removed."""
     return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested plain values with `change` applied to all strings except keys."""
+    """Return nested plain values with `change` applied to each string that is not a key."""
     if isinstance(value, Mapping):
         return {key: _with_strings(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -227,17 +227,17 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a sentence for each forbidden reference; references to other keys are allowed."""
+    """Yield a sentence for each forbidden reference; references to keys are allowed."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
             if match[1].strip() != "oc.env:" or not is_path:
-                rule = "only ${oc.env:NAME} is allowed, and only in keys that are paths"
+                rule = "the only resolver is ${oc.env:NAME}, allowed in keys that are paths"
                 yield f"{key} must not use {match[0]!r}: {rule}"
 
 
 def _override(text: str) -> Content:
-    """Return the mapping of one `dotted.key=value`, whose value is read as YAML."""
+    """Return the nested mapping of `dotted.key=value`, whose value is YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")) or key.startswith("-"):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
@@ -245,14 +245,14 @@ def _override(text: str) -> Content:
         ends = yaml.StreamEndToken, yaml.BlockEndToken
         *_, last = (each for each in yaml.scan(value) if not isinstance(each, ends))
         if value[last.end_mark.index :].strip():
-            raise yaml.YAMLError("text after # is a comment; quote a string that contains #")
+            raise yaml.YAMLError("text after # is a comment; quote strings that contain #")
         _checked(value)
         return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 
 
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
-    """Yield the bases of a file, then the file, each with its mapping, in ascending priority.
-    `chain` contains the files whose `base` led to this file."""
+    """Yield (file, mapping) of a file's bases and of the file, in ascending priority. `chain` is
+    the chain of files whose `base` led to `path`."""
     path = real_path(path)
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -261,7 +261,7 @@ def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Con
     base = content.pop("base", None)
     names = base if isinstance(base, list) else [] if base is None else [base]
     if not all(isinstance(name, str) for name in names):
-        problem = f"base in {_shown(path)} must be a file or a list of files, got {base}"
+        problem = f"base in {_shown(path)} must be a path or a list of paths, got {base}"
         raise InvalidConfigError([problem])
     for name in names:
         yield from _files(path.parent / name, (*chain, path))
@@ -269,8 +269,8 @@ def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Con
 
 
 def _load(path: Path, origin: str = "") -> Content:
-    """Return the plain mapping in one file without resolving references; `origin` states what named
-    the file."""
+    """Return the plain mapping in one file without resolving references. `origin` is added to the
+    file's name in errors."""
     name = _shown(path)
     with _readable(f"{name} is not valid YAML"):
         try:
@@ -293,9 +293,9 @@ def _load(path: Path, origin: str = "") -> Content:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Content | None:
-    """Return the mapping of a YAML text, or None if the text holds another kind of value.
+    """Return the mapping of a YAML text, or None if its value is not a mapping.
 
-    Many configs have the same bases: each text is parsed once.
+    The result is cached, because many configs have the same bases.
     """
     if not isinstance(_checked(text), yaml.MappingNode | None):
         return None
@@ -303,17 +303,17 @@ def _parsed(text: str) -> Content | None:
 
 
 def _checked(text: str) -> yaml.Node | None:
-    """Return the root of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
-    value that does not fit its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and
-    10."""
+    """Return the root node of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for
+    a value that does not match its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90
+    and 10."""
     root = yaml.compose(text, yaml.SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
-    for node in nodes:  # the list grows, endlessly if an alias contains itself
+    for node in nodes:  # `nodes` grows, without end if an alias contains itself
         if len(nodes) > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases expand to more than {MOST_VALUES} values")
+            raise yaml.YAMLError(f"aliases must not expand to more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)
         if isinstance(node, yaml.MappingNode):
-            if scalar:  # yaml would use the value of its key =
+            if scalar:  # yaml would use the value of the mapping's key "="
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             if [key.value for key, _ in node.value].count(
                 "<<"
@@ -323,16 +323,16 @@ def _checked(text: str) -> yaml.Node | None:
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
-            raise yaml.YAMLError(f"a number must be decimal, and a string quoted, got {node.value}")
+            raise yaml.YAMLError(f"a number must be decimal (quote strings), got {node.value}")
         elif node.style is None and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
             raise yaml.YAMLError(f"a number must be 0 or at least 1e-323, got {node.value}")
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
-                continue  # without an explicit tag, such as 2024-31-12, which is a string
+                continue  # no explicit tag, as in 2024-31-12, which is a string
             try:
                 loader.construct_object(node)
-            except (AttributeError, LookupError) as error:  # as for !!bool foo
+            except (AttributeError, LookupError) as error:  # raised for !!bool foo, for example
                 rule = f"a value must match its tag, got !!{_kind(node)} {node.value!r:.80}"
                 raise yaml.YAMLError(rule) from error
     return root
@@ -343,7 +343,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return `path`, relative to the working directory if it is inside."""
+    """Return `path` as text, relative to the working directory if the path is inside it."""
     path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,5 +1,5 @@
-"""Training and validation tokens: their files, manifest, and the order of samples.
+"""Training and validation tokens: files, manifest and sample order.
 
-Nothing here depends on the model, or on the layout beyond a rank's position; scripts/data turns
-text into tokens. Start with build_data.py and order.py.
+This package depends neither on the model nor on the layout, except for a rank's position;
+scripts/data tokenizes text. Start with build_data.py and order.py.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches of one rank: choice of samples, prefetching, and transfer to the device."""
+"""Micro-batches of one rank: sampling, prefetching and transfer to the device."""
 
 import os
 import shutil
@@ -24,9 +24,9 @@ from training.errors import ConfigError, DataError
 
 SHARED_MEMORY: Final = "/dev/shm"
 AHEAD: Final = 2
-"""Batches that a worker prefetches, as in torch's DataLoader."""
+"""Number of batches that each worker prefetches, torch's default."""
 SPARE_BYTES: Final = 1 << 20
-"""Bytes of shared memory for semaphores and other programs."""
+"""Bytes of shared memory reserved for semaphores and other programs."""
 
 
 def training_batches(
@@ -34,7 +34,7 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Return an endless iterator of this rank's micro-batches after `progress`.
 
-    They are token ids `[micro_batch, sequence_length + 1]`, or have borders as in
+    A micro-batch is int64 `[micro_batch, sequence_length + 1]`, or has document borders as in
     `training_loader`.
     """
     sampler = GlobalBatchSampler(
@@ -51,7 +51,7 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`; remove the traceback of a worker process from a DataError."""
+    """Yield `batches`; if a worker raises DataError, remove its traceback from the message."""
     try:
         yield from batches
     except DataError as error:
@@ -63,9 +63,9 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 class GlobalBatchSampler:
     """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
 
-    Global batch n starts at sample `consumed + n * global_batch`; a batch that would contain
-    samples of `left_out` starts after them instead. Rank r takes the r-th part of each batch and
-    splits it into micro-batches, so the samples of a global batch depend on neither `data_size` nor
+    Global batch n starts at sample `consumed + n * global_batch`, or after the samples of
+    `left_out` that it would contain. Rank r reads the r-th part of each global batch and splits it
+    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
     `micro_batch`. The config's checks ensure that `data_size * micro_batch` divides `global_batch`.
     """
 
@@ -91,15 +91,16 @@ def training_loader(
     data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
 ) -> DataLoader[Tensor]:
     """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
-    `[micro_batch, 2, sequence_length + 1]` with borders.
+    `[micro_batch, 2, sequence_length + 1]` with document borders.
 
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: processes that prefetch; 0 reads in this process. The order does not depend on it.
+        workers: number of prefetching processes; 0 reads in this process. The order of the batches
+            does not depend on it.
 
     Raises:
-        ConfigError: there is too little shared memory for the batches that `workers` prefetch.
+        ConfigError: the shared memory is too small for the batches that `workers` prefetch.
     """
     if workers:
         rows = sampler.micro_batch * (2 if data.borders.needed else 1)
@@ -109,8 +110,8 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts; without this generator it would change the
-        # run's.
+        # A DataLoader draws a seed when it starts. Without a generator of its own, it would change
+        # the state of torch's default generator.
         generator=torch.Generator().manual_seed(0),
     )
 
@@ -122,20 +123,20 @@ def _check_shared_memory(workers: int, batch_bytes: int) -> None:
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
     if free < needed:
         raise ConfigError(
-            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, where "
-            f"{free / 2**20:.1f} are free: give the container more with --shm-size, or set "
-            "data.workers=0"
+            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB in {SHARED_MEMORY}, but only "
+            f"{free / 2**20:.1f} MiB are free: start the container with a larger --shm-size, or "
+            "set data.workers=0"
         )
 
 
 def as_batch(
     window: Tensor, groups: Groups, borders: Borders, weight: Tensor | None = None
 ) -> Batch:
-    """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with borders.
+    """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with document borders.
 
-    Its inputs and next-token labels `[b, s / context]` are this context rank's part of the
-    sequences, on the device. If the first tokens of documents have no loss, `mask` marks the labels
-    that count.
+    The batch contains the inputs and next-token labels `[b, s / context]` of this context-parallel
+    rank, on the device. If the first tokens of documents have no loss, `counted` marks the labels
+    with loss.
     """
     move = partial(on_device, device=groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}
@@ -156,7 +157,7 @@ def as_batch(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` from pinned host memory to the device without waiting."""
+    """Copy `tensor` to the device, from pinned host memory and without blocking on a GPU."""
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

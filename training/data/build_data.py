@@ -1,4 +1,4 @@
-"""The data, tokenizer, vocabulary and tasks of a run, from its config."""
+"""Data, tokenizer, vocabulary and tasks of a run, built from its config."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -35,11 +35,11 @@ from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
 MOCK_SAMPLES = 64
-"""Number of windows of a mock validation set if the config states none."""
+"""Number of windows of a mock validation set if `validation.samples` is null."""
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """Return the manifest next to the first training set, or None if there is none."""
+    """Return the manifest in the folder of the first training set, or None if there is none."""
     if not config.data.train:
         return None
     folder = Path(next(iter(config.data.train.values())).path).parent
@@ -47,16 +47,15 @@ def data_manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_path(config: Config) -> Path | None:
-    """Return the tokenizer.json that the config or its data's manifest names, or None."""
+    """Return the tokenizer.json named by the config, else by the data manifest, else None."""
     source = config.data.tokenizer or data_manifest(config)
     return None if source is None else tokenizer_file(source)
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return `config` with its model.vocab_size; a null is replaced by the data manifest's size.
+    """Return `config` with model.vocab_size from the data manifest if it is null.
 
-    Raises DataError for a null without a manifest, except with mock tokens, which have a default
-    size.
+    Raises DataError if there is no manifest; mock tokens have a default size.
     """
     if config.model.vocab_size is not None:
         return config
@@ -66,20 +65,20 @@ def with_vocabulary(config: Config) -> Config:
     if manifest is None:
         name, first = next(iter(config.data.train.items()))
         if not Path(f"{first.path}.idx").exists():
-            plan = "a plan without data needs model.vocab_size"
+            plan = "to plan without data, set model.vocab_size"
             raise MissingSetError(
                 f"set {name}: no file {first.path}.idx; {plan}", ("data", "train", name)
             )
         raise MissingSetError(
-            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} next to {first.path}, "
-            "got null; scripts/prepare_data.py prepares data with a manifest",
+            f"model.vocab_size must be set, because there is no {MANIFEST_FILE} next to "
+            f"{first.path}, got null; scripts/prepare_data.py writes a manifest",
             ("data", "train", name),
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 
 def data_vocabulary(config: Config) -> int | None:
-    """Return the number of ids of the data's tokenizer, or None if it is not known."""
+    """Return the number of token ids of the data's tokenizer, or None if it is unknown."""
     if config.data.mock:
         return None
     if config.data.tokenizer is not None and tokenizer_file(config.data.tokenizer).exists():
@@ -89,20 +88,20 @@ def data_vocabulary(config: Config) -> int | None:
 
 
 def check_rows(config: Config) -> None:
-    """Raise VocabularyError if the embedding has more rows than the data's padded ids."""
+    """Raise VocabularyError if the embedding has more rows than the data's padded vocabulary."""
     ids, model = data_vocabulary(config), config.model
     rows = model.padded_vocab if ids is None else replace(model, vocab_size=ids).padded_vocab
     if model.padded_vocab > rows:
         raise VocabularyError(
-            f"model.vocab_size must be at most {rows:,}, which is the {ids:,} ids of the data "
+            f"model.vocab_size must be at most {rows:,}, the {ids:,} token ids of the data "
             f"padded to a multiple of model.vocab_multiple = {model.vocab_multiple}, got "
-            f"{model.vocab_size:,}: set model.vocab_size=null, or set a larger "
-            "model.vocab_multiple, which adds rows that no token trains"
+            f"{model.vocab_size:,}: set model.vocab_size=null, or add untrained rows with a larger "
+            "model.vocab_multiple"
         )
 
 
 def on_mock_tokens(config: Config) -> Config:
-    """Return `config` with mock tokens and a vocabulary, without samples of text."""
+    """Return `config` with mock tokens, a vocabulary size, and no samples of text."""
     return with_vocabulary(
         replace(
             config,
@@ -117,8 +116,8 @@ def build_data(
 ) -> tuple[TrainingData, list[ValidationData]]:
     """Return the training data and the validation sets, checked against the vocabulary.
 
-    `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
-    that are missing, corrupt or too short, or token ids beyond the vocabulary.
+    `share` is (rank, size) of the ranks that share a full verification. Raises DataError if a file
+    is missing, corrupt or too short, or contains token ids outside the vocabulary.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
     data, samples = config.data, config.validation.samples
@@ -167,8 +166,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return the facts of tokenizer and manifests that a run uses, verified by `data.verify` or
-    not."""
+    """Return facts about the tokenizer and the manifests of a run, which ranks compare whatever
+    `data.verify` is."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)
@@ -183,12 +182,12 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for place, entry in entries.items()
         if entry is not None
         for name, value in asdict(entry).items()
-        if name not in ("source", "inputs")  # these may be long, and differences have no effect
+        if name not in ("source", "inputs")  # may be long; differences have no effect
     }
 
 
 def check_tokenizers(data: DataConfig) -> None:
-    """Raise DataError unless all sets, and `data.tokenizer` if set, use one tokenizer."""
+    """Raise DataError if the sets and `data.tokenizer`, if set, are not of the same tokenizer."""
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
@@ -203,10 +202,10 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def without_sets(config: Config) -> Iterator[str]:
-    """Yield remedies for missing sets of a recipe: create them, or continue without."""
+    """Yield the remedies for missing sets of a recipe: create the sets, or use other data."""
     if config.data.made_by is None:
         return
-    yield f"make the sets with: {config.data.made_by}"
+    yield f"to create the sets: {config.data.made_by}"
     if config.data.made_by == "make data":  # these sets are the embedded corpus
         return
     names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
@@ -214,13 +213,13 @@ def without_sets(config: Config) -> Iterator[str]:
         f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
     ]
     yield (
-        "or go on without them: data.mock=true reads random tokens; `make data` and "
-        f"{' '.join(names)} model.vocab_size=null read the embedded corpus"
+        "to run without these sets: data.mock=true generates random tokens; `make data` and "
+        f"{' '.join(names)} model.vocab_size=null use the embedded corpus"
     )
 
 
 def named(open_set: OpenSet, kind: str) -> OpenSet:
-    """Return `open_set` with the config's key in its errors about missing sets."""
+    """Return `open_set`, with the config key of the set in its errors about missing sets."""
 
     def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
         try:
@@ -232,7 +231,7 @@ def named(open_set: OpenSet, kind: str) -> OpenSet:
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:
-    """Return `data` with mock sets if it names no sets."""
+    """Return `data` with a mock set in `train` and `validation` if they are empty."""
     return replace(
         data,
         train=data.train or {"mock": TrainSet(path="mock")},
@@ -241,9 +240,9 @@ def with_mock_sets(data: DataConfig) -> DataConfig:
 
 
 def build_tasks(config: Config) -> list[Task]:
-    """Return the tasks that score the run; with mock tokens, random tasks.
+    """Return the tasks that score the run, or random tasks if the tokens are mock tokens.
 
-    Raises ConfigError if there is no tokenizer, DataError if a file is not a task.
+    Raises ConfigError if there is no tokenizer, DataError if a file is not a task file.
     """
     files, window = config.tasks.files, config.train.sequence_length
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
@@ -254,7 +253,7 @@ def build_tasks(config: Config) -> list[Task]:
     if path is None:
         first = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"tasks.files needs data.tokenizer, as there is no {MANIFEST_FILE} next to {first}"
+            f"tasks.files needs data.tokenizer, because no {MANIFEST_FILE} is next to {first}"
         )
     tokenizer, count = open_tokenizer(path), config.tasks.examples
     end = None if manifest is None else manifest.tokenizer.eod_id

@@ -1,7 +1,7 @@
-"""Megatron's index of a token file, with lengths and positions of documents, and the borders of
-documents that share a window.
+"""Megatron's index of a token file (lengths and positions of documents), and the borders between
+documents in a window.
 
-megatron-core writes the same file from Python lists, with about 150 bytes per document.
+megatron-core writes the same file from Python lists, which need about 150 bytes per document.
 """
 
 import struct
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 MAGIC: Final = b"MMIDIDX\x00\x00"
 HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 STEP: Final = 1 << 20
-"""Documents that are in memory at a time."""
+"""Number of documents in memory at a time."""
 
 Lengths = Callable[[int, int], NDArray[np.integer]]
-"""A function that returns the lengths of `count` documents from `first` on, `[count]`."""
+"""Function from (first, count) to the lengths of `count` documents from `first` on, `[count]`."""
 
 
 def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> None:
-    """Write the index of documents of one sequence each, with tokens of type `dtype`."""
+    """Write the index of `documents` documents, each of one sequence, with tokens of `dtype`."""
     width = np.dtype(dtype).itemsize
     blocks = [(first, min(STEP, documents - first)) for first in range(0, documents, STEP)]
     with path.open("wb") as file:
@@ -44,12 +44,12 @@ def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> Non
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """The documents of an index, with one or several sequences.
+    """The documents of an index, each of one or several sequences.
 
     places     byte offset of each sequence's first token, ascending
-    borders    first sequence of each document, and then the number of sequences
-    tokens     number of tokens of all documents
-    itemsize   bytes of a token
+    borders    index of each document's first sequence, then the number of sequences
+    tokens     number of tokens in all documents
+    itemsize   bytes per token
     """
 
     places: NDArray[np.int64]
@@ -74,7 +74,7 @@ class DocumentIndex:
             block = self.borders[first : first + STEP + 1]
             ordered = ordered and not (np.diff(block) < 0).any()
             if not ordered:
-                raise ValueError("its documents must be in the order of the tokens")
+                raise ValueError("documents must be in the order of the tokens")
             places = self.places[np.minimum(block, sequences - 1)]
             places[block == sequences] = self.tokens * self.itemsize
             filled += int(np.count_nonzero(np.diff(places)))
@@ -82,15 +82,15 @@ class DocumentIndex:
 
 
 SPREAD: Final = 1024
-"""Number of windows of a set over which its attended length is averaged."""
+"""Number of windows of a set over which the attended length is averaged."""
 
 
 @dataclass(frozen=True)
 class Borders:
     """Treatment of the borders between documents.
 
-    mask               keeps attention within each document; positions begin at 0 in every document
-    first_token_loss   counts the loss of a document's first token
+    mask               restrict attention to each document, and start its positions at 0
+    first_token_loss   include the loss of each document's first token
     """
 
     mask: bool = False
@@ -103,14 +103,14 @@ class Borders:
 
 
 CROSSED: Final = Borders()
-"""Attention crosses borders, and every token counts."""
+"""Default treatment: attention crosses borders, and all tokens have a loss."""
 
 
 def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the position of the first token of each token's document, `[count]`.
 
-    `starts` are the positions of first tokens, ascending. An earlier document counts as starting at
-    the first of these tokens.
+    `starts` are the positions of documents' first tokens, ascending. For a document that begins
+    before these `count` tokens, the position is 0.
     """
     firsts = np.zeros(count, dtype=np.int64)
     firsts[starts] = starts
@@ -118,6 +118,7 @@ def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def squared_length(starts: NDArray[np.int64], count: int) -> int:
-    """Return the sum of the squared lengths of the documents in `count` tokens."""
+    """Return the sum of the squared lengths of the documents that start at `starts`, in `count`
+    tokens."""
     lengths = np.diff(starts[starts > 0], prepend=0, append=count)
     return int((lengths**2).sum())

@@ -1,7 +1,7 @@
-"""Hashes of whole files, and of a token file's blocks; each block is compared at its first use.
+"""Hashes of whole files, and of a token file's blocks, which are compared at their first use.
 
-NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, or 0.02% of its size. A hash of the
-whole file would be as safe, but could only be compared by reading the whole file.
+NAME.blocks contains 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of
+the whole file would be as safe, but to compare it a rank would have to read the whole file.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def write_block_hashes(prefix: str | Path) -> None:
 
 
 def file_sha256(path: str | Path) -> str:
-    """Return the sha256 of a file. Raises DataError if it cannot be read."""
+    """Return the sha256 of a file; raise DataError if the file cannot be read."""
     try:
         check_regular(Path(path))
         with open(path, "rb") as file:
@@ -44,13 +44,13 @@ def file_sha256(path: str | Path) -> str:
 
 
 class BlockHashes:
-    """Comparison of every block of PREFIX.bin with the verified PREFIX.blocks, once per block.
+    """Comparison of each block of PREFIX.bin, once, with its hash in the verified PREFIX.blocks.
 
     prefix  path of both files without suffix
     size    bytes of PREFIX.bin
     read    function from (offset, count) to bytes of PREFIX.bin, `[count]` uint8
 
-    Its methods raise DataError for a block that has changed.
+    The methods raise DataError if a block has changed.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class BlockHashes:
         return len(self._seen)
 
     def check_bytes(self, start: int, stop: int) -> None:
-        """Compare the blocks with the bytes from `start` to `stop`."""
+        """Compare the blocks that contain the bytes from `start` to `stop`."""
         self.check(range(start // BLOCK, -(-stop // BLOCK)))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Compare the given blocks, except blocks that were compared before."""
+        """Compare the blocks of `blocks` that were not compared before."""
         for block in blocks:
             if self._seen[block]:
                 continue
@@ -80,6 +80,6 @@ class BlockHashes:
             if block_hash(content.data) != self._hashes[block].tobytes():
                 raise DataError(
                     f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} "
-                    "differ from the prepared bytes"
+                    "differ from their stored hash"
                 )
             self._seen[block] = True

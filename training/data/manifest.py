@@ -17,12 +17,12 @@ from training.json_file import read_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-"""Version of manifest.json; increase it when older files become unreadable."""
+"""Version of manifest.json; increase it if older files become unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerEntry:
-    """The tokenizer of the folder's tokens."""
+    """The tokenizer of a folder's token sets."""
 
     file: str  # relative to the folder
     sha256: str
@@ -34,10 +34,10 @@ class TokenizerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SetEntry:
-    """One token set of the folder: NAME.bin and NAME.idx."""
+    """One token set of a folder: NAME.bin and NAME.idx."""
 
     documents: int
-    tokens: int  # with one EOD for every document
+    tokens: int  # including one EOD per document
     bytes: int  # UTF-8 bytes of the documents' text
     max_token: int
     dtype: str
@@ -64,7 +64,7 @@ class Manifest:
         return self.folder / self.tokenizer.file
 
     def to_json(self) -> str:
-        """Return the text of manifest.json, the same for equal manifests."""
+        """Return the text of manifest.json; equal manifests have equal texts."""
         content = {"format": MANIFEST_FORMAT, **dataclasses.asdict(self)}
         del content["folder"]
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -74,14 +74,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Return the manifest of a prepared folder.
 
     Raises:
-        DataError: manifest.json is missing or unreadable, has another format or lacks a field.
+        DataError: manifest.json is missing, unreadable, of another format or incomplete.
     """
     path = Path(folder) / MANIFEST_FILE
     try:
         content = read_json(path)
     except FileNotFoundError:
         raise DataError(
-            f"no {path}: is {folder} a folder made by scripts/prepare_data.py?"
+            f"no {path}: {folder} must be a folder that scripts/prepare_data.py has written"
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
@@ -94,14 +94,14 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise DataError(f"{path}: {error.problems[0]}") from None
     for name in (manifest.tokenizer.file, *manifest.sets):
         if not name or name != Path(name).name:
-            raise DataError(f"{path} must name files of its folder, got {name!r:.60}")
+            raise DataError(f"{path} must name only files in its folder, got {name!r:.60}")
     return manifest
 
 
 def manifest_of(prefix: str | Path) -> Manifest | None:
-    """Return the manifest next to a set's files if it lists the set, else None.
+    """Return the manifest in the folder of a set if the manifest lists the set, else None.
 
-    Raises DataError if it is unreadable.
+    Raises DataError if the manifest is unreadable.
     """
     folder = Path(prefix).parent
     manifest = read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
@@ -109,22 +109,22 @@ def manifest_of(prefix: str | Path) -> Manifest | None:
 
 
 def check_tokenizer(manifest: Manifest) -> None:
-    """Raise DataError if the folder's tokenizer.json is not the tokenizer of its tokens."""
+    """Raise DataError if the folder's tokenizer.json is not the tokenizer of its token sets."""
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(
-            f"{path} must be the tokenizer of the tokens next to it, which has sha256 {stated} "
-            f"in {MANIFEST_FILE}, got {found}: put it back, or prepare the data again"
+            f"{path} must have sha256 {stated} as stated in {MANIFEST_FILE}, got {found}: restore "
+            "the tokenizer of the tokens, or prepare the data again"
         )
 
 
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
-    """Check that all sets use one tokenizer, as far as manifests state it.
+    """Check that all sets with a manifest use the same tokenizer.
 
     `sets` contains (name, prefix) of each set; `tokenizer` is the config's tokenizer.json, if any.
 
     Raises:
-        DataError: there are several tokenizers; the message names each tokenizer and its sets.
+        DataError: the tokenizers differ; the message names each tokenizer and its sets.
     """
     files: dict[str, str] = {}
     users: dict[str, dict[str, None]] = {}
@@ -141,7 +141,7 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
         parts = [f"{', '.join(users[digest])} from {file}" for digest, file in files.items()]
         raise DataError(
             f"the sets have {len(files)} tokenizers: {'; '.join(parts)}\nuse only sets of one "
-            "tokenizer (`replace: true` in section data of a config leaves out the sets of its "
+            "tokenizer (`replace: true` in section data of a config removes the sets of its "
             "base), or prepare the other sets again with --tokenizer"
         )
 
@@ -149,11 +149,11 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
 def shared_text(
     train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
 ) -> Iterator[str]:
-    """Yield a sentence for each pair of sets with the same text; both arguments: prefixes by name.
+    """Yield a sentence for each pair of sets with the same text. Arguments map names to prefixes.
 
-    Sets have the same text if their files are the same, or if their manifests state equal tokens or
-    a common input. A set and its held-out share, made in one preparation, share inputs but no
-    document, so they are not reported.
+    Sets have the same text if their files are identical, or if their manifests state equal tokens
+    or a common input. A training set and its held-out fraction share inputs but no documents, so
+    such a pair is not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [
@@ -170,9 +170,9 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """Return why two sets contain the same text, or None if manifests show no reason."""
+    """Return the reason why two sets contain the same text, or None if no reason is known."""
     if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
-        return f"both are {first}"
+        return f"both sets are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]
     if manifests[0] is None or manifests[1] is None:
         return None
@@ -182,7 +182,7 @@ def _shared(first: Path, second: Path) -> str | None:
     if first.resolve().parent == second.resolve().parent and first.stem == second.stem:
         return None
     common = len({*one.inputs} & {*other.inputs})
-    return f"{common:,} inputs of {first} are inputs of {second} too" if common else None
+    return f"{common:,} inputs are common to {first} and {second}" if common else None
 
 
 def _same_file(first: str, second: str) -> bool:

@@ -1,4 +1,4 @@
-"""Random tokens, for benchmarks and rehearsals that need no text."""
+"""Random tokens for benchmarks and rehearsals, which need no text."""
 
 import hashlib
 import math
@@ -12,33 +12,33 @@ from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
-"""Windows of a set, after which the order of samples continues with another permutation."""
+"""Number of windows of a set, the length of an epoch."""
 
 VOCABULARY = 50_304
-"""Size of the vocabulary if neither the config nor a manifest states it."""
+"""Vocabulary size if neither the config nor a manifest sets it."""
 
 BLOCK = 1 << 12
-"""Tokens per random draw."""
+"""Number of tokens drawn at a time."""
 
 DOCUMENTS = 4
-"""Documents that begin in a block, with a mean length of 1,024 tokens."""
+"""Number of documents that begin in a block; their mean length is 1,024 tokens."""
 
 
 class MockTokens(TokenSet):
     """A stream of random tokens; the frequency of the k-th most frequent token is about 1 / k.
 
-    The stream is a function of the set's name and the vocabulary, the same on every machine.
+    The stream depends only on the set's name and the vocabulary, and is the same on all machines.
 
     Args:
         name: the name of the set in the config.
-        prefix: path in the config, which is not read.
-        sequence_length: tokens the model predicts per window.
+        prefix: the path in the config; no file is read.
+        sequence_length: number of tokens that the model predicts per window.
         vocabulary: number of token ids.
     """
 
     modified = None
     rewritten = False
-    entry = None  # without a manifest the bytes of text are unknown
+    entry = None  # there is no manifest, so the bytes of text are unknown
 
     def __init__(
         self, name: str, prefix: str | Path, sequence_length: int, *, vocabulary: int
@@ -51,7 +51,7 @@ class MockTokens(TokenSet):
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens `start` to `start + count` of the stream, `[count]`."""
+        """Return `count` tokens of the stream from `start` on, `[count]`."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
         drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
         return drawn[start - first * BLOCK :][:count]
@@ -66,14 +66,14 @@ class MockTokens(TokenSet):
         return np.random.default_rng((self._seed, *of))
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the starts of documents in tokens `start` to `stop` of the stream, ascending."""
+        """Return the documents' start positions in tokens `start` to `stop`, ascending."""
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
         drawn = [self._generator(i, 1).integers(0, BLOCK, DOCUMENTS) + i * BLOCK for i in blocks]
         starts = np.unique(np.concatenate(drawn))
         return starts[(start <= starts) & (starts < stop)]
 
     def check_documents(self, borders: Borders) -> None:
-        """Do nothing, as there are always documents of several tokens."""
+        """Do nothing, because there are always documents of several tokens."""
 
     def max_token(self) -> int:
         """Return the largest token id."""
@@ -84,7 +84,7 @@ class MockTokens(TokenSet):
         return 0
 
     def unigram_entropy(self) -> float:
-        """Return the entropy of the tokens' distribution, in nats."""
+        """Return the entropy of the token distribution, in nats."""
         edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)
         shares = np.diff(edges)
         return float(-(shares * np.log(shares)).sum())

@@ -1,16 +1,16 @@
 """The order of training samples.
 
-Sample k of a phase is a pure function of k, of the seed, of the weights, and of each set's counts
-at the start of the phase. The weights determine the sample's set; a permutation per epoch
-determines its window in this set. Nothing depends on the number of steps, the batch size or the
-number of ranks, so a run can stop, resume and change its layout at any sample. Every change of the
-mixture begins a new phase.
+Sample k of a phase is a pure function of k, the seed, the weights, and the counts of each set at
+the start of the phase. The weights determine the sample's set; a permutation per epoch determines
+the sample's window in this set. The order does not depend on the number of steps, the batch size or
+the number of ranks, so a run can stop, resume and change its layout at any sample. Every change of
+the mixture begins a new phase.
 
-A stored permutation of a trillion-token set would take gigabytes on every rank, and numpy's
-permutations may change with its version. `Permutation` computes one element at a time instead:
-element i passes through a Feistel network, which permutes [0, p), where p is the next power of
-four, for any round function. A result outside [0, size) passes through the network again until it
-is inside (cycle walking), at most four times on average.
+A stored permutation of a trillion-token set would need gigabytes on every rank, and numpy's
+permutations may change with numpy's version. `Permutation` therefore computes single elements: a
+Feistel network permutes [0, p), where p is the next power of four, for any round function. A result
+outside [0, size) is passed through the network again until it is inside (cycle walking); an element
+needs at most four passes on average.
 """
 
 import copy
@@ -38,7 +38,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Permutation:
-    """Permutation of [0, size) for a key, the same on every machine and in every version."""
+    """Permutation of [0, size), a function of `key` that no machine or version changes."""
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
@@ -68,15 +68,15 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-BLEND_PERIOD = 1 << 20  # the interleaving of the sets repeats after this many samples
+BLEND_PERIOD = 1 << 20  # number of samples after which the interleaving of the sets repeats
 
 
 @dataclass(frozen=True)
 class SetUse:
-    """Use of one set by the samples of a run, in all its phases."""
+    """Use of one set in all phases of a run."""
 
     name: str
-    weight: float  # share of the present phase's samples; the sum over sets is 1
+    weight: float  # share of the samples of the current phase; the sum over sets is 1
     windows: int
     samples: int
     tokens: int
@@ -87,7 +87,7 @@ class SetUse:
 
     @property
     def total(self) -> str:
-        """The set's use in the whole run, as text."""
+        """Description of the set's use in the whole run."""
         return (
             f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
             f"{self.windows:,} windows"
@@ -95,7 +95,7 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Return a sentence about sets that are read more than once, or None if there are none."""
+    """Return a sentence about the sets that are read more than once, or None if there are none."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 
@@ -114,13 +114,13 @@ class Blend:
     rank: NDArray[np.int32]  # `[period]`, number of earlier samples of the same set
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return a sample's set, and the number of earlier samples from this set."""
+        """Return the set of `sample`, and the number of earlier samples from this set."""
         period, place = divmod(sample, len(self.choice))
         chosen = int(self.choice[place])
         return chosen, period * int(self.quotas[chosen]) + int(self.rank[place])
 
     def used(self, samples: int) -> NDArray[np.int64]:
-        """Return how many of the first `samples` samples come from each set, `[sets]`."""
+        """Return the number of samples of each set in the first `samples` samples, `[sets]`."""
         periods, rest = divmod(samples, len(self.choice))
         partial = np.bincount(self.choice[:rest], minlength=len(self.quotas))
         return periods * self.quotas + partial
@@ -130,18 +130,18 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
     """Return the interleaving in which each set has the share weight / (sum of all weights).
 
     Raises:
-        ConfigError: a weight is under a millionth of the sum.
+        ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum.
     """
     total = math.fsum(weights.values())
     exact = np.array(list(weights.values()), dtype=np.float64) / total * BLEND_PERIOD
     for (name, weight), samples in zip(weights.items(), exact, strict=True):
         if samples < 1:
             raise ConfigError(
-                f"weight of set {name} must be at least 1/{BLEND_PERIOD} of the weights' sum "
-                f"{total}, got {weight}"
+                f"weight of set {name} must be at least 1/{BLEND_PERIOD} of the sum of all "
+                f"weights, {total}, got {weight}"
             )
     quotas = np.floor(exact).astype(np.int64)
-    # Samples left over by rounding down go to the sets with the largest remainders.
+    # The sets with the largest remainders get the samples that rounding down has left over.
     leftover = np.argsort(quotas - exact, kind="stable")[: BLEND_PERIOD - quotas.sum()]
     quotas[leftover] += 1
     choice = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
@@ -153,20 +153,20 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
-    A sample is int64 `[sequence_length + 1]`, or has borders as in `TokenSet.sample`. A run with
-    several mixtures has one object per mixture; `at` returns the object for a step.
+    A sample is int64 `[sequence_length + 1]`, or includes borders as in `TokenSet.sample`. A run
+    with several mixtures has one object per mixture; `at` returns the object for a step.
 
     Args:
-        sets: (name, prefix, weight) of each set; their order does not matter. A weight may be 0 if
-            it is positive in a phase.
-        sequence_length: tokens the model predicts per sample.
+        sets: (name, prefix, weight) of each set, in any order. A weight may be 0 if the set has a
+            positive weight in a phase.
+        sequence_length: number of tokens that the model predicts per sample.
         seed: seed of the order within the sets.
-        open_set: opens a set by name and prefix; the default reads files.
-        phases: steps before each later phase, ascending, and its weights by set.
+        open_set: function that opens a set; the default reads files.
+        phases: (number of earlier steps, weights by set) of each later phase, ascending.
         borders: treatment of the borders between documents.
 
     Raises:
-        ConfigError: a weight is under a millionth of the weights' sum.
+        ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum of the weights.
         DataError: a set cannot be used (see `TokenSet`).
     """
 
@@ -182,7 +182,7 @@ class TrainingData(Dataset[Tensor]):
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
         self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
-        """The sets of all phases; `sets` are the sets of this phase."""
+        """The sets of all phases; `sets` contains only the sets of this phase."""
         self.sequence_length = sequence_length
         self.seed = seed
         self.borders = borders
@@ -192,18 +192,18 @@ class TrainingData(Dataset[Tensor]):
         self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
 
     def _mix(self, weights: Mapping[str, float]) -> "TrainingData":
-        """Switch to the sets with these weights, and return the data."""
+        """Set the mixture to `weights`, and return this object."""
         self.sets = [each for each in self.all_sets if weights.get(each.name)]
         self.blend = build_blend({each.name: weights[each.name] for each in self.sets})
         return self
 
     def at(self, step: int) -> "TrainingData":
-        """Return the data of the mixture after `step` steps."""
+        """Return the data object whose mixture is used after `step` steps."""
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return the data of `phase` with the present sets and weights, from `data[phase.sample]`
-        on."""
+        """Return a copy with the current sets and weights for `phase`, whose first sample is
+        `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase
         return data
@@ -213,7 +213,7 @@ class TrainingData(Dataset[Tensor]):
         return torch.from_numpy(self.sets[chosen].sample(window, self.borders))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """Return (index in `sets`, window) of a sample of the phase."""
+        """Return (index in `sets`, window) of a sample of this phase."""
         chosen, earlier = self.blend.locate(sample - self.phase.sample)
         token_set = self.sets[chosen]
         before = self.phase.tokens(token_set.name) // self.sequence_length
@@ -221,8 +221,8 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return each set's counts in the first `samples` samples of a run, which end in this
-        phase."""
+        """Return each set's counts in the first `samples` samples of a run, the last of which is in
+        this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -234,10 +234,10 @@ class TrainingData(Dataset[Tensor]):
         return counts
 
     def phase_after(self, sample: int, read: Counts) -> Phase:
-        """Return the phase that begins at `sample` with the present sets, after a run has `read`
-        these counts.
+        """Return the phase that begins at `sample` with the current sets, in a run with the counts
+        `read`.
 
-        A set whose content differs from the set read under the same name begins at its start.
+        If the content of a set has changed, the phase reads the set from its start.
         """
         present = {each.name: each.digest for each in self.all_sets}
         same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
@@ -245,13 +245,12 @@ class TrainingData(Dataset[Tensor]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples of the phase; the sum is 1."""
+        """Share of each set in the samples of this phase; the sum is 1."""
         shares = (self.blend.quotas / len(self.blend.choice)).tolist()
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Return the use of each set of the run, in the order of names, when the run has read
-        `counts`."""
+        """Return the use of each set, sorted by name, in a run with the given counts."""
         uses = []
         for each in self.all_sets:
             count = counts.get(each.name, SetCount(samples=0, tokens=0, content=each.digest))
@@ -262,10 +261,10 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length of equal documents in which a token would attend to as many keys, on
-        average, as in the mixture.
+        """Return the document length L for which documents that all have length L would give the
+        same mean number of keys per token as this mixture.
 
-        This is the window length if attention crosses borders.
+        It is the window length if attention crosses document borders.
         """
         if not self.borders.mask:
             return float(self.sequence_length)
@@ -273,14 +272,14 @@ class TrainingData(Dataset[Tensor]):
         return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:
-        """Return, by name, the number of tokens that earlier phases read from sets removed
-        since."""
+        """Return the number of tokens that earlier phases read from each set that has since been
+        removed, by name."""
         present = {each.name for each in self.all_sets}
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:
-        """Return a sha256 of everything that determines the samples of a phase, except its counts.
-        Paths are not part of it."""
+        """Return a sha256 of all facts that determine the samples of a phase, except the counts of
+        the sets. Paths do not affect it."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -1,5 +1,5 @@
-"""Progress of a run: steps taken, position in the order of samples, and phase of the data. A phase
-consists of the samples that share one mixture of sets.
+"""Progress of a run: steps taken, position in the sample order, and data phase. A phase consists of
+consecutive samples from the same mixture of sets.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from models.section import Whole
 
 @dataclass(frozen=True, kw_only=True)
 class SetCount:
-    """Tokens that a run has read of one set, including samples that rewinds leave out.
+    """Amount of one set that a run has read, including samples that rewinds leave out.
 
-    tokens   tokens that the samples predict
-    content  digest of the set, which distinguishes it from another set of the same name
+    tokens   number of target tokens in the samples
+    content  digest that distinguishes the set from another set with the same name
     """
 
     samples: Whole
@@ -28,11 +28,11 @@ Counts = Mapping[str, SetCount]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The samples from `sample` on, in the order of one mixture.
+    """Consecutive samples from one mixture, beginning with `sample`.
 
     read     counts of each set before the phase
-    mixture  fingerprint of the sets and weights; "" in the first phase, and if an earlier version
-             wrote it
+    mixture  fingerprint of the sets and weights; "" in the first phase, and in checkpoints of
+             earlier versions
     """
 
     sample: Whole = 0
@@ -40,11 +40,11 @@ class Phase:
     mixture: str = ""
 
     def tokens(self, name: str) -> int:
-        """Return the tokens of a set that were read before the phase."""
+        """Return the number of tokens of a set that were read before the phase."""
         return self.read[name].tokens if name in self.read else 0
 
     def samples(self, name: str) -> int:
-        """Return the samples of a set that were read before the phase."""
+        """Return the number of samples of a set that were read before the phase."""
         return self.read[name].samples if name in self.read else 0
 
 
@@ -56,13 +56,13 @@ Windows = tuple[tuple[int, int], ...]
 class Progress:
     """Progress of a run.
 
-    step        optimizer steps taken
-    sample      samples of the order consumed so far, used or left out
-    tokens      tokens that the steps taken have predicted
+    step        number of optimizer steps taken
+    sample      number of samples consumed so far, used or left out
+    tokens      number of target tokens in the steps taken
     left_out    [first, end) of the samples that rewinds leave out
-    unreported  metrics of the last step, if a stop prevented their report
-    phase       the present phase: its first sample, and the counts of each set before it
-    read        in a checkpoint: counts of each set so far; None in versions without counts
+    unreported  metrics of the last step, if the run stopped before it reported them
+    phase       the current phase: its first sample, and the counts of each set before it
+    read        in a checkpoint, counts of each set so far; None if an earlier version saved it
     """
 
     step: Whole = 0
@@ -74,7 +74,7 @@ class Progress:
     read: dict[str, SetCount] | None = None
 
     def advance(self, global_batch: int, sequence_length: int) -> tuple[int, int]:
-        """Advance by one step and return [first, end) of its samples."""
+        """Advance by one step and return [first, end) of the step's samples."""
         first = batch_start(self.sample, global_batch, self.left_out)
         self.step += 1
         self.sample = first + global_batch
@@ -83,7 +83,7 @@ class Progress:
 
 
 def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
-    """Return the first sample, from `sample` on, of a global batch without left-out samples."""
+    """Return the first sample, at or after `sample`, of a global batch without left-out samples."""
     for first, end in sorted(left_out):
         if sample < end and sample + global_batch > first:
             sample = end

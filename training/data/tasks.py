@@ -1,9 +1,9 @@
-"""Multiple-choice tasks: their files, and the token sequences that are scored.
+"""Multiple-choice tasks: their files, and the token sequences to score.
 
-A line of a file is an example: a context, possible continuations (choices), and the index of the
-right one. Contexts and choices are tokenized as in lm-eval, so that scores are comparable. A space
-separates context and choice; spaces at the end of a context belong to the choice. If the context
-alone has n tokens, then a choice's tokens are all tokens of the whole text except the first n.
+Each line of a file is an example: a context, possible continuations (choices), and the index of the
+correct choice. Contexts and choices are tokenized as in lm-eval, so that scores are comparable. A
+space separates context and choice; spaces at the end of a context are moved to the choice. If the
+context alone has n tokens, the choice consists of all tokens of the whole text except the first n.
 """
 
 import json
@@ -22,22 +22,22 @@ from training.json_file import parse_json
 
 KEYS: Final = ("context", "choices", "answer")
 DELIMITER: Final = " "
-"""Separator of a context and a choice."""
+"""Separator between context and choice."""
 MOCK_EXAMPLES: Final = 8
 MOCK_CHOICES: Final = 4
-"""Choices per example of a random task."""
+"""Number of choices per example of a random task."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context, at least two choices, and the index of the right one."""
+    """A context, at least two choices, and the index of the correct choice."""
 
     context: str
     choices: list[str]
     answer: int
 
     def line(self) -> str:
-        """Return the example's line in a file."""
+        """Return the example as a line of a task file."""
         return json.dumps(vars(self), ensure_ascii=False) + "\n"
 
 
@@ -51,13 +51,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Task:
-    """The examples of a file as tokens.
+    """The tokenized examples of a file.
 
     requests   requests of all choices, example by example
-    answers    index of the right choice of each example
-    sizes      characters of each example's choices
-    cut        examples with a request that is longer than the window and loses its beginning
-    sha256     of the file, None for a random task
+    answers    index of the correct choice of each example
+    sizes      number of characters of each choice of each example
+    cut        number of examples with a request that is cut at its beginning to fit the window
+    sha256     hash of the file, None for a random task
     """
 
     name: str
@@ -69,22 +69,21 @@ class Task:
 
     @property
     def chance(self) -> float:
-        """The accuracy of random guesses."""
+        """Expected accuracy of random guesses."""
         return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
 
     @property
     def repeated(self) -> int:
-        """Number of examples in which two choices have equal tokens, so no score distinguishes
-        them."""
+        """Number of examples in which two choices have equal tokens and therefore equal scores."""
         requests = iter(self.requests)
         whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         return sum(len({*tokens}) < len(tokens) for tokens in whole)
 
     def __str__(self) -> str:
-        """Return the line about the task that is printed when a run starts."""
-        made = "" if self.sha256 is not None else ", of random tokens, as data.mock is true"
-        cut = f"; {self.cut:,} are longer than a sequence and lose their beginning"
-        equal = f"; {self.repeated:,} have equal choices; the first of these counts as chosen"
+        """Return the description of the task that a run prints at its start."""
+        made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
+        cut = f"; {self.cut:,} examples are longer than a sequence and are cut at their beginning"
+        equal = f"; {self.repeated:,} examples have equal choices, of which the first is scored"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
@@ -94,14 +93,14 @@ class Task:
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """Return the first `count` examples of a file; None returns all.
+    """Return the first `count` examples of a file, or all examples if `count` is None.
 
-    Raises DataError if the file cannot be read, or a line is not an example.
+    Raises DataError if the file cannot be read or a line is not a valid example.
     """
     if (
         path.exists() and not path.is_file()
     ):  # a pipe can be read only once, and reading it may block forever
-        raise DataError(f"cannot read the task {path}: it is not a file")
+        raise DataError(f"cannot read task file {path}: it is not a regular file")
     examples: list[Example] = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -111,9 +110,9 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
                 if line.strip():
                     examples.append(_example(line, f"{path}, line {number}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the task {path}: {error}") from None
+        raise DataError(f"cannot read task file {path}: {error}") from None
     if not examples:
-        raise DataError(f"the task {path} must contain an example, got none")
+        raise DataError(f"task file {path} must contain at least one example, got none")
     return examples
 
 
@@ -126,13 +125,13 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_of(row: Any, where: str) -> Example:
-    """Return the example of a row. Raises DataError, beginning with `where`, for invalid rows."""
+    """Return `row` as an example; raise a DataError that begins with `where` if it is invalid."""
     if not isinstance(row, dict) or set(row) != set(KEYS):
         keys = sorted(row) if isinstance(row, dict) else row
-        raise DataError(f"{where}: must have the keys {', '.join(KEYS)}, got {keys!r:.80}")
+        raise DataError(f"{where}: keys must be {', '.join(KEYS)}, got {keys!r:.80}")
     context, choices, answer = (row[key] for key in KEYS)
     if not isinstance(context, str) or (context and not context.strip()):
-        raise DataError(f"{where}: context must be a string, not only blanks, got {context!r:.60}")
+        raise DataError(f"{where}: context must be a non-blank string or '', got {context!r:.60}")
     texts = isinstance(choices, list) and all(isinstance(x, str) and x for x in choices)
     if not texts or len(choices) < 2:
         raise DataError(f"{where}: choices must be at least two strings, got {choices!r:.60}")
@@ -155,14 +154,14 @@ def read_task(
     end_token: int | None,
     count: int | None = None,
 ) -> Task:
-    """Return the first `count` examples of a file as tokens; None returns all.
+    """Return the first `count` examples of a file, or all examples if `count` is None, as tokens.
 
     Args:
-        window: tokens of a sequence, the model's longest input.
-        vocab_size: number of tokens among the embedding's rows.
-        end_token: the token that ends documents; it precedes a choice with an empty context.
+        window: sequence length, the largest number of input tokens of the model.
+        vocab_size: vocabulary size without padding.
+        end_token: end-of-document token, which serves as context if an example's context is empty.
 
-    Raises DataError if the file is not a task, or a choice cannot be scored.
+    Raises DataError if the file is not a task file or a choice cannot be scored.
     """
     examples = read_examples(path, count)
     requests, cut = [], 0
@@ -178,8 +177,8 @@ def read_task(
                 )
             if max(each.tokens) >= vocab_size:
                 raise DataError(
-                    f"{where}: token {max(each.tokens)} is not below model.vocab_size = "
-                    f"{vocab_size}: is data.tokenizer the model's?"
+                    f"{where}: token {max(each.tokens)} must be below model.vocab_size = "
+                    f"{vocab_size}; data.tokenizer may not be the model's tokenizer"
                 )
             requests.append(Request(each.tokens[-(window + 1) :], each.scored))
     return Task(
@@ -195,7 +194,7 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield each choice's request, split as in lm-eval's `loglikelihood`, but not shortened."""
+    """Yield the request of each choice, split as in lm-eval's `loglikelihood`, but not cut."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]
@@ -206,20 +205,20 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context needs the end token of the data, but the data has no "
-                "manifest that names this token"
+                f"{where}: an empty context needs the end-of-document token, which is unknown, "
+                "because the data has no manifest"
             )
         # A choice that begins with the end token is its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]
         before = [end_token]
     for ids in wholes:
         if len(ids) <= len(before) or not before:
-            raise DataError(f"{where}: a context or a choice has no tokens")
+            raise DataError(f"{where}: context and choice must have at least one token each")
         yield Request(ids, len(ids) - len(before))
 
 
 def made_task(name: str, *, window: int, vocab_size: int) -> Task:
-    """Return a task of random tokens, of all lengths up to the window, the same on every rank."""
+    """Return a task of random tokens, with lengths up to the window, equal on all ranks."""
     generator = np.random.default_rng(0)
     lengths = np.linspace(2, window + 1, MOCK_EXAMPLES * MOCK_CHOICES).astype(int)
     requests = [
@@ -233,9 +232,9 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
-    The first of the most probable choices is chosen; `acc_norm` divides log-likelihoods by the
-    characters of a choice. Both are NaN if a log-likelihood is NaN; lm-eval would choose the first
-    NaN.
+    The choice with the largest log-likelihood counts, the first one of equal choices; for
+    `acc_norm`, log-likelihoods are divided by the number of characters. Both results are NaN if a
+    log-likelihood is NaN (lm-eval selects the first NaN).
     """
     if np.isnan(likelihoods).any():
         return math.nan, math.nan

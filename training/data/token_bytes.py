@@ -1,8 +1,8 @@
 """Bytes of text per token of a byte-level tokenizer.
 
-A byte-level BPE writes every byte as one printable character (the byte alphabet of GPT-2), so a
-token's length in characters is its length in bytes, and the lengths of a document's tokens sum to
-the length of its UTF-8 text. Bits per byte are therefore exact.
+A byte-level BPE represents every byte as one printable character (GPT-2's byte alphabet). The
+length of a token in characters therefore equals its length in bytes, and the lengths of a
+document's tokens sum to the length of its UTF-8 text, so bits per byte are exact.
 """
 
 from collections.abc import Iterable
@@ -19,25 +19,25 @@ from training.data.manifest import Manifest
 from training.errors import DataError
 from training.json_file import read_json
 
-# Printable characters encode their own bytes; U+0100 onwards encode the other 68 bytes.
+# Printable characters represent themselves; characters from U+0100 represent the other 68 bytes.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
-"""Markers in the tokens of a BPE that are not in the text."""
+"""Settings of a BPE that add markers to tokens, which are not in the text."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
 LARGEST_ID: Final = 1 << 24
 
 
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
-    """Return the bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0.
+    """Return the number of text bytes of each token id, int32 `[vocab]`, 0 for special tokens.
 
-    Returns None for a tokenizer that is not byte-level, as its single tokens have no defined number
-    of bytes; `ValidationData` then decodes the tokens that it reads.
+    Returns None for a tokenizer that is not byte-level, because its tokens have no fixed number of
+    bytes; `ValidationData` then decodes the tokens that it reads.
 
     Args:
-        source: the manifest of a prepared folder, a tokenizer.json, or a folder with one.
+        source: the manifest of a prepared folder, a tokenizer.json, or the folder that contains it.
 
     Raises:
         DataError: the tokenizer file is missing or is not a tokenizer.json.
@@ -46,7 +46,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     if not is_byte_level(content):
         return None
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
-    for token in content["added_tokens"]:  # added tokens are matched as plain text, not as bytes
+    for token in content["added_tokens"]:  # their content is plain text, not the byte alphabet
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
@@ -54,9 +54,9 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return one more than the largest id of a tokenizer.json, given as a file or by its folder.
+    """Return the largest token id plus one of a tokenizer.json; `source` is the file or its folder.
 
-    Raises DataError as `read_tokenizer_json` does.
+    Raises DataError if `read_tokenizer_json` does.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}
@@ -65,7 +65,7 @@ def vocabulary_size(source: str | Path) -> int:
 
 
 def tokenizer_file(source: Manifest | str | Path) -> Path:
-    """Return the tokenizer.json of a manifest or of a folder, or the file itself."""
+    """Return the path of the tokenizer.json of a manifest, in a folder, or at the given path."""
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
     return path / "tokenizer.json" if path.is_dir() else path
 
@@ -73,10 +73,9 @@ def tokenizer_file(source: Manifest | str | Path) -> Path:
 def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    The tokenizer must be a BPE whose vocabulary is in the byte alphabet and includes all 256 bytes.
-    A byte-level pre-tokenizer, which adds no space in front of the text, must precede it. No
-    earlier step may change, add or remove characters: there must be no normalizer, and other
-    pre-tokenizers must only split.
+    The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes,
+    with one byte-level pre-tokenizer that adds no space before the text. No step may change, add or
+    remove characters: there must be no normalizer, and other pre-tokenizers must only split.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -94,12 +93,12 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 
 
 def _only_cuts(step: dict[str, Any]) -> bool:
-    """Return whether a pre-tokenizer keeps all characters of the text."""
+    """Return whether a pre-tokenizer only splits text and preserves all characters."""
     return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 
 def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section, with sequences flattened; none for an empty section."""
+    """Return the steps of a section as a flat list; [] if the section is None."""
     if section is None:
         return []
     if section.get("type") == "Sequence":
@@ -110,11 +109,11 @@ def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def decoded_bytes(
     tokenizer: Tokenizer, documents: Iterable[tuple[NDArray[np.integer], int]]
 ) -> int:
-    """Count the bytes of text in the tokens of documents, for any tokenizer.
+    """Return the number of text bytes in tokens of documents, for any tokenizer.
 
     Args:
         tokenizer: the tokenizer of the tokens.
-        documents: the first tokens of each document, and how many of these are not to be counted.
+        documents: for each document, its first tokens and the number of these not to be counted.
     """
     size = 0
     for tokens, before in documents:
@@ -124,15 +123,15 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json; raises DataError if `tokenizers` cannot read it."""
+    """Return the tokenizer of a tokenizer.json; raise DataError if `tokenizers` cannot read it."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises no narrower error
+    except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
-    """Return the parsed content of a tokenizer.json, with its `model` and `added_tokens`.
+    """Return the parsed content of a tokenizer.json, including `model` and `added_tokens`.
 
     Raises:
         DataError: the file is missing or is not a tokenizer.json.
@@ -140,11 +139,11 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise DataError(f"no tokenizer file {path}") from None
+        raise DataError(f"tokenizer file {path} does not exist") from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise DataError(f"{path} is not a tokenizer.json: it has no section 'model'")
+        raise DataError(f"{path} is not a tokenizer.json: section 'model' is missing")
     content = {"added_tokens": [], **content}
     problem = _wrong_id(content)
     if problem is not None:
@@ -158,6 +157,6 @@ def _wrong_id(content: dict[str, Any]) -> str | None:
     ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:
         if type(id_) is not int or not 0 <= id_ <= LARGEST_ID:
-            return f"ids must be in [0, 2^24], got {id_!r:.40}"
+            return f"token ids must be integers in [0, 2^24], got {id_!r:.40}"
     twice = len(ids) - len(set(ids))
-    return f"each id must have one token, got {twice} duplicates" if twice else None
+    return f"token ids must be unique, got {twice} duplicates" if twice else None

@@ -1,4 +1,4 @@
-"""A token set: a .bin/.idx pair, read as a stream of tokens and cut into windows."""
+"""A token set: the tokens of a .bin/.idx pair as a stream that is split into windows."""
 
 import hashlib
 import os
@@ -30,9 +30,9 @@ _SCAN = 1 << 24  # number of tokens that a scan of a whole set reads at a time
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
-"""Largest size in bytes of a set without block hashes whose tokens are all read at the start."""
+"""Size in bytes up to which all tokens of a set without block hashes are read at the start."""
 SPREAD = 64
-"""Blocks that `sample` compares before the first window is read."""
+"""Number of blocks that `verify="sample"` compares at the start."""
 
 
 class TokenSet:
@@ -40,21 +40,21 @@ class TokenSet:
 
     The documents form one stream. Window i begins at token `i * sequence_length`, so consecutive
     windows share one token: the last target of a window is the first input of the next window. Each
-    token but the first is a target exactly once. Tokens after the last full window are not used.
+    token except the first is a target exactly once. Tokens after the last full window are not used.
 
     Args:
-        name: the name of the set in the config; it appears in every message.
-        prefix: path of the pair without its suffix.
-        sequence_length: tokens the model predicts per window.
-        vocab_size: upper bound of token ids in a window; None checks no ids.
-        verify: which parts to compare with the hashes of the manifest next to the files. none: no
-            parts; sample: the index and 64 blocks of tokens now, every other block at its first
-            use; full: all parts now.
+        name: the name of the set in the config, used in errors.
+        prefix: path of both files without suffix.
+        sequence_length: number of tokens that the model predicts per window.
+        vocab_size: exclusive upper bound of token ids in windows; None does not check ids.
+        verify: parts to compare with the hashes in the manifest of the folder. none: no parts;
+            sample: the index and 64 blocks of tokens now, every other block at its first use; full:
+            all parts now.
         share: (rank, size) of the ranks that share the blocks of `full`.
 
     Raises:
         DataError: a file is missing, truncated, corrupt or different from the manifest, or there is
-            no full window. `read` raises it too.
+            no full window. `read` may raise it too.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TokenSet:
         self.tokens: int = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
         if len(self) == 0:
             raise DataError(
-                f"set {name} ({prefix}) has {self.tokens} tokens, but one window of "
+                f"set {name} ({prefix}) has {self.tokens} tokens, but a window of "
                 f"sequence_length {sequence_length} needs {sequence_length + 1}"
             )
         self.vocab_size = vocab_size
@@ -93,7 +93,7 @@ class TokenSet:
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
         """Return `window(index)`, or `[2, sequence_length + 1]` if borders are needed: the tokens,
-        and the position in the window of the first token of each token's document."""
+        and for each token the position in the window of its document's first token."""
         window = self.window(index)
         if not borders.needed:
             return window
@@ -102,7 +102,7 @@ class TokenSet:
         return np.stack([window, first_tokens(starts, len(window))])
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the starts of documents in tokens `start` to `stop` of the stream, ascending."""
+        """Return the documents' start positions in tokens `start` to `stop`, ascending."""
         return self._documents.starts(start, stop)
 
     @cached_property
@@ -113,32 +113,33 @@ class TokenSet:
         )
 
     def documents(self) -> int:
-        """Return the number of documents that contain tokens; raises DataError for a corrupt
-        index."""
+        """Return the number of documents that contain tokens; raise DataError if the index is
+        corrupt."""
         try:
             return self._documents.count()
         except ValueError as error:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError unless the index has documents with usable borders."""
+        """Raise DataError if the index has no documents to separate, or only one-token documents
+        without loss."""
         documents = self.documents()
         if documents < 2:
             raise DataError(
-                f"set {self.name}: {self.prefix}.idx must have two documents or more for "
+                f"set {self.name}: {self.prefix}.idx must contain at least two documents for "
                 "data.document_mask and data.first_token_loss=false, got one: prepare the text "
                 "again with separate documents"
             )
         if not borders.first_token_loss and documents == self.tokens:
             raise DataError(
-                f"set {self.name}: documents of {self.prefix}.idx must have two tokens or more "
-                "for data.first_token_loss=false, got one token in each"
+                f"set {self.name}: documents of {self.prefix}.idx must have at least two tokens "
+                "for data.first_token_loss=false, got only documents of one token"
             )
 
     @cached_property
     def attended_length(self) -> float:
-        """Return the length of equal documents in which a token would attend to as many keys, on
-        average, as in this set; measured on evenly spaced windows."""
+        """Document length L for which documents that all have length L would give the same mean
+        number of keys per token as this set, measured on evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -146,7 +147,7 @@ class TokenSet:
         return sum(squares) / (len(begins) * length)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file.
+        """Return `count` tokens of the stream from `start` on, `[count]`, a view of the file.
 
         Raises DataError if the tokens are damaged or outside the vocabulary.
         """
@@ -155,18 +156,18 @@ class TokenSet:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
             raise DataError(
                 f"set {self.name} ({self.prefix}): token ids must be in [0, vocab_size = "
-                f"{self.vocab_size}), got {wrong[0]} among {len(wrong)} in tokens "
-                f"{start} to {start + count - 1}"
+                f"{self.vocab_size}), got {wrong[0]} ({len(wrong)} invalid ids in tokens "
+                f"{start} to {start + count - 1})"
             )
         return tokens
 
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens as stored in the file, after comparing hashes; any ids are allowed."""
+        """Return tokens of the file after comparing their blocks' hashes, without checking ids."""
         size = self._dtype.itemsize
         there = os.path.getsize(self.prefix + ".bin")  # a read past the end would kill the process
         if there < (start + count) * size:
             raise DataError(
-                f"set {self.name}: {self.prefix}.bin was cut to {there} bytes after it was opened"
+                f"set {self.name}: {self.prefix}.bin was truncated to {there} bytes while in use"
             )
         if self._blocks is not None:
             self._blocks.check_bytes(start * size, (start + count) * size)
@@ -176,19 +177,19 @@ class TokenSet:
         return view
 
     def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Return bytes of the file from `offset` on, `[count]`."""
+        """Return `count` bytes of the file from `offset` on, `[count]`."""
         view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
-        """Yield the tokens from `start` to `stop` in pieces that fit in memory."""
+        """Yield the tokens from `start` to `stop` in blocks that fit in memory."""
         for first in range(start, stop, _SCAN):
             yield self.read(first, min(_SCAN, stop - first))
 
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """Yield the documents of tokens `start` to `stop` of the stream.
+        """Yield the documents that overlap tokens `start` to `stop` of the stream.
 
-        Yields each document's tokens up to `stop`, and how many of these are before `start`.
+        Yields (the document's tokens up to `stop`, the number of these before `start`).
         """
         size = self._dtype.itemsize
         places = self._dataset.index.sequence_pointers
@@ -202,34 +203,34 @@ class TokenSet:
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """Entry of this set in the manifest next to its files, None if there is no manifest.
+        """Entry of this set in the manifest of its folder, None if there is no manifest.
 
         Raises:
-            DataError: the manifest is unreadable or has another number of tokens.
+            DataError: the manifest is unreadable or states another number of tokens.
         """
         manifest = manifest_of(self.prefix)
         entry = None if manifest is None else manifest.sets[Path(self.prefix).name]
         if entry is not None and entry.tokens != self.tokens:
             raise DataError(
-                f"set {self.name}: {self.prefix}.bin has {self.tokens} tokens, but the manifest "
-                f"next to it states {entry.tokens}"
+                f"set {self.name}: {self.prefix}.bin contains {self.tokens} tokens, but the "
+                f"manifest in its folder states {entry.tokens}"
             )
         return entry
 
     @property
     def stated_sha256(self) -> str | None:
-        """The sha256 of the tokens that the manifest states, None if there is no manifest."""
+        """The sha256 of the tokens as stated in the manifest, None if there is no manifest."""
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Make the comparisons of `verify`; return the hashes of blocks, or None if there are
+        """Compare the parts that `verify` selects; return the block hashes, or None if there are
         none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
                 raise DataError(
-                    f"set {self.name}: {self.prefix} has no {MANIFEST_FILE} with hashes next to "
-                    "it, which data.verify full needs"
+                    f"set {self.name}: data.verify=full needs hashes, but the folder of "
+                    f"{self.prefix} has no {MANIFEST_FILE} with hashes of the set"
                 )
             return None
         blocks = "blocks" in stated
@@ -239,7 +240,7 @@ class TokenSet:
             if file_sha256(f"{self.prefix}.{kind}") != expected:
                 raise DataError(
                     f"set {self.name}: {self.prefix}.{kind} is damaged: its sha256 differs from "
-                    f"the {MANIFEST_FILE} next to it"
+                    f"the sha256 in {MANIFEST_FILE}"
                 )
         if not blocks:
             return None
@@ -250,17 +251,16 @@ class TokenSet:
         return hashes
 
     def max_token(self) -> int:
-        """Return the largest token id, from the manifest or else by scanning the set once."""
+        """Return the largest token id, from the manifest or else by scanning the set."""
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id: 0 for a set with a manifest, otherwise found by
-        scanning."""
+        """Return the smallest token id: 0 with a manifest, otherwise found by scanning the set."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property
     def _scanned(self) -> tuple[int, int]:
-        """Smallest and largest token id."""
+        """Smallest token id (at most 0) and largest token id."""
         smallest, largest = 0, 0
         for first in range(0, self.tokens, _SCAN):
             tokens = self._stored(first, min(_SCAN, self.tokens - first))
@@ -270,13 +270,13 @@ class TokenSet:
     def unigram_entropy(self) -> float:
         """Return the entropy of the set's token frequencies, in nats.
 
-        The entropy is the lowest loss of a prediction without context: a model whose loss is not
-        below it has only learned token frequencies.
+        The entropy is the lowest loss of a prediction without context. A model whose loss is not
+        lower has at best learned token frequencies.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
             if block.min() < 0:
-                raise DataError(f"set {self.name} ({self.prefix}) holds token id {block.min()}")
+                raise DataError(f"set {self.name} ({self.prefix}) contains token id {block.min()}")
             counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
             counts += np.bincount(block, minlength=len(counts))
         frequency = counts[counts > 0] / self.tokens
@@ -284,7 +284,7 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """Modification time of the token file if neither `digest` nor a manifest covers all
+        """Modification time of the token file, or None if `digest` or a manifest covers all
         tokens."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
@@ -295,12 +295,12 @@ class TokenSet:
     def rewritten(self) -> bool:
         """Whether the token file was changed or replaced after it was opened.
 
-        Such a change matters because blocks are compared with their hashes only once.
+        Blocks are compared with their hashes only once, so they do not detect such a change.
         """
         return self._file_facts() != self._facts
 
     def _file_facts(self) -> tuple[int, int, int] | None:
-        """Return inode, size and modification time, or None if there is no file."""
+        """Return inode, size and modification time of the token file, or None if it is missing."""
         try:
             facts = os.stat(self.prefix + ".bin")
         except OSError:
@@ -310,8 +310,9 @@ class TokenSet:
     @cached_property
     def digest(self) -> str:
         """The sha256 that identifies the set. It covers the sizes of both files; the index, which
-        contains every document's length, or the first and last 32 MiB of an index above 64 MiB; and
-        the tokens, or 64 evenly spaced blocks of 4 KiB of a token file above `WHOLE` bytes.
+        contains the lengths of all documents, or the first and last 32 MiB of an index above 64
+        MiB; and the tokens, or 64 evenly spaced blocks of 4 KiB of a token file above `WHOLE`
+        bytes.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (
@@ -332,24 +333,25 @@ class TokenSet:
 
 
 OpenSet = Callable[[str, str | Path, int], TokenSet]
-"""A function that opens a set from (name, path without suffix, sequence length)."""
+"""Function that opens a set, from (name, path without suffix, sequence length)."""
 
 
 def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
     """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: an id is outside; the message names the set, the id and the vocabulary.
+        DataError: an id is out of range; the message contains the set, the id and the vocabulary
+            size.
     """
     sets = list(sets)
     wrong = [
-        f"set {each.name} ({each.prefix}) holds token id {each.min_token()}: ids must be in "
+        f"set {each.name} ({each.prefix}) contains token id {each.min_token()}, but ids must be in "
         f"[0, vocab_size = {vocab_size})"
         for each in sets
         if each.min_token() < 0
     ]
     wrong += [
-        f"set {each.name} ({each.prefix}) holds token id {each.max_token()}, "
+        f"set {each.name} ({each.prefix}) contains token id {each.max_token()}, "
         f"but vocab_size is {vocab_size}"
         for each in sets
         if each.max_token() >= vocab_size
@@ -359,7 +361,7 @@ def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
 
 
 def _check_files(name: str, prefix: str) -> None:
-    """Raise DataError unless the index is whole; megatron-core would read past its end."""
+    """Raise DataError if the index is incomplete; megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise MissingSetError(f"set {name}: no file {prefix}{suffix}")
@@ -368,17 +370,17 @@ def _check_files(name: str, prefix: str) -> None:
         header = file.read(HEADER.size)
     corrupt = f"set {name}: {prefix}.idx is corrupt"
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError(f"{corrupt}: it does not begin with the header of a Megatron index")
+        raise DataError(f"{corrupt}: the header is not the header of a Megatron index")
     _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
     if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
-        raise DataError(f"{corrupt}: dtype code {code} is not an integer type")
+        raise DataError(f"{corrupt}: dtype code must be an integer type's, got {code}")
     expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
             f"{corrupt}: {sequences} sequences and {borders} document borders need "
-            f"{expected} bytes, the file has {size}"
+            f"{expected} bytes, but the file has {size}"
         )
     if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
         raise DataError(f"set {name} ({prefix}) must contain tokens, got none")
@@ -386,11 +388,11 @@ def _check_files(name: str, prefix: str) -> None:
         file.seek(-8, os.SEEK_END)
         last = int.from_bytes(file.read(8), "little")
     if last != sequences:
-        raise DataError(f"{corrupt}: its documents end at sequence {last} of {sequences}")
+        raise DataError(f"{corrupt}: the documents end at sequence {last} of {sequences}")
 
 
 def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
-    """Raise DataError unless the index describes exactly the tokens of the .bin file, in order."""
+    """Raise DataError if the index does not match the order and size of the .bin file."""
     lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
     itemsize = np.dtype(dataset.index.dtype).itemsize
     expected = 0
@@ -401,12 +403,12 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
             starts != pointers[first : first + _SCAN]
         ).any():
             raise DataError(
-                f"set {name}: {prefix}.idx is corrupt: its sequences do not follow each other"
+                f"set {name}: {prefix}.idx is corrupt: its sequences are not contiguous"
             )
         expected = int(ends[-1])
     size = os.path.getsize(prefix + ".bin")
     if size != expected:
         raise DataError(
             f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: one "
-            "of the two files is truncated, or from another preparation"
+            "file is truncated, or the files are from different preparations"
         )

@@ -1,4 +1,4 @@
-"""The windows of a validation set, and their bytes of text."""
+"""Windows of a validation set, and their number of text bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from training.errors import DataError
 
 
 class ValidationData:
-    """The first windows of a validation set, each counted exactly once on any layout.
+    """The first windows of a validation set, each evaluated exactly once on any layout.
 
     Args:
-        name: name of the set, as in the config.
-        prefix: path of the .bin/.idx pair without its suffix.
-        sequence_length: tokens the model predicts per window. The tokens after the last full window
-            are left out.
-        samples: largest number of windows; None means the whole set.
+        name: name of the set in the config.
+        prefix: path of the .bin/.idx pair without suffix.
+        sequence_length: number of tokens that the model predicts per window. Tokens after the last
+            full window are not used.
+        samples: largest number of windows; None uses the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
-        tokenizer: the tokenizer.json of the tokens, which decodes them if `token_bytes` is
-            None. If both are None, the bytes are estimated from the manifest's mean bytes per
-            token; without a manifest they are unknown.
-        open_set: opens the set by name and prefix; the default reads files.
+        tokenizer: tokenizer.json that decodes the tokens if `token_bytes` is None. If both
+            arguments are None, the number of bytes is estimated from the mean bytes per token in
+            the manifest; without a manifest, it is unknown.
+        open_set: function that opens the set; the default reads files.
         borders: treatment of the borders between documents.
 
     Raises:
@@ -62,7 +62,7 @@ class ValidationData:
             self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
-        """Return the bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
+        """Return the number of text bytes of all targets, tokens 1 to `target_tokens`."""
         if token_bytes is None:
             entry = self.set.entry
             if tokenizer is not None:
@@ -70,7 +70,7 @@ class ValidationData:
             return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
         if self.set.max_token() >= len(token_bytes):
             raise DataError(
-                f"set {self.name} holds token id {self.set.max_token()}, "
+                f"set {self.name} contains token id {self.set.max_token()}, "
                 f"but the tokenizer has only {len(token_bytes)} tokens"
             )
         lengths = token_bytes.numpy()
@@ -78,8 +78,8 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the bytes of text of the tokens at these positions; without `token_bytes`,
-        estimate them by the mean over all targets."""
+        """Return the number of text bytes of the tokens at `places`, estimated from the mean over
+        all targets if `token_bytes` is None."""
         tokens = [int(self.set.read(place, 1)[0]) for place in places]
         if token_bytes is None:
             assert self.target_bytes is not None
@@ -87,8 +87,8 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Compute `_target_bytes` by decoding the targets, or the other tokens if these are fewer
-        and the manifest states the bytes of the whole set."""
+        """Return `_target_bytes` by decoding the targets, or by decoding all other tokens if they
+        are fewer and the manifest states the bytes of the whole set."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))
@@ -96,7 +96,7 @@ class ValidationData:
         return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return a mean loss, in nats per token, as bits per byte, or None if bytes are unknown."""
+        """Convert a mean loss in nats per token to bits per byte; None if the bytes are unknown."""
         if not self.target_bytes:
             return None
         return loss * self.counted_tokens / (math.log(2) * self.target_bytes)
@@ -110,9 +110,9 @@ class ValidationData:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
-        With borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`. A weight, float32
-        `[micro_batch]`, is 1 for a window that counts; it is 0 for a repetition of the last window,
-        which fills up the batch. Over all ranks every window counts once.
+        With document borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`. The
+        weights, float32 `[micro_batch]`, are 1 for windows to evaluate and 0 for repetitions of the
+        last window, which pad the last batch. Over all ranks, every window has weight 1 once.
         """
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
             first = (batch * data_size + data_rank) * micro_batch

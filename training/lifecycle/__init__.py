@@ -1,4 +1,4 @@
-"""Tasks around the steps: stop requests, saving, heartbeat, pace, and the run folder.
+"""Tasks around the steps: stop requests, saving, heartbeat, pace and the run folder.
 
-Nothing here touches a tensor of the model. Start with lifecycle.py.
+No file uses the model's tensors. Start with lifecycle.py.
 """

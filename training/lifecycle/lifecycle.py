@@ -15,7 +15,7 @@ P = ParamSpec("P")
 class Lifecycle:
     """Saving, stopping and heartbeat of a run, called after every step on every rank.
 
-    All ranks react to an event of one rank, such as a signal, in the same step.
+    If an event such as a signal reaches one rank, all ranks react to it in the same step.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Lifecycle:
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Return a function that runs `call` and keeps its first error for `raise_deferred`.
+        """Return a function that runs `call` and stores its first error for `raise_deferred`.
 
-        For work between steps: the run then saves before it ends with the error.
+        Use it for work between steps, so that the run saves before it ends with the error.
         """
 
         def deferred(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -65,9 +65,9 @@ class Lifecycle:
             raise self.stops.error
 
     def after_step(self, step: int) -> None:
-        """Complete a save that all ranks have written, and receive stop requests.
+        """Advance a save that all ranks have written, and exchange stop requests.
 
-        Raises CheckpointError if a writer failed.
+        Raises CheckpointError if a save failed for the last time.
         """
         self.step = step
         self.watchdog.beat(step)
@@ -79,20 +79,20 @@ class Lifecycle:
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # drop the running exchange, which would report the failure again
+            self.stop_now()  # drop the pending exchange, which would report the failure again
         elif asked and not busy:
             self.saver.advance()
-            self._asked_about_save = False  # the running exchange still reports the finished save
+            self._asked_about_save = False  # the pending exchange still reports the finished save
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request now; for use between steps."""
+        """Return whether any rank has a stop request; collective, for use between steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step`, which is not the run's last step."""
+        """Return whether a regular checkpoint is due after `step`."""
         interval = self.config.checkpoint.interval
         return interval > 0 and step % interval == 0
 
@@ -102,7 +102,7 @@ class Lifecycle:
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
-        """Save the last step unless it is already saved, and drop the stop request.
+        """Save the last step unless it is already saved, and clear the stop request.
 
         Raises CheckpointError if the state is not finite.
         """
@@ -127,7 +127,7 @@ class Lifecycle:
     def _failed_anywhere(self, failed: bool) -> bool:
         """Return whether `failed` is true on any rank.
 
-        This drops the running exchange of `after_step`, so it receives stop requests too.
+        The call drops the pending exchange of `after_step`, so it also exchanges stop requests.
         """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
         self._stop = self._stop or stop

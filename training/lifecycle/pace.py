@@ -1,7 +1,8 @@
 """Speed of a run, and two causes of a slow run: persistently slow ranks and garbage collection.
 
-By default Python's garbage collector starts after enough allocations, so at different steps on
-different ranks, and each time all other ranks wait. Here all ranks collect at the same steps.
+By default, Python's garbage collector starts after a number of allocations, at different steps on
+different ranks, and all other ranks wait each time. This module makes all ranks collect at the same
+steps.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ from training.report.metrics import performance
 
 
 class Pace:
-    """Times of the steps since the last report, not counting pauses.
+    """Times of the steps since the last report, excluding pauses.
 
-    A step takes the same time on all ranks, as they wait for each other. The local time of a rank
+    A step takes the same time on all ranks, because ranks wait for each other. A rank's local time
     is the time until the first sum over all ranks: reading data, forward pass and backward pass.
     """
 
@@ -40,28 +41,28 @@ class Pace:
         self.data = data
         self.peak_flops = peak_flops(device_name(groups.device))
         self.clock = Clock(groups.device)
-        """Clock of the local times."""
+        """Clock of this rank's local times."""
         places = from_all((socket.gethostname(), groups.pipeline.rank))
         hosts, stages = zip(*places, strict=True)
         self._stragglers = Stragglers(hosts, stages)
         self.stragglers: list[str] = []
-        """A sentence for each straggler that the last call of `figures` found."""
+        """A sentence for each new straggler in the last call of `figures`."""
         self.restart(Progress())
 
     def restart(self, progress: Progress) -> None:
-        """Start timing now, after the steps of `progress`."""
+        """Start timing after the steps of `progress`."""
         self._mark = time.perf_counter()
         self._marked = progress.step, progress.tokens
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of a context."""
+        """Exclude the time spent in this context."""
         began = time.perf_counter()
         yield
         self._mark += time.perf_counter() - began
 
     def figures(self, progress: Progress) -> dict[str, float]:
-        """Return throughput and memory of the steps since the last call.
+        """Return throughput, memory and remaining time, measured since the last call.
 
         Waits for the device and for all ranks.
         """
@@ -90,7 +91,7 @@ class Pace:
 
 
 class Clock:
-    """Sum of times on the device; only `total` waits for a GPU."""
+    """Sum of time intervals on the device; only `total` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -115,7 +116,7 @@ class Clock:
             self._seconds += time.perf_counter() - self._began
 
     def total(self) -> float:
-        """Return the seconds of all intervals since the last call; waits for the device."""
+        """Return the total seconds of all intervals since the last call; waits for the device."""
         for begin, end in self._intervals:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -125,17 +126,17 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""A rank is slow if its local time exceeds this multiple of the median of its pipeline stage."""
+"""Multiple of its pipeline stage's median local time above which a rank is slow."""
 
 STEPS: Final = 50
-"""Consecutive slow steps after which a rank is reported."""
+"""Number of consecutive slow steps after which a rank is reported."""
 
 
 class Stragglers:
     """Counter of consecutive slow steps of each rank.
 
-    Ranks of one tensor-parallel group or pipeline wait for each other in forward and backward
-    passes, so they are slow together.
+    The ranks of a tensor-parallel group or a pipeline wait for each other in forward and backward
+    passes, so all of them become slow at the same time.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int]) -> None:
@@ -147,7 +148,7 @@ class Stragglers:
     def new(self, seconds: Sequence[float], steps: int) -> Iterator[str]:
         """Yield a sentence for each rank that has become a straggler.
 
-        seconds  local time of every rank, a mean over the last steps
+        seconds  mean local time of every rank in the last steps
         steps    number of these steps
         """
         medians = {}
@@ -160,20 +161,20 @@ class Stragglers:
             if before < STEPS <= self._slow[rank]:
                 yield (
                     f"rank {rank} (host {self.hosts[rank]}) has been slow for {self._slow[rank]} "
-                    f"steps: {local:.3g} s a step before it waits for other "
-                    f"ranks; the median of its pipeline stage is {medians[stage]:.3g} s"
+                    f"steps: {local:.3g} s per step before waiting for other ranks; the median of "
+                    f"its pipeline stage is {medians[stage]:.3g} s"
                 )
 
 
 INTERVAL: Final = 10
-"""Steps between collections of objects created since the run began."""
+"""Steps between garbage collections."""
 
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Restrict garbage collection within a context to `collect`, and exclude existing objects.
+    """Within this context, collect garbage only in `collect`, and exclude existing objects.
 
-    If the caller has frozen objects, the context freezes and unfreezes none.
+    If objects are already frozen, the context neither freezes nor unfreezes objects.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
@@ -190,6 +191,6 @@ def collected_at_steps() -> Iterator[None]:
 
 
 def collect(step: int) -> None:
-    """Collect after every `INTERVAL`-th step."""
+    """Collect garbage if `step` is a multiple of `INTERVAL`."""
     if step % INTERVAL == 0:
         gc.collect()

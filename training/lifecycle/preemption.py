@@ -14,8 +14,8 @@ from training.lifecycle.run_folder import STOP
 from training.lifecycle.terminal import Interrupts
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that schedulers and shells send before SIGKILL; SIGXCPU means that processor time is used
-up."""
+"""Signals that schedulers and shells send before SIGKILL; SIGXCPU reports that the CPU time limit
+is exceeded."""
 INTERRUPT: Final = 4
 FAILED: Final = 5
 REASONS: Final = {
@@ -28,7 +28,7 @@ REASONS: Final = {
 
 
 class StopRequests:
-    """Stop requests of this rank: every rank receives signals, rank 0 also the other requests."""
+    """Stop requests of this rank: signals on all ranks, other requests only on rank 0."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StopRequests:
         first: bool,
         interrupts: Interrupts | None = None,
     ) -> None:
-        """`first` states whether this rank checks the STOP file and the time limit; `interrupts`
+        """If `first` is true, this rank checks the STOP file and the time limit. `interrupts`
         handles Ctrl-C."""
         self.interrupts = interrupts
         self.stop_file = Path(run_dir) / STOP
@@ -52,14 +52,14 @@ class StopRequests:
             if first and margin > half:
                 print(
                     f"warning: stop.slurm_margin_seconds = {margin:g} is more than half of the "
-                    f"{2 * half:.0f} seconds that the job has left: the run stops {half:.0f} "
-                    "seconds before the job's end"
+                    f"job's remaining {2 * half:.0f} seconds: the run will stop {half:.0f} "
+                    "seconds before the job ends"
                 )
         elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
-            print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores its time limit")
+            print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores the SLURM time limit")
         self.error: Exception | None = None
-        """Error on this rank between steps; the run ends with it after a save."""
+        """Error between steps on this rank; the run saves and then ends with this error."""
         self._signalled = False
         self._before: dict[int, Any] = {}
 
@@ -77,7 +77,7 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return this rank's reason to stop as a key of REASONS, or 0 if there is no reason."""
+        """Return this rank's stop request as a key of `REASONS`, or 0 if there is no request."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:
@@ -93,5 +93,5 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can continue later."""
         if self.first:
-            with Aid(f"{STOP} could not be removed; later starts ignore it"):
+            with Aid(f"{STOP} could not be removed; later starts ignore this file"):
                 self.stop_file.unlink(missing_ok=True)

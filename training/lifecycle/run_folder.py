@@ -1,9 +1,9 @@
-"""The run folder, which one run uses at a time, and the files that control and describe the run.
+"""The run folder, which only one run at a time uses, and the files that control and describe a run.
 
-lock     locked by the run that uses the folder; contains its host and process id
-STOP     created by a person or a script: the run saves, removes the file and ends
-DONE     the run has taken its last step
-started  id of the command that started here
+lock     locked by the run that uses the folder; contains the run's host and process id
+STOP     created by a user or a script to stop the run, which then saves and removes the file
+DONE     created after the last step of the run
+started  id of the command that started the run
 """
 
 import contextlib
@@ -24,7 +24,7 @@ STOP: Final = "STOP"
 DONE: Final = "DONE"
 STARTED: Final = "started"
 NO_ID: Final = "none"
-"""Id that torchrun gives to a command without an id."""
+"""torchrun's default run id."""
 
 
 class FolderError(InputError):
@@ -35,8 +35,8 @@ class FolderError(InputError):
 def locked(run_dir: str | Path) -> Iterator[None]:
     """Lock `run_dir` within a context; create it if it does not exist.
 
-    The operating system releases the lock when the process ends in any way. Raises FolderError if
-    another run holds the lock, nothing can be written, or links would redirect the run's files.
+    The operating system releases the lock whenever the process ends. Raises FolderError if another
+    run has locked the folder, if the folder is not writable, or if it contains links.
     """
     folder = Path(run_dir)
     try:
@@ -44,7 +44,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         for path in folder.iterdir():
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise FolderError(
-                    f"run.dir {folder} must have plain files, but {path.name} is a link or a device"
+                    f"run.dir {folder} must contain only files and folders, but {path.name} is a "
+                    "link or a device"
                 )
         file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
@@ -53,9 +54,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         ) from None
     with file:
         if os.fstat(file.fileno()).st_nlink > 1:
-            raise FolderError(
-                f"run.dir {folder}: {LOCK} must be a file with one name, got a hard link: remove it"
-            )
+            raise FolderError(f"run.dir {folder}: {LOCK} must not be a hard link: remove this file")
         if not _take(file):
             file.seek(0)
             raise FolderError(
@@ -69,7 +68,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def began(pid: int) -> str | None:
-    """Return when a process of this host started, as boot id and ticks.
+    """Return the start time of a process on this host, as boot id and clock ticks.
 
     Returns None if there is no such process, and on systems other than Linux.
     """
@@ -94,17 +93,17 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder was moved, or if this run's lock was removed by hand and
-        another run has created a lock since."""
+        """Raise FolderError if the folder was moved, or if another run has created a new lock after
+        this run's lock was removed by hand."""
         if not self._is_there():
             raise FolderError(
-                f"run.dir {self.path} was moved or removed while the run used it: nothing more is "
-                "saved there"
+                f"run.dir {self.path} was moved or removed while the run used it: the run can no "
+                "longer save"
             )
-        with contextlib.suppress(OSError):  # a disk that does not respond is no reason to stop
+        with contextlib.suppress(OSError):  # the run continues if the disk does not respond
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(
-                    f"run.dir {self.path} has been in use by another run since its lock was removed"
+                    f"run.dir {self.path} is used by another run, because its lock was removed"
                 )
 
     def _is_there(self) -> bool:
@@ -117,8 +116,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """Return the inode of the lock file, or None if there is none. The file is not opened, as
-        closing it would release the lock."""
+        """Return the inode number of the lock file, or None if it is missing. The file is not
+        opened, because closing it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:
@@ -126,7 +125,7 @@ class HeldFolder:
 
 
 def in_use(run_dir: str | Path) -> bool:
-    """Return whether another process holds the lock of `run_dir` now."""
+    """Return whether another process has locked `run_dir`."""
     file = Path(run_dir) / LOCK
     if not file.exists():
         return False
@@ -135,12 +134,12 @@ def in_use(run_dir: str | Path) -> bool:
 
 
 def _take(file: TextIO) -> bool:
-    """Lock a file until it is closed; return False if another process holds the lock.
+    """Lock a file until it is closed; return False if another process has locked the file.
 
-    Raises FolderError if the file cannot be locked at all.
+    Raises FolderError if the file system does not support locks.
     """
     try:
-        # This lock belongs to the process; child processes would inherit a lock of the open file.
+        # lockf locks for this process; child processes would inherit a lock of flock.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -152,7 +151,7 @@ def _take(file: TextIO) -> bool:
 def mark_started(run_dir: str | Path) -> None:
     """Remove the files STOP and DONE of an earlier start, and write the id of this command.
 
-    A STOP file that is newer than the lock is kept, as it is meant for the present start.
+    A STOP file that is newer than the lock is kept, because it is meant for the current start.
     """
     stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
@@ -162,10 +161,10 @@ def mark_started(run_dir: str | Path) -> None:
 
 
 def starts_again(run_dir: str | Path) -> bool:
-    """Return whether torchrun or SLURM restarts a command that already started in `run_dir`.
+    """Return whether torchrun or SLURM has restarted a command that already started in `run_dir`.
 
     A restarted command must not apply `--resume none` or `--resume STEP` again. torchrun counts
-    restarts per node, so ranks may get different answers.
+    restarts per node, so the result may differ between ranks.
     """
     counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("TORCHELASTIC", "SLURM"))
     file = Path(run_dir) / STARTED
@@ -175,8 +174,8 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of this command: the SLURM job's id, else torchrun's run id, else the process
-    id of torchrun; "" if there is no launcher."""
+    """Return the id of this command: the SLURM job id, else torchrun's run id, else torchrun's
+    process id, else ""."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

@@ -1,9 +1,9 @@
 """The terminal of a run: Ctrl-C, and output after the terminal is closed.
 
-Before training, Ctrl-C ends the process; later it stops the run, and a second Ctrl-C ends it. A
-rank whose launcher has ended gets SIGTERM. A run continues when its terminal or pipe is closed, and
-while training also when the disk of its log is full. The imports are fast, because a run handles
-Ctrl-C from its first line on.
+Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run;
+a second Ctrl-C kills it. A rank receives SIGTERM when its launcher ends. A run continues if its
+terminal or pipe is closed and, during training, if the disk of its log is full. This module imports
+only fast modules, because a run handles Ctrl-C from its first line on.
 """
 
 import errno
@@ -22,12 +22,13 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output that has no reader and, while `training`, all output that fails."""
+    """A file that drops output without a reader and, if `training`, all output that cannot be
+    written."""
 
     training = False
 
     def write(self, data: Any) -> int:
-        """Write to the file as FileIO does."""
+        """Write to the file like FileIO.write."""
         try:
             return super().write(data)
         except OSError as error:
@@ -38,7 +39,7 @@ class LastingFile(io.FileIO):
 
 def outlive_readers() -> None:
     """Replace stdout and stderr by streams that drop output without a reader and escape characters
-    that their encoding lacks."""
+    that cannot be encoded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.
@@ -58,21 +59,21 @@ def say(text: str) -> None:
 
 
 CODE: Final = 130
-"""Exit code of a run that Ctrl-C has ended: 128 plus the number of the signal, as in shells."""
+"""Exit code of a run that Ctrl-C ended: 128 plus the signal number, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; earlier checkpoints are complete"
 LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
 """Environment variable with the process id of the launcher of `--ranks`."""
 PR_SET_PDEATHSIG: Final = 1
-"""Linux prctl option: the signal that a process gets when its parent ends."""
+"""Linux prctl option that sets the signal a process receives when its parent ends."""
 
 
 class Interrupts:
-    """Handler of SIGINT, and of the signal that a second SIGINT becomes.
+    """Handler of SIGINT, and of the signal that follows a second Ctrl-C.
 
-    A launcher (torchrun, or `--ranks`) forwards the first SIGINT to its ranks, which may also
-    receive it directly. When a person presses Ctrl-C again, the launcher sends SIGTERM to its
-    ranks; without a launcher the process gets a second SIGINT. A thread handles signals, so that a
-    process that waits in a collective ends too.
+    A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
+    receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks; without a
+    launcher, the process receives a second SIGINT. A thread handles the signals, so that a process
+    that waits in a collective also ends.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Take over SIGINT; called once, by the main thread."""
+        """Install the handler of SIGINT; called once, by the main thread."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)
@@ -94,12 +95,12 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self) -> None:
-        """Make the first SIGINT set `requested` instead of ending the process, and drop output that
-        cannot be written, from now on."""
+        """From now on, set `requested` at the first SIGINT instead of ending the process, and drop
+        output that cannot be written."""
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
-        """Handle signals, whose numbers are bytes of the pipe."""
+        """Handle signals, whose numbers are read from the pipe as bytes."""
         while True:
             number = os.read(receiver, 1)[0]
             if self.requested and number == self._second:
@@ -110,7 +111,7 @@ class Interrupts:
                 self.requested = True
                 self._say(
                     "Ctrl-C: the run saves after the next step and stops; a second Ctrl-C stops it "
-                    "at once"
+                    "immediately"
                 )
 
     def _end(self, text: str) -> None:
@@ -121,16 +122,16 @@ class Interrupts:
         os._exit(CODE)
 
     def _say(self, text: str) -> None:
-        """Print a line once for all ranks."""
+        """Print a line on rank 0."""
         if self._first_rank:
             say(text)
 
 
 def _stop_with_launcher() -> None:
-    """Request SIGTERM for this rank when its launcher ends.
+    """Request that Linux sends SIGTERM to this rank when its launcher ends.
 
-    A killed launcher forwards no signals, so its ranks would continue to train. On systems other
-    than Linux they do.
+    A killed launcher does not forward a signal, so its ranks would continue to train, as they do on
+    other systems.
     """
     if not os.environ.get(LAUNCHER, "").isdecimal():  # `check_launched` refuses such values
         return
@@ -145,13 +146,13 @@ def _stop_with_launcher() -> None:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing, as the thread gets the signal."""
+    """Do nothing, because the thread handles the signal."""
 
 
 def _hold() -> None:
     """Block SIGINT in this thread while it forks.
 
-    A child that does not yet ignore SIGINT would write to its parent's pipe, so one Ctrl-C would
+    A child that does not yet ignore SIGINT would write to its parent's pipe, and one Ctrl-C would
     count as two.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

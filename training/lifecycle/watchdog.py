@@ -1,4 +1,4 @@
-"""Heartbeat of a run, and stack traces of ranks that hang."""
+"""Heartbeat of a run, and stack traces of hanging ranks."""
 
 import contextlib
 import faulthandler
@@ -21,16 +21,16 @@ PAUSE: Final = 10.0
 class Watchdog:
     """Watchdog of one rank; `beat` records progress.
 
-    Rank 0 keeps `heartbeat.json` up to date: step, time (seconds since 1970) and process id. After
-    `hang_seconds` without progress a separate thread writes each rank's Python stack traces to
-    `stacks/rank_00000.txt` and so on. The process groups' timeout then ends the run. A file that
-    cannot be written does not end the run.
+    Rank 0 updates `heartbeat.json`, which contains step, time (seconds since 1970) and process id.
+    After `hang_seconds` without progress, a thread of each rank writes Python stack traces to
+    `stacks/rank_00000.txt` and so on; later the timeout of the process groups ends the run. If a
+    file cannot be written, the run continues.
     """
 
     def __init__(
         self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
     ) -> None:
-        """`timeout_seconds` is the process groups' timeout, before which stacks must be written."""
+        """`timeout_seconds` is the timeout of the process groups; stacks are written earlier."""
         self.folder = Path(run_dir)
         self.rank = rank
         self.limit: float | None = None
@@ -68,7 +68,7 @@ class Watchdog:
         """Record progress after `step` steps."""
         now = time.monotonic()
         if self.limit and self._file is not None and now - self._armed > self.limit / 10:
-            # Not written after every step, as each call starts a thread.
+            # Not called after every step, because each call starts a thread.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > PAUSE:

@@ -25,18 +25,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a config's name, or None for null."""
+    """Return the dtype with a name from the config, or None if the name is None."""
     return None if name is None else DTYPES[name]
 
 
 def exchange_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which momentum and updates of split matrices are sent."""
+    """Return the dtype in which ranks exchange momentum and updates of split matrices."""
     return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Raise ConfigError, with all problems, if installed packages or the device do not support the
-    config; DeviceError if kernels do not start on the device."""
+    """Raise ConfigError, with all problems, if the installed packages or the device do not support
+    the config, and DeviceError if Triton kernels cannot be launched on the device."""
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))
@@ -44,7 +44,7 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the chosen kernels' packages and compilers are installed."""
+    """Check that the packages and compilers of the configured kernels are installed."""
     model, train = config.model, config.train
     for key, value, package, installed, other in (
         ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
@@ -61,7 +61,7 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
         rule = f"needs {package}, which is not installed: pip install it, or set {key}={other}"
         yield key, missing, rule
     compiler = missing_compiler(device) if train.compile == "inductor" else None
-    yield "train.compile", compiler, f"needs {compiler} here: install it, or set train.compile=null"
+    yield "train.compile", compiler, f"needs {compiler}: install it, or set train.compile=null"
     if model.attention_kernel != "auto":
         try:
             flash_attention(model.attention_kernel)
@@ -69,24 +69,24 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
             yield (
                 "model.attention_kernel",
                 True,
-                f"needs a package that cannot be imported ({last_line(error)}): install it as "
-                "docs/running.md says, or set model.attention_kernel=auto",
+                f"needs a package that cannot be imported ({last_line(error)}): see "
+                "docs/running.md for its installation, or set model.attention_kernel=auto",
             )
 
 
 def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the device supports the config's kernels and recordings."""
+    """Check that the device supports the configured kernels, CUDA graph and memory snapshot."""
     train, kind, kernel = config.train, device.type, config.model.attention_kernel
     graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
-    rule = f"must be false on a {kind}, which records no graphs"
+    rule = f"must be false on device {kind}, which has no CUDA graphs"
     yield "optimizer.distributed.cuda_graph", graph, rule
     snapshot = config.log.profile is not None and config.log.profile.memory and kind != "cuda"
-    rule = f"must be false on a {kind}, whose memory has no snapshots"
+    rule = f"must be false on device {kind}, which has no memory snapshots"
     yield "log.profile.memory", snapshot, rule
     plain_cpu = kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
     for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
         wrong = plain_cpu and value not in ("auto", None)
-        yield f"train.{key}", wrong, "must be auto or null on a cpu"
+        yield f"train.{key}", wrong, "must be auto or null on a CPU"
     if kernel != "auto":
         majors = FLASH_CAPABILITIES[kernel]
         there = kind == "cuda" and torch.cuda.get_device_capability(device)[0] in majors
@@ -104,15 +104,15 @@ TILE = Tile(64, 32, 4, 3)
 def check_kernels(device: torch.device) -> None:
     """Compile and launch one of the optimizer's kernels; raise DeviceError if it fails.
 
-    Otherwise a kernel that fails would only do so in the first step of the run.
+    Without this check, kernels would fail in the first step of the run.
     """
     if not listed(device_name(device)) or importlib.util.find_spec("triton") is None:
         return
     problem = compiler_problem()
     if problem is not None:
         raise DeviceError(
-            f"kernels for {device_name(device)} are compiled on this machine, which lacks "
-            f"{problem}; without triton the optimizer uses the library's kernels"
+            f"Triton cannot compile kernels for {device_name(device)} without {problem}; if "
+            "triton is uninstalled, the optimizer uses torch's kernels"
         )
     from spectral.kernels import symmetric
 
@@ -121,25 +121,24 @@ def check_kernels(device: torch.device) -> None:
         symmetric.product(ones, ones, TILE)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise DeviceError(
-            f"a Triton kernel does not start on {device_name(device)}: {first_line(error)}"
+            f"a Triton kernel cannot be launched on {device_name(device)}: {first_line(error)}"
         ) from error
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the backend of torch.compile for a device, or None to compile nothing, and a
-    description.
+    """Return the backend of torch.compile on a device, None for no compilation, and a description.
 
-    With auto, the description states why nothing is compiled.
+    With auto and no compilation on a GPU, the description states the reason.
     """
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"
     if device.type == "cpu":
         return None, "none"
     if config.model.attention_backend != "sdpa":
-        return None, f"none, {config.model.attention_backend} fuses them"
+        return None, f"none, because {config.model.attention_backend} fuses the operations"
     missing = missing_compiler(device)
     if missing is not None:
-        return None, f"none, inductor needs {missing}"
+        return None, f"none, because inductor needs {missing}"
     return "inductor", "inductor"
 
 
@@ -149,14 +148,15 @@ def has_liger() -> bool:
 
 
 def fused_loss(config: Config, device: torch.device) -> bool:
-    """Return whether Liger's kernels compute the loss on a device."""
+    """Return whether liger-kernel computes the loss on a device."""
     if config.train.fused_loss != "auto":
         return config.train.fused_loss == "liger"
     return has_liger() and device.type == "cuda" and config.train.loss_chunk is None
 
 
 def fused_backward(config: Config, device: torch.device) -> bool:
-    """Return whether Triton kernels compute gradients of activations and heads on a device."""
+    """Return whether Triton kernels compute the gradients of gated activations and attention heads
+    on a device."""
     if config.train.fused_backward != "auto":
         return config.train.fused_backward == "triton"
     plain = config.model.attention_backend != "transformer_engine"
@@ -164,15 +164,15 @@ def fused_backward(config: Config, device: torch.device) -> bool:
 
 
 def kernel_of(config: Config, groups: Groups) -> str:
-    """Return the name of the kernel that computes this rank's attention.
+    """Return the name of this rank's attention kernel.
 
-    Raises ConfigError if the device is a GPU without a fused kernel for the config.
+    Raises ConfigError if the device is a GPU for which PyTorch has no fused kernel.
     """
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
-        return f"chosen by {model.attention_backend}"
+        return f"selected by {model.attention_backend}"
     if model.explicit_scores:
-        return "products of blocks of scores"
+        return "blockwise attention scores"
     if model.attention_kernel != "auto":
         return model.attention_kernel
     latent = model.latent is not None
@@ -188,28 +188,28 @@ def kernel_of(config: Config, groups: Groups) -> str:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"no fused kernel of PyTorch computes attention with heads of {model.head_size} and "
-            f"values of {model.value_head_size} in {config.train.precision} here: {error}"
+            f"PyTorch has no fused attention kernel for head dimension {model.head_size}, value "
+            f"dimension {model.value_head_size} and {config.train.precision} here: {error}"
         ) from error
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Return the cost of `train.precision` on a device without instructions for it, else None."""
+    """Return a note on the cost of `train.precision` if the device emulates it, else None."""
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
-        "bf16 on a CPU without AVX-512 computes products in float32 and rounds them, which is "
-        "slower than train.precision=fp32"
+        "with train.precision bf16, a CPU without AVX-512 computes products in float32 and rounds "
+        "them, which is slower than train.precision=fp32"
     )
 
 
 def slow_attention(kernel: str, device: torch.device) -> str | None:
-    """Return a note if a faster attention kernel exists on a device, else None."""
+    """Return a note if the device has a faster attention kernel than `kernel`, else None."""
     if kernel not in ("flash_attention", "efficient_attention") or device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     return (
-        "cuDNN's kernel takes about two thirds of the time on this GPU, but the installed cuDNN "
-        "does not support heads of this size"
+        "cuDNN's kernel would need about two thirds of the time on this GPU, but the installed "
+        "cuDNN does not support this head dimension"
     )

@@ -1,6 +1,6 @@
-"""The device that a rank trains on: chosen and prepared before CUDA starts.
+"""The device on which a rank trains, chosen and prepared before CUDA starts.
 
-If the config does not name a device, each rank uses a GPU if there is one.
+With `run.device: auto`, each rank uses a GPU if the machine has GPUs.
 """
 
 import os
@@ -21,7 +21,7 @@ from training.machine import environment
 def prepare(config: Config) -> None:
     """Set the required environment variables before CUDA starts; later calls have no effect."""
     if config.run.device == "cpu":
-        # PyTorch and the engine query CUDA in many places; with this variable they find no GPU.
+        # PyTorch and megatron-core query CUDA in many places; this variable hides all GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.prepare(config)
@@ -30,7 +30,7 @@ def prepare(config: Config) -> None:
 def start(config: Config) -> Literal["cuda", "cpu"]:
     """Prepare the environment, and return the type of this rank's device.
 
-    Raises DeviceError if the config's device is not available.
+    Raises DeviceError if the configured device is not available.
     """
     prepare(config)
     requested = config.run.device
@@ -42,22 +42,22 @@ def start(config: Config) -> Literal["cuda", "cpu"]:
 RequestedDevice = Literal["auto", "cuda", "cpu"]
 
 NVIDIA: Final = "0x10de"
-"""Vendor of a PCI device."""
+"""PCI vendor id of NVIDIA."""
 DISPLAY: Final = "0x03"
-"""Prefix of the class of PCI devices that are GPUs."""
+"""Prefix of the PCI class of GPUs."""
 
 
 class DeviceError(InputError):
-    """The requested device is not available."""
+    """A requested device that is not available."""
 
 
 @dataclass(frozen=True)
 class Gpus:
     """Facts about this machine's GPUs.
 
-    built    CUDA version that PyTorch was built with, None if it was built without CUDA
+    built    CUDA version of the PyTorch build, None without CUDA
     devices  NVIDIA devices of this machine, usable or not
-    problem  why CUDA does not start, None if it does or was not tried
+    problem  reason why CUDA does not start, None if it starts or was not tried
     usable   number of CUDA devices
     """
 
@@ -68,19 +68,20 @@ class Gpus:
 
 
 def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
-    """Return the device type for rank `local_rank` of this machine.
+    """Return the device type of local rank `local_rank`.
 
-    `auto` is a GPU if CUDA starts, and a CPU if there is no GPU or PyTorch is built without CUDA.
-    Raises DeviceError for a requested GPU that is not available, for a GPU that does not start (a
-    driver too old for this PyTorch, a container without its GPUs), and for more ranks than GPUs.
+    `auto` selects cuda if CUDA starts, and cpu if there is no GPU or PyTorch is built without CUDA.
+    Raises DeviceError if a requested GPU is not available, if CUDA does not start (the driver is
+    too old for this PyTorch, or a container has no access to its GPUs), or if there are more ranks
+    than GPUs.
     """
     if requested == "cpu":
         return "cpu"
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(
-                f"rank {local_rank} of this machine needs a GPU of its own, got {gpus.usable} for "
-                "all: start fewer processes, or set run.device=cpu"
+                f"each rank of a machine needs its own GPU, got local rank {local_rank} and only "
+                f"{gpus.usable} GPUs: start fewer ranks, or set run.device=cpu"
             )
         return "cuda"
     if requested == "auto" and (gpus.built is None or not gpus.devices):
@@ -91,17 +92,17 @@ def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["
 
 
 def reason(gpus: Gpus) -> str:
-    """Return why no GPU can be used."""
+    """Return the reason why no GPU can be used."""
     if gpus.built is None:
         return "this PyTorch is built without CUDA"
     if not gpus.devices:
         return "this machine has no NVIDIA device"
     there = f"this machine has NVIDIA devices ({', '.join(gpus.devices)}) and CUDA {gpus.built} "
-    return there + f"does not start: {gpus.problem or 'it finds none of them'}"
+    return there + f"does not start: {gpus.problem or 'it detects no device'}"
 
 
 def gpus_here() -> Gpus:
-    """Return the facts about this machine's GPUs; starts CUDA if there are GPUs."""
+    """Return facts about this machine's GPUs; start CUDA if PyTorch is built with CUDA."""
     built = torch.version.cuda
     if built is None:
         return Gpus(None, tuple(nvidia_devices()), None, 0)
@@ -117,8 +118,8 @@ def gpus_here() -> Gpus:
 def nvidia_devices() -> Iterator[str]:
     """Yield the system's NVIDIA devices, usable or not.
 
-    These are the driver's devices, else the devices on the PCI bus, which a container sees even
-    without access to them.
+    These are the device files of the driver, or if there are none, the devices on the PCI bus,
+    which are visible even in a container without access to GPUs.
     """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
@@ -141,14 +142,15 @@ def _first_line(path: Path) -> str:
 def repeatable() -> Iterator[None]:
     """Use PyTorch's deterministic kernels within a context.
 
-    An operation without such a kernel only causes a warning, as an error could end a run at a step
-    that tests without a GPU do not cover. The setting loads torch's compiler, which takes seconds.
+    An operation without a deterministic kernel causes only a warning, because an error could end a
+    run in a step that tests without a GPU do not cover. The setting imports torch's compiler, which
+    takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Uninitialised memory is not filled: no code reads it, and filling would cost a pass.
+    # Do not fill uninitialised memory: no code reads it, and filling costs a pass over memory.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

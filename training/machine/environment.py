@@ -1,7 +1,7 @@
-"""The environment of a run: the limit of open files, environment variables and versions.
+"""The environment of a run: limit of open files, environment variables, and versions.
 
-CUDA, PyTorch's allocator and NCCL read their variables when they start. The versions are those of
-packages, commit, device, driver and libraries.
+CUDA, PyTorch's allocator and NCCL read their environment variables when they start. Versions
+include packages, the commit, the device, the driver and its libraries.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ from training.config import Config
 from training.errors import ConfigError
 
 OPEN_FILES: Final = (256, 65536)
-"""Smallest number of open files for a rank, and the largest number that it requests."""
+"""Smallest allowed limit of open files per rank, and the largest limit that a rank requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32
-"""Largest number of compile processes of one rank, as in torch."""
+"""Largest number of compile processes per rank, as in torch."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names of the variable with the allocator's settings: the current name and the older one."""
+"""Current and former name of the environment variable with the allocator's settings."""
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files as the system allows.
+    """Raise this process's limit of open files as far as the system allows.
 
     Raises ConfigError if the limit is too low for the sockets and files of a rank.
     """
@@ -42,24 +42,24 @@ def allow_open_files() -> None:
     allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if allowed < fewest:
         raise ConfigError(
-            f"a rank must be allowed to open {fewest} files (ulimit -n), got {allowed}"
+            f"the limit of open files (ulimit -n) must be at least {fewest}, got {allowed}"
         )
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def required_variables(config: Config) -> dict[str, str]:
-    """Return the variables that a run on GPUs needs in its environment.
+    """Return the environment variables that a run on GPUs needs.
 
-    Expandable segments   pieces of memory freed in one step can serve large tensors of another step
-    one connection        with tensor or context parallelism, kernels must start in the order in
-                          which they were launched, so that communication runs beside products;
-                          with more queues a product may run first
-    fixed workspaces      with run.deterministic: cuBLAS repeats bit for bit only with these
-    compile workers       a rank's share of this machine's processors; by default each rank starts
-                          one per processor, up to 32
-    no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
-                          allow
+    expandable segments   allow memory freed in one step to be used for large tensors in another
+    one connection        with tensor or context parallelism, kernels must start in launch order, so
+                          that communication overlaps with matrix products; with more queues, a
+                          product might start first
+    fixed workspaces      make cuBLAS deterministic, for run.deterministic
+    compile workers       this rank's share of the machine's processors; by default each rank starts
+                          one worker per processor, up to 32
+    no registration       NCCL must not register the buffers of a CUDA graph, because expandable
+                          segments do not support it
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(COMPILE_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -74,7 +74,7 @@ def required_variables(config: Config) -> dict[str, str]:
 
 
 def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `required_variables` that the user has not set."""
+    """Return the variables of `required_variables` that are not set in `environment`."""
     variables = required_variables(config)
     if any(name in environment for name in ALLOCATOR):
         del variables[ALLOCATOR[0]]
@@ -82,15 +82,15 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set missing variables before CUDA starts.
+    """Set missing environment variables before CUDA starts.
 
-    Raises ConfigError for a variable that overrides the run's precision of products.
+    Raises ConfigError if a variable overrides the precision of the run's matrix products.
     """
     if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
         raise ConfigError(
-            "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS would round the operands of every float32 "
-            "product to TF32, also in the optimizer; unset it, and for TF32 in the forward pass "
-            'alone call torch.set_float32_matmul_precision("high")'
+            "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS would round the operands of all float32 "
+            "products to TF32, even in the optimizer; unset it. For TF32 in the forward pass only, "
+            'call torch.set_float32_matmul_precision("high")'
         )
     variables = missing_variables(config, os.environ)
     os.environ.update(variables)
@@ -102,7 +102,7 @@ def prepare(config: Config) -> None:
 
 
 def settings() -> dict[str, str]:
-    """Return this process's variables of CUDA, its allocator and NCCL."""
+    """Return this process's environment variables of CUDA, PyTorch, NCCL and Transformer Engine."""
     prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
@@ -120,10 +120,10 @@ def versions() -> Facts:
 
 
 def library_versions() -> Facts:
-    """Return versions of Python and packages, or None for a package that is not installed.
+    """Return the versions of Python and packages, None for a package that is not installed.
 
-    The version of torch includes its build, such as `2.13.0+cu130`, which the metadata of some
-    wheels omit.
+    The version of torch includes the build, as in `2.13.0+cu130`, which the metadata of some wheels
+    omit.
     """
     versions: Facts = {"python": python_version()}
     for package in PACKAGES:
@@ -135,7 +135,7 @@ def library_versions() -> Facts:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, or None if it is no git checkout."""
+    """Return the commit of this git checkout, or None outside a git checkout."""
     if not (ROOT / ".git").exists():
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -146,7 +146,8 @@ def commit() -> str | None:
 
 
 def device_facts(device: torch.device) -> Facts:
-    """Return the run's device, and on a GPU its driver, CUDA, cuDNN and NCCL."""
+    """Return the name of the device, and for a GPU its memory and the versions of the driver, CUDA,
+    cuDNN and NCCL."""
     if device.type != "cuda":
         return {"device": f"{device.type} ({machine()})"}
     facts: Facts = {
@@ -166,7 +167,7 @@ def device_facts(device: torch.device) -> Facts:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver, or None if unknown."""
+    """Return the version of the NVIDIA driver, or None if unknown."""
     with contextlib.suppress(OSError):
         words = DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
@@ -174,7 +175,7 @@ def driver() -> str | None:
 
 
 def described(device: torch.device) -> str:
-    """Return one line for the start of a run."""
+    """Return one line about the device, printed at the start of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}
     first = facts.pop("device")
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]

@@ -1,5 +1,4 @@
-"""Figures of weights, gradients, updates and activations on monitored steps.
+"""Figures of weights, gradients, updates and activations in monitored steps.
 
-Nothing here changes a run, except expert_balance.py, which updates the expert bias. Start with
-monitors.py.
+Only expert_balance.py changes a run: it updates the expert bias. Start with monitors.py.
 """

@@ -1,4 +1,4 @@
-"""Load balance of experts: token counts over ranks, the expert bias, MaxVio, balancing losses."""
+"""Load balance of experts: token counts over ranks, expert bias, MaxVio and balancing losses."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from parallel.model import ParallelModel
 
 
 class ExpertBalance:
-    """Load balancing of this rank's mixture-of-experts layers; without such layers it does
-    nothing."""
+    """Load balancing of this rank's mixture-of-experts layers; a dense model has no balancing."""
 
     def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
         self.model = model
@@ -44,8 +43,7 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, or {} without experts; waits as `metrics`
-        does."""
+        """Return MaxVio of the last step by layer, {} for a dense model; waits like `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}
@@ -54,14 +52,14 @@ class ExpertBalance:
         return dict(enumerate(violations[moe.dense_layers :].tolist(), moe.dense_layers))
 
     def metrics(self, microbatches: int) -> dict[str, float]:
-        """Return the metrics of the last step, with `microbatches` micro-batches on one rank.
+        """Return the metrics of the last step, which had `microbatches` micro-batches per rank.
 
-        moe/max_vio/<layer>  (most tokens - mean) / mean over the experts of a layer
-        moe/max_vio          the largest of these
+        moe/max_vio/<layer>  (largest - mean) / mean of the experts' token counts in a layer
+        moe/max_vio          maximum of moe/max_vio/<layer> over layers
         moe/sequence_aux_loss, moe/global_aux_loss, moe/z_loss
                              mean over layers without the coefficient, if the loss is in use
 
-        Waits for the device and, with experts, for all pipeline stages.
+        Waits for the device and for all pipeline stages, unless the model is dense.
         """
         moe = self.config.moe
         if moe is None:

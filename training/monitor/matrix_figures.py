@@ -1,9 +1,9 @@
-"""Figures of stacks of matrices, and aggregates over many units: pure functions.
+"""Pure functions: figures of stacks of matrices, and aggregates over many units.
 
-Every figure is computed in float64 from float32 values, so it does not depend on which rank
-computes it. `Moments` are summed a few million entries at a time, so that the figures of a large
-embedding need little memory. Singular values of weights come from a decomposition, as all of them
-are needed; stable ranks and nuclear ranks use only matrix products and are accurate to three
+Figures are computed in float64 from float32 values, so they do not depend on the rank that computes
+them. `Moments` are summed a few million entries at a time, so that figures of a large embedding
+need little memory. Singular values of weights are computed by a decomposition, because all of them
+are needed; stable ranks and nuclear ranks need only matrix products and are accurate to three
 digits.
 """
 
@@ -23,15 +23,15 @@ from spectral.batching import grouped
 from spectral.device_values import is_known
 
 ROOT_SHIFT = 1e-10
-"""Share of the trace added to keep a Gram matrix with rounding errors positive."""
+"""Fraction of the trace added to the diagonal to keep a rounded Gram matrix positive definite."""
 QUANTILES = 11
-"""Quantiles of singular values: 0, 10, ... 100%."""
+"""Number of quantiles of singular values: 0, 10, ..., 100%."""
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
-"""Roles whose matrices multiply the normalised residual stream before attention."""
+"""Roles whose matrices are applied to the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles of the matrices that figures 5 and 14 of the PC paper average, with or without PC
+"""Roles of the matrices that are averaged in figures 5 and 14 of the PC paper, with or without PC
 layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 
 
 BLOCK: Final = 2**22
-"""Number of a stack's entries that are in float64 at a time."""
+"""Number of a stack's entries converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Moments:
         return self.mean_square().sqrt()
 
     def correlation(self) -> Tensor:
-        """Estimate the correlation `[units]` of the entries; see `measures.correlation`."""
+        """Compute an estimate of the entries' correlation `[units]`; see `measures.correlation`."""
         return measures.correlation_of(self.total / self.entries, self.mean_square(), self.entries)
 
 
 def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
-    """Return the moments of matrices of `shape` `[units, rows, cols]`; `blocks`, float64, come from
-    `split`."""
+    """Return the moments of matrices of `shape` `[units, rows, cols]` from their float64 `blocks`,
+    as yielded by `split`."""
     _, rows, cols = shape
     if rows >= cols:
         gram, total = summed([x.mT @ x, x.sum((1, 2))] for x in blocks)
@@ -90,7 +90,7 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
         gram, total, fourth = summed(
             [x @ x.mT, x.sum((1, 2)), x.square().sum(1).square().sum(1)] for x in blocks
         )
-        # The difference is exact up to rounding of the first term; values below that count as zero.
+        # The difference has the rounding error of the first term; smaller values count as zero.
         whole = gram.square().sum((1, 2))
         present = whole - fourth > 4 * torch.finfo(whole.dtype).eps * whole
         off_diagonal = torch.where(present | whole.isnan(), whole - fourth, 0)
@@ -110,7 +110,7 @@ def split(stack: Tensor) -> Iterator[Tensor]:
 
 
 def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute the cosine `[units]` of two stacks, given as float64 blocks; 0 if one is zero."""
+    """Compute the cosine `[units]` of two stacks from float64 blocks; 0 if a matrix is zero."""
     dot, one, other = summed(
         [(x * y).sum((1, 2)) for x, y in ((a, b), (a, a), (b, b))] for a, b in pairs
     )
@@ -119,7 +119,7 @@ def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Sum lists of tensors elementwise into the first list."""
+    """Sum lists of tensors elementwise, in place in the first list."""
     totals: list[Tensor] = []
     for sums in terms:
         if not totals:
@@ -133,7 +133,7 @@ def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
 def weight_figures(weight: Tensor) -> Figures:
     """Return figures `[units]` of weights `[units, rows, cols]`.
 
-    `quantiles` `[units, 11]` are the quantiles of their singular values.
+    `quantiles` `[units, 11]` are quantiles of the singular values.
     """
     matrices = of_matrices(weight)
     values = matrices.singular_values()
@@ -160,7 +160,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return figures `[units]` of mean gradients `[units, rows, cols]`.
 
-    `previous` contains the gradients of the previous step; if it is given, alignment is included.
+    `previous` contains the gradients of the previous step; None omits the alignment.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -175,7 +175,7 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Return the nuclear ranks `[units]`, by matrix products where a decomposition would make the
+    """Return the nuclear ranks `[units]`; use matrix products if a decomposition would make the
     host wait for the device."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
@@ -186,7 +186,7 @@ def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
 def noise_figures(products: Tensor, what: str) -> Figures:
     """Return noise figures `[units]` from the samples' inner products `[units, samples, samples]`.
 
-    `what`, gradient or update, states what the samples are and is the prefix of the figures' names.
+    `what`, "gradient" or "update", is the kind of the samples and the prefix of the figures' names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
@@ -196,7 +196,7 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
     """Yield the updates of successive steps, float64, without weight decay, block by block.
 
     weights  `[units, rows, cols]` before, between and after the steps
-    kept     `[units, 1, 1]` per step, the factor of weight decay
+    kept     `[units, 1, 1]` per step, the factor 1 - lr * weight_decay
     """
     for parts in zip(*map(split, weights), strict=True):
         wide = [part.double() for part in parts]
@@ -204,8 +204,8 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64; arguments
-    as for `updates`."""
+    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64; for the
+    arguments see `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
@@ -215,9 +215,9 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return figures `[units]` of the last update; arguments as for `updates`.
+    """Return figures `[units]` of the last update; for the arguments see `updates`.
 
-    They include its alignment with the previous update, if there is one.
+    If there are several updates, the figures include the alignment of the last two.
     """
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
@@ -231,7 +231,7 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
 
 
 def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return quantiles of the singular values of the last update; arguments as for `updates`."""
+    """Return quantiles of the last update's singular values; for the arguments see `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     return {"update_quantiles": quantiles(sums.singular_values())}
 
@@ -244,9 +244,9 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Return stable rank and root mean square `[]` of a weight's inputs.
 
-    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The inputs of the embedding are
-    one-hot vectors: their `gram` is given by its diagonal `[rows]`, and their only figure is the
-    stable rank, 1 over the share of the most frequent token.
+    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The embedding's inputs are one-hot
+    vectors: `gram` is then the diagonal `[rows]` of their Gram matrix, and the only figure is the
+    stable rank, 1 / (share of the most frequent token).
     """
     gram = gram.double()
     if gram.ndim == 1:
@@ -280,11 +280,11 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add figures that compare several units, or measurements on several ranks, to the records.
+    """Add the figures that combine several units, or measurements of several ranks, to the records.
 
-    The criterion pairs a weight with its own input, but attention's output projection with the
-    input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
-    learning?".
+    The criterion compares each weight with its own input, except that it compares attention's
+    output projection with the input of q, k and v, as in table 2 of "When do spectral gradient
+    updates help in deep learning?".
     """
     attention = {
         record["layer"]: record["input_stable_rank"]
@@ -310,7 +310,7 @@ def is_figure(name: str, value: Any) -> bool:
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return `monitor/<figure>/<role>`, the mean over the units of a role that have the figure."""
+    """Return `monitor/<figure>/<role>`, means over the units of a role that have the figure."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
@@ -334,12 +334,12 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 
 
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
-    """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
+    """Return figures of the whole model; `matrix` contains the roles of the layers' matrices.
 
-    condition_number/geometric_mean  PC Layer's GMCN: the mean over whole matrices with equal
-                                     weights of roles and layers; PC layers use PC(W). /pc covers
-                                     the paper's PC layers, /qkv covers q, k and v
-    criterion_ratio/geometric_mean   nr(G) / st(A)
+    condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with equal
+                                     weights of roles and layers; for PC layers, of PC(W). Suffix
+                                     /pc: only the paper's PC layers; /qkv: only q, k and v
+    criterion_ratio/geometric_mean   mean of nr(G) / st(A)
     criterion_ratio/share            share of units with a ratio of at least 1
     spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
     applied_rms/max
@@ -364,7 +364,7 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of a unit's whole matrix, NaN if it was not logged."""
+    """Return the condition number of the unit's whole matrix, or NaN if it was not computed."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )
@@ -372,7 +372,7 @@ def condition_number(record: Record) -> float:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of the finite positive values, NaN if there are none."""
+    """Return the geometric mean of the finite positive values, or NaN if there are none."""
     numbers = torch.tensor(list(values), dtype=torch.float64)
     return float(measures.global_modified_condition_number(numbers))
 
@@ -393,20 +393,20 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector that keeps units until all rows of their matrix have arrived.
+    """Collector of units until all rows of their whole matrix are complete.
 
-    The units of one role in one parameter are together the rows of a matrix; the order of rows does
-    not change singular values.
+    The rows of a whole matrix are the rows of all units of a role in a parameter. Their order does
+    not affect singular values.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """`units` are the units of the model's stage, on any rank."""
+        """`units` contains all units of the pipeline stage."""
         whole = {unit.name: unit for unit in units if unit.is_matrix}
         self.sizes = Counter((unit.parameter, unit.role) for unit in whole.values())
         self._rows: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def begin(self) -> None:
-        """Forget the parts of earlier steps."""
+        """Drop the rows of earlier steps."""
         self._rows.clear()
 
     def add(self, units: Iterable[Unit], weights: Tensor) -> Iterator[tuple[list[str], Tensor]]:

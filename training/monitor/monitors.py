@@ -1,7 +1,7 @@
 """Monitors: figures of weights, gradients, updates and activations, every few steps.
 
-Only monitored steps take longer. Monitors change no value that they measure, so runs with and
-without monitors are equal bit for bit. docs/monitors.md defines each figure.
+Monitors slow down only monitored steps. They do not change the values that they measure, so runs
+with and without monitors are equal bit for bit. docs/monitors.md defines the figures.
 """
 
 from collections import Counter
@@ -40,8 +40,7 @@ from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
 
 DEFAULT_INTERVAL: Final = 100
-"""Steps between monitored steps if there is no plan, and the smallest interval that a plan
-chooses."""
+"""Interval of monitored steps without a plan, and the smallest interval chosen by a plan."""
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -54,22 +53,23 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names that the rules' reports have in monitors.jsonl; other reports get the prefix `rule_`."""
+"""Names in monitors.jsonl of the figures that rules report; other figures get the prefix `rule_`.
+"""
 
 
 class LayerSampling:
     """Choice of the layers whose inputs a monitored step measures.
 
-    It chooses all layers, or some in turn if the Gram matrices of all inputs do not fit in
-    `monitors.activation_gib`. Sizes of whole weights count, so the choice is the same on any
-    layout.
+    A step measures all layers, or some of them in turn if the Gram matrices of all inputs do not
+    fit in `monitors.activation_gib`. The choice depends on the sizes of whole weights, so it is the
+    same on any layout.
     """
 
     def __init__(self, config: Config, interval: int) -> None:
         self.interval = interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
-        # Number of monitored steps that together measure all layers.
+        # Number of monitored steps that are needed to measure all layers.
         self.rounds = -(-self.count // together)
 
     def layers(self, step: int) -> list[int]:
@@ -79,7 +79,7 @@ class LayerSampling:
 
 
 def largest_layer(config: Config) -> int:
-    """Return the bytes of the Gram matrices of a layer's inputs, for the layer with most bytes."""
+    """Return the largest number of bytes that the Gram matrices of a layer's inputs need."""
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
         for unit in all_units(config.model, **unit_options(config))
@@ -92,7 +92,7 @@ def largest_layer(config: Config) -> int:
 
 
 class Monitors:
-    """Monitors of one rank, which measure every `interval`-th step."""
+    """Monitors of one rank."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Monitors:
         experts: ExpertBalance,
         interval: int | None,
     ) -> None:
-        """Measure every `interval`-th step: 0 measures none, None every `DEFAULT_INTERVAL`-th."""
+        """Measure every `interval` steps; 0 disables monitors, None is `DEFAULT_INTERVAL`."""
         self.interval = DEFAULT_INTERVAL if interval is None else interval
         self.config = config
         self.groups = groups
@@ -131,7 +131,7 @@ class Monitors:
 
     @property
     def unit_gather(self) -> UnitGather:
-        """Assignment of units to inspection ranks, planned at its first use."""
+        """Assignment of units to inspection ranks, planned at first use."""
         if self._unit_gather is None:
             elements = inspected_elements(self.config.monitors)
             self._unit_gather = UnitGather(self.optimizer, elements)
@@ -143,7 +143,7 @@ class Monitors:
         self.history.forget()
 
     def before(self, step: int, microbatches: int) -> None:
-        """Prepare the measurement of `step`, which has `microbatches` micro-batches on a rank."""
+        """Prepare the measurement of `step`, which has `microbatches` micro-batches per rank."""
         self.step = step
         self.records = {}
         self.chosen = set(self.config.monitors.groups) if self.due(step) else set()
@@ -185,7 +185,7 @@ class Monitors:
     def after_step(self, factor: float, active: Tensor) -> None:
         """Measure updates after the optimizer's step.
 
-        `factor` is the learning rate relative to its peak; `active` is whether the step was taken.
+        `factor` is the learning rate divided by its peak; `active` is whether the step was taken.
         """
         self.history.end(factor, active)
         if self.due(self.step):
@@ -196,10 +196,10 @@ class Monitors:
                 self._inspect_momenta()
 
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the line of `step` for monitors.jsonl and its aggregates for the metrics.
+        """Return the line of `step` for monitors.jsonl and the aggregates for the metrics.
 
         `tokens` is the number of tokens seen so far. Both results are empty on ranks other than 0,
-        and if the step is not monitored. All ranks call this method.
+        and if the step is not monitored. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -215,7 +215,7 @@ class Monitors:
         return line, summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """Return the records of all units and blocks on rank 0, an empty result elsewhere."""
+        """Return the records of all units and blocks on rank 0, {} and {} on other ranks."""
         maxvio = self.experts.violations()
         gathered = on_first((self.records, self.blocks), self.groups.host)
         self.records, self.blocks = {}, {}
@@ -269,7 +269,7 @@ class Monitors:
             self._keep([units[name]], measured)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
-        """Record figures of the inputs of weights, and of the outputs of gate and up."""
+        """Record figures of the weights' inputs, and of the outputs of gate and up."""
         in_graph = {unit.name for layer in self.model.in_graph for unit in layer.units}
         measured: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
@@ -287,7 +287,7 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record the figures of PC layers that the gathered parameters do not provide.
+        """Record the figures of PC layers that cannot be computed from the gathered parameters.
 
         These are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
         """
@@ -310,7 +310,7 @@ class Monitors:
         """Add the condition number of a whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            # The units of a matrix are all effective or none.
+            # Either all units of a matrix are effective or none is.
             prefix = "effective_" if effective.intersection(names) else ""
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
@@ -327,7 +327,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _inspect_momenta(self) -> None:
-        """Record the spectra of the momenta after the step, for rules with momentum."""
+        """Record the spectra of momenta after the step, for rules with momentum."""
         now = momenta(self.optimizer)
         for inspection in self.unit_gather.inspections({MOMENTUM: now.shards}):
             assigned = [self._assign(unit) for unit in inspection.units]
@@ -353,7 +353,7 @@ class Monitors:
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """Record the rules' reports of the step."""
+        """Record the figures that rules report for the step."""
         for batch in self.optimizer.stacks:
             measured = {
                 REPORTED.get(name, f"rule_{name}"): figure.double()
@@ -366,8 +366,8 @@ class Monitors:
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
-        """Add figures to the records of units; in units of `effective` their names begin with
-        `effective_`."""
+        """Add figures to the records of units, with the prefix `effective_` for the units named in
+        `effective`."""
         if not units:
             return
         columns = {name: values.tolist() for name, values in measured.items()}
@@ -378,24 +378,24 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of successive updates to compare; the last one is the monitored step's."""
+    """Return the number of successive updates to compare, including the monitored step's update."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements that a rank inspects at a time, unless one matrix is larger.
+    """Return the number of elements that a rank inspects at a time; a larger matrix exceeds it.
 
     A rank first gathers and stacks weights, gradients and the previous step's gradients, later the
-    weights before each compared step and after the last.
+    weights before each compared step and after the last step.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the aggregates that go to the metrics."""
+    """Return the aggregates for the metrics."""
     records = list(units.values())
     matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
     return {

@@ -1,5 +1,5 @@
-"""Counts of refused updates and of multiplier solves that missed their tolerance, and metrics of PC
-layers, over all ranks."""
+"""Metrics over all ranks: refused updates, multiplier solves that missed their tolerance, and PC
+layers."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,11 +14,11 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 
 SHOWN = 8
-"""Largest number of refused units named in one report."""
+"""Largest number of refused units that a report names."""
 
 
 class Events(ABC):
-    """Events of units since the start of the run and since the last report."""
+    """Counter of events of units, since the start of the run and since the last report."""
 
     def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
         self.optimizer = optimizer
@@ -28,11 +28,11 @@ class Events(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Drop the new events."""
+        """Drop the events since the last report."""
 
     @abstractmethod
     def _new_here(self) -> Tensor:
-        """Return the number of new events on this rank."""
+        """Return the number of events on this rank since the last report."""
 
     def _sum(self) -> float:
         total = self._new_here()
@@ -40,11 +40,11 @@ class Events(ABC):
         return float(total.item())
 
     def state(self) -> float:
-        """Return the events since the start of the run, over all ranks; waits for them."""
+        """Return the number of events since the start of the run, over all ranks; collective."""
         return self.total + self._sum()
 
     def restore(self, total: float) -> None:
-        """Continue from what `state` returned."""
+        """Continue from `total`, a result of `state`."""
         self.total = total
         self._forget()
 
@@ -52,10 +52,10 @@ class Events(ABC):
 class Refusals(Events):
     """Counter of refused updates of units; an update is refused if it is not finite or not bounded.
 
-    Refused updates are skipped without this counter too; it makes them visible.
+    The counter only reports refusals; the optimizer skips refused updates.
 
     Attributes:
-        worst: the unit with the most consecutive refusals before the last report, and how many.
+        worst: (unit, number) with the most consecutive refusals before the last report.
     """
 
     worst: tuple[str, int] = ("", 0)
@@ -80,7 +80,7 @@ class Refusals(Events):
         self._longest = torch.maximum(self._longest, self._row)
 
     def _add_names(self, names: list[str]) -> None:
-        """Start counting for more names; the first step contains nearly all names."""
+        """Start counting refusals of more units; nearly all units are added in the first step."""
         if not names:
             return
         self._names += names
@@ -90,14 +90,14 @@ class Refusals(Events):
         )
 
     def _counted(self) -> list[tuple[str, float, float]]:
-        """Return this rank's units with their numbers of refusals and of consecutive refusals."""
+        """Return (unit, refusals, most consecutive refusals) for the units of this rank."""
         return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics since the last report; waits for device and ranks.
+        """Return the metrics since the last report; waits for the device and for all ranks.
 
-        optim/refused         refused steps of units since the start of the run
-        optim/refused/<unit>  refused steps since the last report, for the units with the most
+        optim/refused         number of refused updates since the start of the run
+        optim/refused/<unit>  number since the last report, for the units with the largest numbers
         """
         new, self.worst = self._sum(), ("", 0)
         self.total += new
@@ -122,25 +122,26 @@ class Solves(Events):
         return self._missed.clone()
 
     def record(self, active: Tensor) -> None:
-        """Count the solves of a step, if it is `active`, without waiting for the device."""
+        """Count missed solves if the step is `active`, without waiting for the device."""
         for stack in self.optimizer.stacks:
             if "converged" in stack.report:
                 self._missed += (1 - stack.report["converged"].float()).sum() * active
 
     def summary(self) -> dict[str, float]:
-        """Return `spectral/unconverged`, the run's misses so far; waits for device and ranks."""
+        """Return `spectral/unconverged`, the number of missed solves so far in the run; waits for
+        the device and for all ranks."""
         self.total += self._sum()
         self._forget()
         return {"spectral/unconverged": self.total}
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks; the rules' reports are in monitors.jsonl."""
+    """Counts over all units and ranks; monitors.jsonl contains the figures of each unit."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """`preconditioned` states whether the model has PC layers on any rank."""
+        """`preconditioned` is true if the model has PC layers on any rank."""
         self.optimizer = optimizer
         self.groups = groups
         self.solves = Solves(optimizer, groups)
@@ -149,16 +150,16 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's reports on the device; `active` is whether the step was taken."""
+        """Count the step's events on the device; `active` is whether the step was taken."""
         self.solves.record(active)
         self.refusals.record()
 
     def state(self) -> dict[str, float]:
-        """Return counts since the start of the run, over all ranks; waits for them.
+        """Return counts since the start of the run, over all ranks; collective.
 
-        unconverged  multiplier solves that missed the tolerance
-        refused      refused steps of units
-        outside      PC units whose tracked norm had to be corrected
+        unconverged  multiplier solves that missed their tolerance
+        refused      refused updates of units
+        outside      corrections of the tracked norm of PC layers
         """
         return {
             "unconverged": self.solves.state(),
@@ -167,13 +168,13 @@ class SpectralMetrics:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from `state`, a result of the method `state`."""
         self.solves.restore(state["unconverged"])
         self.refusals.restore(state.get("refused", 0.0))
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return misses and refusals, and the metrics of PC layers; waits for device and ranks."""
+        """Return the metrics of solves, refusals and PC layers; waits for the device and ranks."""
         rules = self.solves.summary() | self.refusals.summary()
         return rules | (self._preconditioned() if self.preconditioned else {})
 
@@ -181,8 +182,8 @@ class SpectralMetrics:
         """Return the metrics of PC layers.
 
         pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
-        pc/domain/outside  units found outside and corrected on logging steps so far
-        pc/gamma/min, max  over all units
+        pc/domain/outside  number of corrections, in logged steps so far, of units outside [0, 1.1]
+        pc/gamma/min, max  smallest and largest gamma of all units
         """
         seen, gammas = self.optimizer.guard_pc()
         floor = seen.new_full((1,), -math.inf)

@@ -1,8 +1,8 @@
-"""Updates of a monitored step and the steps before it.
+"""Updates of a monitored step and of the steps before it.
 
-The update of a step is the weights after the step minus the weights before it, with retraction but
-without weight decay. The weights before successive steps are kept only shortly before a monitored
-step, as many as the figures need.
+The update of a step is the weights after the step minus the weights before the step, with
+retraction but without weight decay. Weights are stored only for the number of steps, up to a
+monitored step, that the figures need.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ class Moment:
     """Weights before a step, and the step's learning rate."""
 
     weights: Snapshot
-    factor: Tensor | float = 0.0  # learning rate over its peak; 0 if the step was skipped
+    factor: Tensor | float = 0.0  # learning rate divided by its peak; 0 if the step was skipped
 
 
 @dataclass(frozen=True)
 class Updates:
     """Matrices of one shape before, between and after successive steps.
 
-    weights  `[units, rows, cols]` each: before the steps, oldest first, and after the last one
-    kept     `[units, 1, 1]` per step: the factor of weight decay
+    weights  `[units, rows, cols]` each: before the steps, oldest first, and after the last step
+    kept     `[units, 1, 1]` per step: the factor 1 - lr * weight_decay
     """
 
     units: list[Unit]
@@ -47,11 +47,11 @@ class UpdateHistory:
         self.moments: list[Moment] = []
 
     def forget(self) -> None:
-        """Drop the kept weights, for instance after a rewind."""
+        """Drop the stored weights, for instance after a rewind."""
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """Keep the weights before a step that is `steps_left` steps from a monitored one."""
+        """Store the weights before a step that is `steps_left` steps before a monitored step."""
         if steps_left >= self.depth:
             self.forget()
             return
@@ -59,18 +59,18 @@ class UpdateHistory:
         del self.moments[: -self.depth]
 
     def end(self, factor: float, active: Tensor) -> None:
-        """Record the learning rate of the step just taken.
+        """Record the learning rate of the current step.
 
-        factor  learning rate over its peak
+        factor  learning rate divided by its peak
         active  whether the step was taken
         """
         if self.moments:
             self.moments[-1].factor = factor * active
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Yield the updates of matrices that this rank inspects, or owns as PC layers.
+        """Yield the updates of the matrices that this rank inspects, and of the PC layers it owns.
 
-        Collective over the ranks of the stage. The weights of one result are dropped when the next
+        Collective over the ranks of the stage. The weights of a result are dropped when the next
         result is requested.
         """
         after = weights(self.optimizer, copy=False)
@@ -106,8 +106,7 @@ class UpdateHistory:
         return Updates(units, matrices, kept)
 
     def _kept_share(self, units: list[Unit], factor: float, device: torch.device) -> Tensor:
-        """Return the factor by which weight decay multiplied the weights in a step, `[units, 1,
-        1]`."""
+        """Return the factor by which weight decay multiplied the weights, `[units, 1, 1]`."""
         assigned = [self.assign(unit) for unit in units]
         kept = [1 - each.lr * factor * each.weight_decay for each in assigned]
         return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]

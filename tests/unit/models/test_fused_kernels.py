@@ -58,7 +58,7 @@ def test_what_cannot_run_is_refused(minimal, monkeypatch) -> None:
     liger = load_config(minimal, ["train.fused_loss=liger"])
     ours = load_config(minimal, ["train.fused_backward=triton"])
     for key, config in (("fused_backward", ours), ("fused_loss", liger)):
-        with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a cpu"):
+        with pytest.raises(ConfigError, match=f"train.{key} must be auto or null on a CPU"):
             check_backends(config, CPU)
     monkeypatch.setattr(backends, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match="fused_backward needs triton, which is not installed"):

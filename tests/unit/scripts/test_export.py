@@ -289,7 +289,7 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     folder = run()
     (tmp_path / "young").mkdir()
     shutil.copy(folder / "metrics.jsonl", tmp_path / "young")
-    assert "young has no checkpoint; " in refused(capsys, tmp_path / "young", out)
+    assert "young contains no checkpoint; " in refused(capsys, tmp_path / "young", out)
     (tmp_path / "young" / "config.json").touch()
     assert "convert_hf.py import" in refused(capsys, tmp_path / "young", out)
     step = folder / "checkpoints" / "step_00000001"

@@ -388,7 +388,7 @@ HOSTILE = {
         ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2"),
     ],
     "monitors.jsonl": [({"step": 7, "units": [], "blocks": {}}, "units must be a mapping")],
-    "events.jsonl": [({"step": 7, "kind": "failed"}, "lacks text")],
+    "events.jsonl": [({"step": 7, "kind": "failed"}, "must have the key text")],
 }
 
 

@@ -50,4 +50,4 @@ def test_an_optimizer_states_why(reason: str) -> None:
 @pytest.mark.parametrize("key", ["matrix.rule=unusable", "rules.unusable.steps=4"])
 def test_a_config_states_why(reason: str, key: str, minimal) -> None:
     (problem,) = problems(minimal, f"optimizer.{key}")
-    assert problem.endswith(reason) and "when its package is installed" not in problem
+    assert problem.endswith(reason) and "install its package" not in problem

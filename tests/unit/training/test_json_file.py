@@ -20,7 +20,7 @@ def test_what_cannot_be_read_is_a_value_error(text: bytes) -> None:
 
 @pytest.mark.parametrize("text", ['{"a": 1, "b": 2, "b": 2}', '[{"c": {"b": null, "b": 0}}]'])
 def test_a_key_that_is_twice_in_an_object_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="^the keys of an object must differ, got 'b' twice$"):
+    with pytest.raises(ValueError, match="^keys of an object must be unique, got 'b' twice$"):
         parse_json(text)
 
 
@@ -42,7 +42,7 @@ GOOD = {"step": 1, "windows": [[1, 2]], "files": {"a": {"bytes": 3}}, "rate": 2,
         ({"step": True}, "meta.step must be of type int, got True"),
         ({"windows": [[1], 2]}, r"meta.windows\[1\] must be a list, got 2"),
         ({"windows": [[1.5]]}, r"meta.windows\[0\]\[0\] must be of type int, got 1.5"),
-        ({"files": {"b": {}}}, "meta.files.b lacks bytes"),
+        ({"files": {"b": {}}}, "meta.files.b must have the key bytes"),
         ({"files": []}, r"meta.files must be a mapping, got \[\]"),
         ({"rate": None}, r"meta.rate must be of type float \| int, got None"),
     ],
@@ -64,5 +64,5 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name:
     write_manifest(tmp_path)
     path = tmp_path / "manifest.json"
     path.write_text(path.read_text().replace("tokenizer.json", name))
-    with pytest.raises(DataError, match="must name files of its folder, got"):
+    with pytest.raises(DataError, match="must name only files in its folder, got"):
         read_manifest(tmp_path)

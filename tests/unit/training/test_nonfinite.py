@@ -20,5 +20,5 @@ def test_skipped_steps_are_counted():
 
 
 def test_limit_zero_stops_at_once():
-    with pytest.raises(NonFiniteError, match="samples are 0 to 7"):
+    with pytest.raises(NonFiniteError, match="samples 0 to 7"):
         NonFiniteGuard(limit=0).record(1, (0, 8), torch.tensor(False))

@@ -138,7 +138,7 @@ def test_no_failure_ends_the_run(folder, world, capsys):
 
     with largest_file(100_000):
         (text,) = failed("full")
-    assert "the profiler could not write its trace" in text and text.endswith("the run goes on")
+    assert "the profiler could not write its trace" in text and text.endswith("the run continues")
     (Path(folder) / "taken").mkdir()
     (Path(folder) / "taken" / "profile").touch()
     (text,) = failed("taken")
@@ -193,5 +193,5 @@ def test_wrong_keys_are_refused(keys, rule, minimal):
 
 def test_a_memory_snapshot_needs_a_gpu(minimal):
     config = load_config(minimal, ["log.profile.first=2", "log.profile.memory=true"])
-    with pytest.raises(ConfigError, match=r"log\.profile\.memory must be false on a cpu"):
+    with pytest.raises(ConfigError, match=r"log\.profile\.memory must be false on device cpu"):
         check_backends(config, torch.device("cpu"))

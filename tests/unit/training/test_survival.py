@@ -78,7 +78,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
     assert read == [*first[:7], *first[4:5], *first[7:12]]
     printed = capsys.readouterr().out
-    assert "rewinding to" in printed and "their samples are 40 to 55" in printed
+    assert "rewinding to" in printed and "with samples 40 to 55" in printed
     lines = metrics_of(folder / "run")
     for log in (lines, json_lines(folder / "run" / "monitors.jsonl")):
         assert [line["step"] for line in log] == list(range(1, 11))
@@ -89,7 +89,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     assert lines[-1]["optim/skipped_steps"] == 2
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoints.steps(folder / "run") == [2, 4, 6, 8, 10]
-    assert "step 6 is not saved: " in printed and " is not finite" in printed
+    assert "step 6 could not be saved: " in printed and " is not finite" in printed
     # Checkpoints contain the range, so the next start leaves out these samples as well.
     progress = read_checkpoint(folder / "run").meta["progress"]
     assert progress["left_out"] == [[40, 56]] and progress["sample"] == 8 * 12
@@ -302,7 +302,7 @@ def test_latest_that_cannot_be_replaced_ends_no_run(folder, world, capsys):
 
     assert train(config_of(folder, **keys, train__exit_step=3), world, on_step=obstruct).step == 3
     said = capsys.readouterr().out
-    assert "warning: " in said and "step_00000003 is saved, but latest does not name it: " in said
+    assert "warning: " in said and "step_00000003 is saved, but latest is not updated: " in said
     shutil.rmtree(latest)
     assert train(config_of(folder, **keys), world).step == 4
     assert latest.read_text() == "step_00000004\n"
@@ -349,7 +349,7 @@ def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> No
             lock.touch()
 
     config = config_of(folder, checkpoint__interval=2, train__steps=6)
-    with pytest.raises(FolderError, match="in use by another run since its lock was removed"):
+    with pytest.raises(FolderError, match="is used by another run, because its lock was removed"):
         train(config, world, on_step=take)
     assert checkpoints.steps(folder / "run") == [2]
     assert taken == [False, False, False, True]
@@ -362,7 +362,9 @@ def test_a_run_folder_whose_files_are_elsewhere_is_refused(name, folder) -> None
     (folder / "run").mkdir()
     (folder / "run" / name).symlink_to(kept)
     with (
-        pytest.raises(FolderError, match=f"must have plain files, but {name} is a link"),
+        pytest.raises(
+            FolderError, match=f"must contain only files and folders, but {name} is a link"
+        ),
         locked(folder / "run"),
     ):
         pass

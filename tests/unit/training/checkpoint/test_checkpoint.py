@@ -357,7 +357,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, saved, t
     folder = saved / "step_00000004"
     config = (folder / "config.yaml").read_text()
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
-    with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
+    with pytest.raises(ResumeError, match="config.yaml was written by another .*: unknown key tom"):
         run()
     reseal(folder, lambda meta: meta.update(format=3))
     with pytest.raises(ResumeError, match="step_00000004: format must be 2, got 3"):

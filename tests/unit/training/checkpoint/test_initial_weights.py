@@ -86,12 +86,12 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
         (tmp_path / token).write_text(json.dumps({"version": "1.0", "model": model}))
     train(configured("old", data__tokenizer=str(tmp_path / "x")), world)
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
-    with pytest.raises(ResumeError, match=r"got differences: ffn was 96, is 64; set these"):
+    with pytest.raises(ResumeError, match=r"the run's model, got ffn was 96, is 64; set these"):
         train(configured("new", model__ffn=64, **source), world)
     # The initial draw has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
     begin = configured("new", data__tokenizer=str(tmp_path / "y"), **source)
-    with pytest.raises(ResumeError, match=r"another tokenizer: its sha256 is .*allow_change="):
+    with pytest.raises(ResumeError, match=r"another tokenizer \(sha256 .*allow_change="):
         train(begin, world)
     allowed = replace(begin.checkpoint, allow_change=("tokenizer",))
     train(replace(begin, checkpoint=allowed), world)
@@ -106,7 +106,7 @@ def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path)
     index = read_index(saved / "state")
     del index.state_dict_metadata["weight/layers.0.o"]
     forge(saved, "state/.metadata", pickle.dumps(index))
-    with pytest.raises(BrokenCheckpointError, match=r"lacks weight/layers\.0\.o$"):
+    with pytest.raises(BrokenCheckpointError, match=r"has no weight/layers\.0\.o$"):
         initial_weights(begin)
     damage(next(saved.rglob("*.distcp")), FLIP)
     with pytest.raises(BrokenCheckpointError):

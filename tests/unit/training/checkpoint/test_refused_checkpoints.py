@@ -71,8 +71,8 @@ def test_a_state_that_does_not_fit_is_one_whole_line_with_what_to_do(
     said = refusal(start(finished, run_dir, "--resume", "2", change, allowed))
     step = run_dir / "checkpoints" / "step_00000002"
     assert said.startswith(f"error: {step} cannot be loaded: ") and said.count("\n") == 1
-    begin = f", and checkpoint.initialize_from={step} to begin from its weights"
-    assert said.endswith(f"; name another run.dir{'' if change.startswith('pc') else begin}\n")
+    begin = f", and checkpoint.initialize_from={step} to start from its weights"
+    assert said.endswith(f"; set another run.dir{'' if change.startswith('pc') else begin}\n")
 
 
 def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished, run_dir, refusal):
@@ -81,7 +81,8 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
     (place / "step_00000004").rename(place / "step_00000099")
     before = hashes(run_dir)
     said = refusal(start(finished, run_dir))
-    assert "step_00000099: it contains the checkpoint of step 4" in said and "--resume none" in said
+    wrong = "step_00000099: the folder contains the checkpoint of step 4"
+    assert wrong in said and "--resume none" in said
     assert hashes(run_dir) == before
 
 

@@ -75,8 +75,8 @@ def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: lis
     trained(config_folder, "ramp", world)
     assert sum(counted) == sum(BATCHES)
     printed = capsys.readouterr().out
-    assert "batch: 4 sequences a step from step 4 on, after 192 tokens" in printed
-    assert "batch: 8 sequences a step from step 8 on, after 704 tokens" in printed
+    assert "batch: 4 sequences per step from step 4 on, after 192 tokens" in printed
+    assert "batch: 8 sequences per step from step 8 on, after 704 tokens" in printed
     change = {"checkpoint__allow_change": "[train]", "train__batch_ramp": "[]"}
     trained(config_folder, "cut", world, 3, **change, train__global_batch=2)
     trained(config_folder, "cut", world, 7, **change, train__global_batch=4)
@@ -233,18 +233,22 @@ WRONG = [
     (
         ["[{batch: 8, until_steps: 3}]"],
         None,
-        "[0].batch must be below global_batch = 8, because a ramp",
+        "[0].batch must be below global_batch = 8, because batches must grow",
     ),
     (["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"], None, "below the next stage"),
-    (["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"], None, "must be above 9 steps"),
+    (
+        ["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"],
+        None,
+        "must be above the start of the stage at step 9",
+    ),
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_tokens: 500}]"], None, "and 576 tokens"),
-    (["[{batch: 2, until_steps: 100}]"], None, "must end before steps = 100"),
+    (["[{batch: 2, until_steps: 100}]"], None, "must end the stage before steps = 100"),
     (
         ["[{batch: 2, until_tokens: 6369}]"],
         None,
-        "got 6,369, which ends after step 100; for a shorter run",
+        "got 6,369, which ends it after step 100; for a shorter run",
     ),
-    (["[{batch: 2}]"], None, "[0].until_steps or until_tokens must be given"),
+    (["[{batch: 2}]"], None, "[0].until_steps or until_tokens must be set"),
     (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2"),
     (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
     (["[{batch: 2, until_step: 3}]"], None, "until_step; did you mean train.batch_ramp[0].until_s"),

@@ -78,11 +78,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
         (
             "optimizer.matrix.rule=mine",
-            "; a rule of your own becomes known when its package is installed",
+            "; to use a rule of your own, install its package",
         ),
         (
             "optimizer.rules.mine.a=1",
-            "; a rule of your own becomes known when its package is installed",
+            "; to use a rule of your own, install its package",
         ),
         ("model.family=lama", "model.family must be one of llama, qwen3"),
         ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
@@ -91,7 +91,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
         ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
         ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0"),
-        ("data.validation={a/b: {path: x}}", "data.validation must name sets by letters"),
+        ("data.validation={a/b: {path: x}}", "data.validation must use only letters"),
         ("train.exit_step=101", "train.exit_step must be at most steps = 100, got 101"),
         ("schedule.warmup_steps=100", "schedule.warmup_steps must be below train.steps = 100"),
         ("checkpoint.allow_change=[layout]", "checkpoint.allow_change[0] must be one of data,"),
@@ -101,7 +101,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.roles.q.radius_scaler=0", "optimizer.roles.q.radius_scaler must be above 0"),
         (
             "optimizer.roles.q={rule: muon, radius_scaler: 2}",
-            "optimizer.roles.q.radius_scaler must be null with rule muon, which keeps no radius",
+            "optimizer.roles.q.radius_scaler must be null with rule muon, which has no radius",
         ),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
         (
@@ -202,7 +202,7 @@ def test_unreadable_files_are_named(tmp_path, minimal, monkeypatch) -> None:
         ("b.yaml", "base: a.yaml", "base files form a cycle"),
         ("lost.yaml", "base: nowhere.yaml", "cannot read config nowhere.yaml, the base of lost"),
         ("twice.yaml", "seed: 1\nseed: 2", "duplicate key seed"),
-        ("number.yaml", "base: 3", "must be a file or a list of files, got 3"),
+        ("number.yaml", "base: 3", "must be a path or a list of paths, got 3"),
     ):
         Path(name).write_text(text)
         Path("b.yaml").write_text("base: a.yaml")
@@ -348,21 +348,20 @@ def test_null_leaves_out_sets_of_a_base(overlay, overrides, names) -> None:
 
 def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     assert problems(overlay, "data.train.txt=null") == [
-        "data.train.txt is null, which removes an entry of a base file, but no base file has this "
-        "entry"
+        "data.train.txt=null removes an entry of a base file, but no base file has this entry"
     ]
     assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
-        f"{key} is null, which removes an entry of a base file, but no base file has this entry"
+        f"{key}=null removes an entry of a base file, but no base file has this entry"
         for key in ("pc.overrides.o", "optimizer.roles.gate")
     ]
     assert problems(overlay, "data.train=null") == [
-        "data.train must name at least one set, got none"
+        "data.train must contain at least one set, got none"
     ]
 
 
 def test_an_override_that_another_one_replaces_is_named() -> None:
     overrides = ["train.steps=5", "seed=1", "train={steps: 9}", "seed=1"]
-    assert [*replaced(overrides)] == ["the override train={steps: 9} replaces train.steps=5"]
+    assert [*replaced(overrides)] == ["override train={steps: 9} replaces override train.steps=5"]
 
 
 def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> None:

@@ -30,12 +30,18 @@ REFUSED = [
         ["parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layers: 1}"],
         "parallel.first_stage_layers needs virtual_pipeline = 1",
     ),
-    (["parallel={pipeline: 3, first_stage_layers: 1}"], "model.layers must leave the other 2"),
+    (
+        ["parallel={pipeline: 3, first_stage_layers: 1}"],
+        "model.layers must give each of the other 2",
+    ),
     (
         ["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
         "model.layers must be parallel.first_stage_layers + last_stage_layers = 3",
     ),
-    (["parallel={pipeline: 2, first_stage_layers: 4}"], "model.layers must leave the other 1"),
+    (
+        ["parallel={pipeline: 2, first_stage_layers: 4}"],
+        "model.layers must give each of the other 1",
+    ),
     (["train.fp8=hybrid"], "train.fp8 needs precision bf16"),
     (["train.precision=bf16", "train.fp8=e4m3"], "train.fp8 needs model.attention_backend"),
 ]
@@ -55,7 +61,8 @@ REFUSED = [
             ["parallel={pipeline: 4, virtual_pipeline: 2}", "model.layers=8"]
             + ["train.global_batch=12"],
             4,
-            "train.global_batch must give a multiple of parallel.pipeline = 4 micro-batches",
+            "train.global_batch must give a number of micro-batches divisible by "
+            "parallel.pipeline = 4",
         ),
     ],
 )
@@ -95,8 +102,8 @@ def test_illegal_counts_come_with_the_nearest_legal_ones(root: Path) -> None:
     with pytest.raises(ValueError) as caught:
         check(config, 64)
     assert str(caught.value).endswith(
-        "= 4 * 64 = 256, got 320; legal nearby: numbers of ranks 40 and 80; train.micro_batch 1 "
-        "and 5; train.global_batch 256 and 512"
+        "= 4 * 64 = 256, got 320; nearest legal values: numbers of ranks 40 and 80; "
+        "train.micro_batch 1 and 5; train.global_batch 256 and 512"
     )
     for ranks in (40, 80):
         check(config, ranks)

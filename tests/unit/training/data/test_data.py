@@ -212,7 +212,7 @@ def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> Non
     sampler = GlobalBatchSampler(
         consumed=0, global_batch=2, micro_batch=2, data_rank=0, data_size=1
     )
-    with pytest.raises(ConfigError, match="data.workers = 1 needs 1099511627776.0 MiB of /dev/shm"):
+    with pytest.raises(ConfigError, match="data.workers = 1 needs 1099511627776.0 MiB in /dev/shm"):
         training_loader(training_data(prefixes), sampler, workers=1)
 
 

@@ -181,7 +181,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_steps: 9, weights: {txt: 1}}]", "must name one of text, got 'txt'; did you mean"),
         ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
         ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
-        ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be given"),
+        ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be set"),
         (
             "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
             "exactly one of the three, got 2",
@@ -190,13 +190,12 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
         (
             "[{after_share: 0.001, weights: {text: 1}}]",
-            "[0].after_share must begin later than the part before it, which begins after step 0,",
+            "[0].after_share must start the phase after step 0, the start of the previous part,",
         ),
         ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
         (
             "[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
-            "phases[1].after_share must begin later than the part before it, which begins after "
-            "step 60",
+            "phases[1].after_share must start the phase after step 60, the start of the previous",
         ),
         ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
     ],
@@ -214,7 +213,7 @@ def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal: P
             {"text": 0, "more": 1},
             "data.train.text.weight must be above 0 here or in a phase, got 0",
         ),
-        ({"text": 0, "more": 0}, "data.train must have at least one weight above 0 at the start"),
+        ({"text": 0, "more": 0}, "data.train must contain a set whose weight is above 0"),
     ],
 )
 def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal: Path) -> None:

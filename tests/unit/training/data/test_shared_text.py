@@ -34,12 +34,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("train", "validation", "how"),
     [
-        ({"a": "whole/a.train"}, {"a": "whole/a.train"}, "both are"),
-        ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both are"),
-        ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both are"),
+        ({"a": "whole/a.train"}, {"a": "whole/a.train"}, "both sets are"),
+        ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both sets are"),
+        ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both sets are"),
         ({"a": "whole/a.train"}, {"a": "copy/a.train"}, "have equal tokens"),
-        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs of .* are inputs of"),
-        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs of .* are inputs of"),
+        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs are common to"),
+        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs are common to"),
         ({"a": "other/a.train", "b": "other/b.train"}, {}, "have equal tokens"),
         ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
         ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),

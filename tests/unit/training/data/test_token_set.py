@@ -54,11 +54,14 @@ def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) ->
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no idx": (lambda idx, bin_: idx.unlink(), r"no file .*set\.idx"),
     "no bin": (lambda idx, bin_: bin_.unlink(), r"no file .*set\.bin"),
-    "empty idx": (lambda idx, bin_: truncate(idx, 0), "does not begin with the header"),
-    "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "does not begin with the header"),
+    "empty idx": (lambda idx, bin_: truncate(idx, 0), "the header is not the header"),
+    "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "the header is not the header"),
     "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
-    "dtype": (lambda idx, bin_: patch(idx, 17, b"\x06"), "dtype code 6 is not an integer type"),
-    "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, the file has 60"),
+    "dtype": (
+        lambda idx, bin_: patch(idx, 17, b"\x06"),
+        "dtype code must be an integer type's, got 6",
+    ),
+    "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, but the file has 60"),
     "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
     "empty bin": (lambda idx, bin_: truncate(bin_, 0), "must contain tokens, got none"),
     "cut bin": (
@@ -67,9 +70,9 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "odd bin": (lambda idx, bin_: truncate(bin_, 199), "has 199 bytes"),
     "long bin": (lambda idx, bin_: bin_.write_bytes(b"\x00" * 202), "has 202 bytes"),
-    "length": (lambda idx, bin_: patch(idx, 34, struct.pack("<i", 5)), "do not follow each other"),
-    "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "do not follow"),
-    "pointer": (lambda idx, bin_: patch(idx, 46, struct.pack("<q", 2)), "do not follow"),
+    "length": (lambda idx, bin_: patch(idx, 34, struct.pack("<i", 5)), "are not contiguous"),
+    "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "are not contiguous"),
+    "pointer": (lambda idx, bin_: patch(idx, 46, struct.pack("<q", 2)), "are not contiguous"),
     "documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 9)), "end at sequence 9 of 3"),
     "few documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 2)), "end at sequence 2"),
 }
@@ -100,9 +103,9 @@ def test_entropy_and_largest_token_agree_with_counting(prefixes: dict[str, Path]
 
 def test_negative_token_is_an_error(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.array([1, 2, -3] * 9, dtype=np.int32))
-    with pytest.raises(DataError, match="holds token id -3"):
+    with pytest.raises(DataError, match="contains token id -3"):
         TokenSet("set", prefix, 8).unigram_entropy()
-    with pytest.raises(DataError, match="got -3 among"):
+    with pytest.raises(DataError, match=r"got -3 \("):
         TokenSet("set", prefix, 8, vocab_size=9).window(0)
 
 
@@ -110,7 +113,9 @@ def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path])
     sets = [TokenSet(name, prefix, 8) for name, prefix in prefixes.items()]
     largest = max(each.max_token() for each in sets)
     check_vocabulary(sets, largest + 1)
-    with pytest.raises(DataError, match=rf"holds token id {largest}, but vocab_size is {largest}"):
+    with pytest.raises(
+        DataError, match=rf"contains token id {largest}, but vocab_size is {largest}"
+    ):
         check_vocabulary(sets, largest)
 
 
@@ -118,7 +123,9 @@ def test_manifest_beside_the_set_must_agree_with_it(prefixes, tmp_path) -> None:
     write_manifest(tmp_path, max_token=12345)
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
-    with pytest.raises(DataError, match="has 1000 tokens, but the manifest next to it states 999"):
+    with pytest.raises(
+        DataError, match="contains 1000 tokens, but the manifest in its folder states 999"
+    ):
         TokenSet("a", prefixes["a"], 8).max_token()
 
 
@@ -129,7 +136,7 @@ MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "",
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no .*manifest.json: is .* a folder made by"),
+        (None, "no .*manifest.json: .* must be a folder that scripts"),
         ("{", "cannot read .*manifest.json"),
         ('{"format": 2}', "format of .* must be 1, got 2"),
         ('{"format": 1, "sets": {}}', "manifest.json: tokenizer.file is required"),
@@ -188,7 +195,7 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(prepared, monkeypatch) -
     tokens = opened(prepared)
     tokens.window(0)
     bad = place // 2 // SEQUENCE - 1
-    with pytest.raises(DataError, match="bytes 65536 to 131072 differ from the prepared bytes"):
+    with pytest.raises(DataError, match="bytes 65536 to 131072 differ from their stored hash"):
         tokens.window(bad)
     with pytest.raises(DataError, match="damaged"):
         opened(prepared, "full")
@@ -216,7 +223,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(prepared: Path) -> None
     last = tokens.window(len(tokens) - 1)
     assert len(last) == SEQUENCE + 1
     truncate(prepared / "tokens.train.bin", 1000)
-    with pytest.raises(DataError, match="tokens.train.bin was cut to 1000 bytes"):
+    with pytest.raises(DataError, match="tokens.train.bin was truncated to 1000 bytes"):
         tokens.window(len(tokens) - 1)
 
 
@@ -239,17 +246,17 @@ def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(prepared, m
     manifest.write_text(before)
     opened(prepared)
     patch(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
-    with pytest.raises(DataError, match="its sha256 differs from the manifest.json"):
+    with pytest.raises(DataError, match="its sha256 differs from the sha256 in manifest.json"):
         opened(prepared)
     monkeypatch.setattr("training.data.token_set.WHOLE", 100)
     opened(prepared)
-    with pytest.raises(DataError, match="its sha256 differs from the manifest.json"):
+    with pytest.raises(DataError, match="its sha256 differs from the sha256 in manifest.json"):
         opened(prepared, "full")
 
 
 def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.arange(100, dtype=np.uint16))
-    with pytest.raises(DataError, match="with hashes next to it, which data.verify full needs"):
+    with pytest.raises(DataError, match="data.verify=full needs hashes, but the folder of"):
         TokenSet("set", prefix, 8, verify="full")
 
 
@@ -272,7 +279,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     with pytest.raises(DataError) as caught:
         list(islice(without_worker_traces(loader), 12))
     assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
-    assert "= 50), got 77 among 1 in tokens " in str(caught.value)
+    assert "= 50), got 77 (1 invalid ids in tokens " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -299,5 +306,7 @@ def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)
-    with pytest.raises(DataError, match=r"holds token id -7: ids must be in \[0, vocab_size = 50"):
+    with pytest.raises(
+        DataError, match=r"contains token id -7, but ids must be in \[0, vocab_size = 50"
+    ):
         check_vocabulary([token_set], 50)

@@ -10,7 +10,7 @@ def test_a_rank_is_named_once_it_has_been_slow_for_fifty_steps():
     slow = [1.0, 1.1, 1.3, 0.9]
     assert [list(found.new(slow, 10)) for _ in range(4)] == [[]] * 4
     [text] = found.new(slow, 10)
-    assert text.startswith("rank 2 (host n2) has been slow for 50 steps: 1.3 s a step")
+    assert text.startswith("rank 2 (host n2) has been slow for 50 steps: 1.3 s per step")
     assert text.endswith("the median of its pipeline stage is 1.05 s")
     assert list(found.new(slow, 10)) == []  # known by now
 

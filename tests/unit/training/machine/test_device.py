@@ -42,7 +42,7 @@ def test_a_rank_gets_what_there_is(wanted, gpus, rank, expected):
     ("wanted", "gpus", "rank", "words"),
     [
         ("auto", OLD_DRIVER, 0, ["/dev/nvidia0", "CUDA 13.0", "driver on your system is too old"]),
-        ("auto", CONTAINER, 0, ["0000:01:00.0", "finds none of them"]),
+        ("auto", CONTAINER, 0, ["0000:01:00.0", "detects no device"]),
         ("cuda", NONE, 0, ["run.device is cuda", "no NVIDIA device"]),
         ("cuda", CPU_BUILD, 0, ["built without CUDA", "run.device=cpu"]),
         ("auto", EIGHT, 8, ["rank 8", "got 8"]),
@@ -70,5 +70,5 @@ def test_a_run_ends_before_its_data_is_read(as_listed, monkeypatch, tmp_path):
     assert dispatch.device_name(device) == "cpu"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(DeviceError, match="lacks a C compiler"):
+    with pytest.raises(DeviceError, match="without a C compiler"):
         check_kernels(device)

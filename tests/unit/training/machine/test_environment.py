@@ -79,5 +79,5 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows():
 
 def test_too_few_open_files_are_refused(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match=r"must be allowed to open 256 files .*, got 64"):
+    with pytest.raises(ConfigError, match=r"open files .* must be at least 256, got 64"):
         allow_open_files()
