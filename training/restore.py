@@ -1,4 +1,4 @@
-"""Restore a trainer from a checkpoint, to continue a run or to return to an earlier step."""
+"""Restoring of a trainer from a checkpoint, to continue a run or to rewind it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,12 +27,13 @@ from training.step import Trainer
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint, saved on any layout, and check that copies of weights agree over ranks.
+    """Load a checkpoint, saved on any layout, and check that all replicas of weights are equal.
 
-    Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
+    Raises ResumeError if the checkpoint does not fit the model, DisagreementError if replicas
+    differ.
     """
     rng, meta = info.path / RNG, info.path / META
-    with refusing(rng, Exception):  # any error, as the file may contain anything
+    with refusing(rng, Exception):  # a damaged file may raise any exception
         generators = torch.load(rng, weights_only=True)
     progress = resumed_progress(info, trainer.data)
     try:
@@ -42,7 +43,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}; {todo}") from error
     if extra.get("step") != info.step:
         raise ResumeError(
-            f"{info.path}: the state must be of step {info.step}, got {extra.get('step')}"
+            f"{info.path}: step of the state must be {info.step}, got {extra.get('step')}"
         )
     check_replicas(trainer.model)
     with refusing(meta, KeyError, TypeError, ValueError):
@@ -53,9 +54,9 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint; a new phase begins if `data` has another mixture.
+    """Return the progress at a checkpoint; if the mixture has changed, a new phase begins.
 
-    Raises ResumeError if the data has changed and the checkpoint does not state its counts.
+    Raises ResumeError if the mixture has changed and the checkpoint contains no counts of its sets.
     """
     with refusing(info.path / META, KeyError, TypeError, ValueError):
         progress = bind(Progress, info.meta["progress"])
@@ -66,8 +67,8 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     if progress.read is None and progress.sample:
         raise ResumeError(
             f"{info.path} was saved by an earlier version and does not state how much of each "
-            "set was read: continue with the same data to the next checkpoint, and change the "
-            "data then"
+            "set was read: continue with the same data until the next checkpoint, and then change "
+            "the data"
         )
     phase = present.phase_after(progress.sample, progress.read or {})
     return replace(progress, phase=phase)
@@ -75,7 +76,7 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
 
 @contextlib.contextmanager
 def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these types within a context into a ResumeError that names the place."""
+    """Convert exceptions of `kinds` within a context to a ResumeError about the file `place`."""
     try:
         yield
     except kinds as error:
@@ -87,8 +88,8 @@ def rewind(
 ) -> bool:
     """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
-    All ranks call this function. `log` is the log of the reporting rank, None on other ranks. Does
-    nothing and returns False if no `spikes.rewinds` are left or there is no such checkpoint.
+    Collective. `log` is None on all ranks except rank 0. If there is no such checkpoint, or
+    `spikes.rewinds` does not allow another rewind, the function only returns False.
     """
     run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)

@@ -1,4 +1,4 @@
-"""A run from start to end: its checkpoint, training, saves and reports."""
+"""A run from start to end: resuming, training, saving and reporting."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,9 +79,9 @@ from training.step_profile import StepProfile, announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Return, for each matrix of the whole model, the global rank of its owner; collective."""
+    """Return the global owner rank of each matrix of the whole model, by name; collective."""
     gathered = from_all(dict(optimizer.owners))
-    # A tied embedding gets the owner on the first stage, as the last stage steps a copy.
+    # The owner of a tied embedding is the owner on the first stage; the last stage steps a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
 
 
@@ -89,11 +89,11 @@ def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
 class Beginning:
     """Starting point of a run.
 
-    start     the checkpoint to continue from, None for a new run
-    weights   weights of another run to begin from, or None
-    facts     facts about config and data, for the identity of its checkpoints
+    start     checkpoint to continue from, None for a new run
+    weights   initial weights from another run, or None
+    facts     facts about the data, for the identity in the run's checkpoints
     machine   facts about software, device and layout
-    run_id    id in all checkpoints of the run
+    run_id    id of the run, stored in all its checkpoints
     """
 
     start: CheckpointInfo | None
@@ -104,7 +104,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The entries about the run in the meta.json of each of its checkpoints."""
+        """The entries about the run in the meta.json of all its checkpoints."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -120,14 +120,14 @@ def train(
     on_step: Callable[[int, StepResult], None] = ignore,
     interrupts: Interrupts | None = None,
 ) -> Outcome:
-    """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
+    """Run the config to its end on this rank; rank 0 writes to `run.dir` and prints.
 
-    `resume` is `latest`, for the newest checkpoint of `run.dir`, or a step, or `none`. If torchrun
-    or SLURM restarts a command, `latest` replaces the other values. `on_step` is called after every
-    step with its number and result. `interrupts` handles Ctrl-C, which stops the run.
+    `resume` is `latest` for the newest checkpoint of `run.dir`, `none`, or a step. If torchrun or
+    SLURM has restarted the command, `latest` is used in any case. `on_step` is called after every
+    step with the step's number and result. `interrupts` handles Ctrl-C, which stops the run.
 
-    Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
-    for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
+    Raises ConfigError if a backend is not installed or a CUDA graph has no GPU, DataError if data
+    cannot be used, FolderError or ResumeError if the run folder or a checkpoint cannot be used,
     NonFiniteError after too many consecutive skipped steps, CheckpointError if a save fails.
     """
     check_backends(config, groups.device)
@@ -167,7 +167,7 @@ def train(
             restore(trainer, start)
         if config.checkpoint.interval:
             first_rank(lambda: check_place(run_dir))
-        # The run folder is not changed before this line, and the run is not refused after it.
+        # No change to the run folder is made above this line; no refusal of the run occurs below.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins()
@@ -198,7 +198,8 @@ def train(
 def agreed_facts(
     config: Config, data: TrainingData, validation: Sequence[ValidationData], tasks: Sequence[Task]
 ) -> Identity:
-    """Return the data's facts for the identity of a run; they must be equal on all ranks."""
+    """Return the facts about data for the identity of a run, after checking that all ranks have
+    equal facts."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
@@ -208,7 +209,7 @@ def agreed_facts(
 
 
 def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
-    """Return the facts about software, device and layout that checkpoints contain."""
+    """Return the facts about software, device and layout that are stored in checkpoints."""
     return {
         "versions": {**versions()},
         "device": {**device_facts(groups.device)},
@@ -220,8 +221,8 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
     """Check the config against `start`, the checkpoint to continue from, None for a new run.
 
-    Raises ResumeError if the run of the checkpoint began without the config's initial weights,
-    InvalidConfigError if a batch after the checkpoint does not fit the ranks.
+    Raises ResumeError if the checkpoint's run began without the config's initial weights,
+    InvalidConfigError if a later batch size is not legal on this number of ranks.
     """
     if start is not None:
         check_beginning(config, start)
@@ -231,10 +232,10 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return another run's weights to begin with, or None if weights are to be initialised.
+    """Return the initial weights from another run, or None if new weights must be initialised.
 
-    Raises BrokenCheckpointError or ResumeError for weights that cannot be used, VocabularyError for
-    new weights with more rows than the data needs.
+    Raises BrokenCheckpointError or ResumeError if the weights cannot be used, VocabularyError if a
+    new embedding would have more rows than the data needs.
     """
     weights = initial_weights(config, facts["tokenizer"]["sha256"], tokenizer_path(config))
     if weights is None:
@@ -250,7 +251,7 @@ def run_hooks(
     log: RunLog | None,
     on_step: Callable[[int, StepResult], None],
 ) -> Hooks:
-    """Return the hooks of a run. An error of the log ends the run only after a save."""
+    """Return the hooks of a run. After an error of the log, the run saves before it ends."""
     config = trainer.config
     logged = Hooks() if log is None else Hooks(report=log.report, record=log.record, note=log.note)
     note, profile = lifecycle.deferring(logged.note), None
@@ -273,7 +274,7 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
         return resume
     if rank == 0:
         print(
-            f"--resume {resume} applied only to the first start: continuing from the newest "
+            f"--resume {resume} was applied at the first start: continuing from the newest "
             "checkpoint"
         )
     return "latest"
@@ -282,17 +283,17 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
 def open_log(
     trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
 ) -> RunLog | None:
-    """Open the log of a run and write its first notes; None on every rank but the first."""
+    """Open the log of a run on rank 0 and write its first notes; return None on other ranks."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
-    counts = trainer.spectral.state()  # all ranks do this together
+    counts = trainer.spectral.state()  # collective
     if trainer.groups.rank > 0:
         return None
     log = RunLog(
         config,
         routes,
         data,
-        progress.step - bool(progress.unreported),  # make the report that a stop prevented
+        progress.step - bool(progress.unreported),  # the last step may not be reported yet
         counts,
         beginning.run_id,
         progress,
@@ -302,7 +303,7 @@ def open_log(
     for kind, text in opening_notes(config, trainer, beginning, kernel):
         log.note(kind, progress.step, text)
     if not any(row.lr for row in routes):
-        text = "warning: all learning rates are 0, so no weight will change"
+        text = "warning: all learning rates are 0, so weights will not change"
         log.note("warning", progress.step, text)
     return log
 
@@ -310,7 +311,7 @@ def open_log(
 def opening_notes(
     config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of a log's first notes: device, kernels, origin, changes."""
+    """Yield (kind, text) of a log's first notes: device, kernels, initial weights, changes."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
@@ -320,17 +321,17 @@ def opening_notes(
         yield "precision", f"precision: {slow}"
     weights, start = beginning.weights, beginning.start
     if weights is not None:
-        yield "initialized", f"weights of step {weights.info.step} from {weights.info.path}"
+        yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
         if not weights.compared:
             whose = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
-            text = f"the tokenizer of {whose} is unknown, so the same ids may mean other tokens"
+            text = f"the tokenizer of {whose} is unknown, so token ids may have other meanings"
             yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
         for text in announced(start, config, beginning.facts, beginning.machine):
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
-            counts = (f"{s.name} after {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"from sample {phase.sample:,} on each set continues at its own token count"
+            counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
+            where = f"new mixture from sample {phase.sample:,} on; token counts of the sets"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
     for task in trainer.tasks:
@@ -340,36 +341,36 @@ def opening_notes(
         yield "profile", profile
     train = config.train
     if fused_loss(config, device):
-        yield "loss", "loss kernels: liger-kernel's"
+        yield "loss", "loss kernels: liger-kernel"
     elif device.type == "cuda" and train.fused_loss == "auto" and train.loss_chunk is None:
-        yield "loss", "loss kernels: the engine's, which are slower: liger-kernel is not installed"
+        yield "loss", "loss kernels: megatron-core (slower; liger-kernel is not installed)"
     if fused_backward(config, device):
         yield (
             "backward",
-            "kernels of backward passes: spectrain's, whose speed was not measured on a GPU yet",
+            "backward kernels: spectrain, whose speed has not been measured on a GPU yet",
         )
     backend, described_backend = compile_backend(config, device)
     if backend is not None or device.type == "cuda":
-        yield "compile", f"compiled parts: {described_backend}"
+        yield "compile", f"torch.compile backend: {described_backend}"
     if kernel is not None:
         slow = slow_attention(kernel, device)
         yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"
 
 
 def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of notes on settings that have no effect on the run."""
+    """Yield (kind, text) of notes on the vocabulary and on settings without effect."""
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
-        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} for {ids:,} ids of the data"
+        yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
     for text in without_effect(config):
         yield "warning", f"warning: {text}"
 
 
 def reports(error: Exception, rank: int) -> bool:
-    """Return whether this rank writes the event of its failure.
+    """Return whether this rank writes an event about its error.
 
-    Rank 0 writes an error that all ranks raise. A rank writes an error that only this rank raises.
-    If ranks miss other ranks in a collective, the first of them writes the collective's error.
+    Rank 0 writes errors that all ranks raise; each rank writes errors that only this rank raises.
+    If ranks are missing in a collective, the first rank that is not missing writes the error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
@@ -379,7 +380,7 @@ def reports(error: Exception, rank: int) -> bool:
 
 @contextlib.contextmanager
 def naming_absent(groups: Groups) -> Iterator[None]:
-    """Add the missing ranks to the error of a failing collective within a context."""
+    """Within a context, add the missing ranks to the error of a failing collective."""
     try:
         yield
     except CollectiveError as error:
@@ -391,19 +392,19 @@ def naming_absent(groups: Groups) -> Iterator[None]:
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
-    """Return whether the run ends at this checkpoint and all its reports were made."""
+    """Return whether the run ends at this checkpoint and all its metrics are reported."""
     return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
 def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
-    """Print that a run is already finished, and return its outcome."""
+    """Print that the run is already finished, and return its outcome."""
     if groups.rank == 0:
         mark_done(config.run.dir, start.step >= config.train.steps)
         longer = "train.steps and set checkpoint.allow_change=[schedule]"
         if config.train.exits_early:
             longer = "train.exit_step"
         print(
-            f"nothing to do: the run ended at {start.path}; to train on, raise {longer}; to "
+            f"nothing to do: the run ended at {start.path}; to train longer, increase {longer}; to "
             "start over, use --resume none",
             flush=True,
         )
@@ -414,7 +415,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 def accompanied(
     trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
 ) -> Iterator[Lifecycle]:
-    """Provide saves, the watchdog and stop requests of a run within a context."""
+    """Within a context, provide saving, the watchdog and stop requests of a run."""
     config, groups = trainer.config, trainer.groups
     folder = HeldFolder(config.run.dir)
     saver = Saver(

@@ -1,4 +1,4 @@
-"""The log of a run, in its folder and on the console."""
+"""The log of a run, in the run folder and on the console."""
 
 import contextlib
 import json
@@ -41,18 +41,18 @@ def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> 
 
 
 class RunLog:
-    """Writer of the run folder and of the console; only the reporting rank has one.
+    """Writer of the run folder's logs and of console lines, on rank 0 only.
 
     config.yaml     the resolved config
     routing.jsonl   a line per unit
-    data.json       fingerprint, hashes, use of every token set in the whole run, first sample of
-    the present mixture, and tokens of removed sets
+    data.json       fingerprint, hashes, use of each token set in the whole run, first sample of the
+                    current mixture, and tokens read from removed sets
     metrics.jsonl   a line per logged step
     monitors.jsonl  a line per monitored step
-    events.jsonl    a line per event: time, step that it followed, kind and text
+    events.jsonl    a line per event: time, preceding step, kind and text
 
-    A continued run appends to metrics and monitors after dropping the lines of steps that it
-    repeats. Files of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
+    A continued run removes the lines of steps that it repeats, and appends. Files of an earlier run
+    in the same folder are renamed to metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RunLog:
         monitor_interval: int,
         contents: Mapping[str, str | None],
     ) -> None:
-        """Open the folder of a run that continues after `step`.
+        """Open the folder of a run whose reports continue after `step`.
 
-        warned    warnings before that step, as `SpectralMetrics.state` returns them
+        warned     numbers of reported warnings, a result of `SpectralMetrics.state`
         run_id     id of the run for trackers
-        progress   progress of the run: its step is `step`, or `step` + 1 if a step has no report
-                   yet
+        progress   progress of the run; its step is `step`, or `step` + 1 if the last step is not
+                   reported yet
         monitor_interval   steps between monitored steps, as in `Monitors`
         contents   hash of each token set and of the tokenizer, for data.json
         """
@@ -115,7 +115,7 @@ class RunLog:
             print(f"data {repeated}", flush=True)
         for name, count in present.earlier().items():
             print(
-                f"data {name}: no longer in the mixture; {count:,} tokens were read from it before",
+                f"data {name}: removed from the mixture after {count:,} tokens",
                 flush=True,
             )
         self.writer = MetricsWriter(folder)
@@ -132,13 +132,13 @@ class RunLog:
         self.rewritten: set[str] = set()
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """Print `text`, unless it is empty, and write it as an event after `step`."""
+        """Print `text` unless it is empty, and write it as an event after `step`."""
         if text:
             print(text, flush=True)
         self.events.append(event(kind, step, text))
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
-        """Write the metrics of one step, and print its progress and its warnings."""
+        """Write the metrics of `step`, and print its console lines and warnings."""
         self.writer.log(metrics, step=step)
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
@@ -147,13 +147,13 @@ class RunLog:
             self.note(
                 "penalty",
                 step,
-                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss, "
-                f"gradient norm {metrics['penalty/gradient_ratio']:.3g} of the loss's",
+                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss; "
+                f"its gradient norm is {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
         for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
                 self.rewritten.add(each.name)
-                text = f"warning: {each.prefix}.bin was written to after the run had opened it"
+                text = f"warning: {each.prefix}.bin was changed after the run had opened it"
                 self.note("warning", step, f"{text}: later samples may contain other tokens")
         prefix, largest = "optim/refused/", metrics.get("pc/domain/max", 0.0)
         units = [
@@ -187,13 +187,13 @@ class RunLog:
             print(line, flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
-        """Write the monitors' figures of one step."""
+        """Write the figures of the monitors in `step`."""
         if self.monitors is None:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
-        """Drop the lines of steps after `step`, which the run repeats; `text` is the reason."""
+        """Remove the lines of steps after `step`, which the run repeats; `text` is the reason."""
         self.note("rewind", step, text)
         self._close_figures()
         drop_later_lines(self.writer.path, step)
@@ -206,7 +206,7 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """Close files and trackers, however the run ended."""
+        """Close the files and trackers after the run has ended or failed."""
         self._close_figures()
         self.events.close()
         self.trackers.close()
@@ -223,7 +223,7 @@ class RunLog:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
             advice = "the same command continues the run"
             if self.config.checkpoint.interval == 0:
-                advice = "nothing was saved, as checkpoint.interval is 0"
+                advice = "it was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")
             return
         for name, loss, entropy in comparison:
@@ -237,16 +237,16 @@ class RunLog:
 
 
 def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
-    """Return a line of events.jsonl, with the text last."""
+    """Return a line of events.jsonl."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"time": now, "step": step, "kind": kind, **facts, "text": text}
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Write the error that ended the run on this rank as an event, if the disk allows.
+    """Write the error that ended the run on this rank as an event; ignore errors of the disk.
 
-    The event contains the kind of error, this rank and this host. For a failed collective it also
-    contains the missing ranks and their hosts. The caller prints the error.
+    The event contains the type of the error, this rank and this host, and for a failed collective
+    the missing ranks and their hosts. The caller prints the error.
     """
     facts: dict[str, Any] = {
         "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
@@ -262,12 +262,12 @@ WARNINGS: Final = {
     "unconverged": (
         "spectral/unconverged",
         "{new:.0f} solves for SSO's multiplier have missed their tolerance since the last "
-        "report: see multiplier_residual in monitors.jsonl",
+        "report; see multiplier_residual in monitors.jsonl",
     ),
     "refused": (
         "optim/refused",
-        "{new:.0f} updates since the last report were not finite or not bounded, and were "
-        "skipped: {units}",
+        "{new:.0f} updates since the last report were skipped, because they were not finite or "
+        "not bounded: {units}",
     ),
     "outside": (
         "pc/domain/outside",
@@ -275,7 +275,7 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""For each key of `SpectralMetrics.state`: the metric, and the warning about new events."""
+"""Metric, and warning about new events, by key of `SpectralMetrics.state`."""
 
 
 def set_aside(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples of text: the model continues the beginning of each validation set."""
+"""Samples of text: continuations of the beginning of each validation set by the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,10 +23,10 @@ from training.errors import ConfigError
 
 
 class Sampler:
-    """Writer of samples, with the prompts and the tokenizer of a run.
+    """Generator of samples of text, with the prompts and the tokenizer of a run.
 
-    prompts  `[sets, sequence_length]`, whose first `prompt` tokens are kept
-    firsts   the result of `written_documents` for each set
+    prompts  `[sets, sequence_length]`; the first `prompt` tokens of each row are the prompt
+    firsts   result of `written_documents` for each set
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Sampler:
         prompt: int,
         tokens: int,
     ) -> None:
-        """Read the prompts and the tokenizer; `prompt` and `tokens` are the lengths of a prompt
-        and of its continuation.
+        """Read the prompts and the tokenizer; `prompt` and `tokens` are the numbers of tokens of a
+        prompt and of its continuation.
 
-        Raises DataError for a file that the package `tokenizers` cannot read.
+        Raises DataError if the package `tokenizers` cannot read the tokenizer.
         """
         self.tokenizer = open_tokenizer(tokenizer_file(tokenizer))
         self.names = [each.name for each in sets]
@@ -54,12 +54,12 @@ class Sampler:
     def sample(
         self, model: ParallelModel, groups: Groups, alive: Callable[[], None] = lambda: None
     ) -> dict[str, str]:
-        """Return `sample/<set>/prompt` and `sample/<set>/text` of every set, the same on all ranks.
+        """Return `sample/<set>/prompt` and `sample/<set>/text` of each set, equal on all ranks.
 
-        `alive` is called after every token.
+        `alive` is called after every generated token.
         """
         written = self.prompts.clone()
-        written[:, self.prompt :] = 0  # the causal mask hides this token
+        written[:, self.prompt :] = 0  # the causal mask hides these tokens
         for place in range(self.prompt, self.prompt + self.tokens):
             written[:, place] = next_tokens(
                 model, groups, written, place - 1, self.vocab_size, self.firsts
@@ -76,9 +76,9 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return the writer of samples of text, or None if the config requests none.
+    """Return the generator of samples of text, or None if the config requests no samples.
 
-    Raises ConfigError if there is no tokenizer to decode the samples.
+    Raises ConfigError if there is no tokenizer to decode samples.
     """
     section = config.validation
     if section.samples_interval == 0 or not validation:
@@ -87,7 +87,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
     if source is None:
         path = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"validation.samples_interval needs data.tokenizer, as there is no {MANIFEST_FILE} "
+            f"validation.samples_interval needs data.tokenizer, because no {MANIFEST_FILE} is "
             f"next to {path}"
         )
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
@@ -101,12 +101,10 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
-    """Return the start of the document of each token of a sample, `[sequence_length]`.
+    """Return the start position of each token's document in a sample, `[sequence_length]`.
 
-    The first `prompt` tokens use the borders of the set; generated tokens continue the last
-    document.
-
-    The result is None if attention crosses the borders of documents.
+    The documents of the first `prompt` tokens are those of the set; generated tokens continue the
+    last document. The result is None if attention crosses document borders.
     """
     if not data.borders.mask:
         return None
@@ -125,12 +123,12 @@ def next_tokens(
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, the same on every rank. `firsts` contains, for each
-    window, the position of the first token of each token's document. Each window is a separate
-    micro-batch, and every data-parallel rank computes all of them.
+    `windows` is `[rows, sequence_length]`, equal on all ranks. `firsts` contains for each window
+    the start position of each token's document. Each window is a micro-batch; every data-parallel
+    rank computes all windows.
     """
     rows = len(windows)
-    # The interleaved schedule takes micro-batches in multiples of the pipeline size.
+    # The interleaved schedule needs a number of micro-batches divisible by the pipeline size.
     count = -(-rows // groups.pipeline.size) * groups.pipeline.size
 
     def batches() -> Iterator[Batch]:
@@ -154,7 +152,7 @@ def next_tokens(
     figures: list[dict[str, Any]] = model.forward_backward(
         batches, choose, microbatches=count, micro_batch=1, train=False
     )
-    # Only the last stage's rank that holds the position has the tokens; other ranks have zeros.
+    # Only the rank of the last stage that has this position computes tokens; others have zeros.
     tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
     for i, figure in enumerate(figures):
         tokens[i] = figure["token"]
@@ -166,10 +164,10 @@ def next_tokens(
 def best_token(
     logits: Tensor, groups: Groups, model: ParallelModel, place: int, vocab_size: int
 ) -> Tensor:
-    """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
+    """Return the token with the largest logit at `place`, 0-d.
 
-    If several logits are the largest, the first one counts. On context ranks that do not hold the
-    position the result is 0. Padding rows of the vocabulary are not tokens.
+    `logits` is `[1, s / context, v / tensor]`. Of equal logits, the first is used. On context ranks
+    that do not have the position, the result is 0. Padding rows of the vocabulary are ignored.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)
@@ -181,6 +179,6 @@ def best_token(
     ids = torch.arange(len(row), device=row.device) + tensor.rank * len(row)
     row = row.masked_fill(ids >= vocab_size, -torch.inf)
     largest = all_reduce_(row.max(), tensor, model.comm_volume, "samples", MAX)
-    # The largest negated id is the smallest id; ranks without the value contribute the minimum.
+    # The largest negated id is the smallest id; ranks without the largest logit add the minimum.
     first = torch.where(row == largest, -ids, -len(row) * tensor.size).max()
     return -all_reduce_(first, tensor, model.comm_volume, "samples", MAX)

@@ -1,4 +1,4 @@
-"""Start of process groups, and agreement of ranks on settings, code, versions and data."""
+"""Start of process groups, and comparison of settings, code, versions and data between ranks."""
 
 import hashlib
 import os
@@ -20,15 +20,14 @@ PACKAGES: Final = ("spectral", "models", "parallel", "training")
 
 
 class RanksDifferError(InputError):
-    """Ranks of one run differ in settings, code, versions or data."""
+    """A difference between the ranks of a run in settings, code, versions or data."""
 
 
 def start_groups(config: Config, **options: str) -> Groups:
-    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
-    them.
+    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends them.
 
-    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, ConfigError as
-    `check_restarts` and `allow_open_files` do.
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, ConfigError if
+    `check_restarts` or `allow_open_files` does.
     """
     check_restarts()
     allow_open_files()
@@ -43,9 +42,9 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_restarts() -> None:
-    """Raise ConfigError if torchrun may restart ranks of several nodes in one store.
+    """Raise ConfigError if torchrun may restart ranks of several nodes with one shared store.
 
-    Nodes count restarts separately, so ranks could look for each other in different attempts.
+    Each node counts its own restarts, so ranks could wait for each other in different attempts.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -58,13 +57,13 @@ def check_restarts() -> None:
 
 
 def program() -> dict[str, Any]:
-    """Return a hash of the files of every package, and the versions of libraries."""
+    """Return a hash of the files of each package, and the versions of libraries."""
     facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in PACKAGES}
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def source_hash(folder: Path) -> str:
-    """Return a hash of all Python and JSON files in a folder and their paths."""
+    """Return a hash of the paths and contents of all Python and JSON files in a folder."""
     digest = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
         content = path.read_bytes()
@@ -73,8 +72,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError on every rank, with one line per fact that differs. All ranks call
-    this function."""
+    """Raise RanksDifferError on all ranks if a fact differs, with one line per differing fact;
+    collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

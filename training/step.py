@@ -1,7 +1,7 @@
 """The training step: forward and backward, monitors, penalty, guards and update.
 
-`Trainer` contains one rank's model, optimizer, data and progress; loop.py does the work that is due
-after a step.
+`Trainer` contains one rank's model, optimizer, data and progress. loop.py contains the work that is
+due after a step.
 """
 
 import math
@@ -46,8 +46,10 @@ from training.samples import Sampler
 class StepResult:
     """Results of a step, as tensors on the device.
 
-    They are the mean loss, the gradient norm, whether the step was taken and, with a z-loss, the
-    mean squared log-sum-exp of the logits.
+    loss    mean loss
+    norm    norm of the gradient
+    active  whether the step was taken
+    z_loss  mean squared log-sum-exp of the logits, None without a z-loss
     """
 
     loss: Tensor
@@ -75,11 +77,11 @@ class Trainer:
     ) -> None:
         """Build the remaining parts of a step.
 
-        data       the training data, whose counts checkpoints keep
+        data       training data, whose counts are stored in checkpoints
         batches    function from the progress to an iterator of this rank's next micro-batches,
                    `[micro_batch, sequence_length + 1]`
-        tasks      multiple-choice tasks to score the model on
-        sampler    writer of samples of text, None for no samples
+        tasks      multiple-choice tasks that score the model
+        sampler    generator of samples of text, None for no samples
         monitor_interval   steps between monitored steps
         """
         self.config = config
@@ -95,7 +97,7 @@ class Trainer:
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
         self.tokens_before = 0
-        """Tokens predicted by the steps before the present one."""
+        """Number of target tokens in the steps before the current step."""
         self.read_on()
         self.pace = Pace(config, groups, data)
         model.after_backward = self.pace.clock.end
@@ -113,23 +115,23 @@ class Trainer:
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of the present step on this rank."""
+        """Number of micro-batches of the current step on this rank."""
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Continue to read from the present progress, with the global batch of the next step."""
+        """Continue reading at the current progress, with the next step's global batch size."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
     def step(self, index: int) -> StepResult:
-        """Take optimizer step `index`, counted from 0, without waiting for the device.
+        """Take optimizer step `index`, counted from 0.
 
-        Only monitored steps, and steps that report the Gram penalty, wait.
+        Only monitored steps, and steps that report the Gram penalty, wait for the device.
         """
         with profiler.record_function("forward_backward"):
             means = self.compute_gradients(index)
             loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
-        # The forward pass uses the user's precision of products; the optimizer sets its own.
+        # The user's setting of float32 precision applies to the forward pass only.
         with ieee_products():
             with profiler.record_function("monitors"):
                 self.monitors.after_backward()
@@ -150,12 +152,12 @@ class Trainer:
         return StepResult(loss, norm, active, z_loss)
 
     def rate_factor(self, index: int) -> float:
-        """Return the learning rate of step `index`, counted from 0, relative to its peak."""
+        """Return the learning-rate factor of step `index`, counted from 0."""
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards; return the means of `mean_loss`'s figures over the global
-        batch."""
+        """Compute the gradient shards; return the means over the global batch of the figures of
+        `mean_loss`."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
@@ -174,9 +176,9 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Give all counted labels of the step the same weight.
+        """Give all labels with a loss in the step the same weight.
 
-        The mean over micro-batches and ranks of the weighted sums is then the mean over labels.
+        The mean of the weighted sums over micro-batches and ranks is then the mean over labels.
         """
         replicas = self.groups.dense.replicas
         counts = torch.stack([batch["counted"].sum() for batch in batches])
@@ -185,7 +187,7 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the means of `mean_loss`'s figures over the global batch, the same on every rank.
+        """Return the means over the global batch of the figures of `mean_loss`, on all ranks.
 
         `figures` contains the figures on the last pipeline stage and is empty on other stages.
         """
@@ -199,7 +201,7 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics that depend only on the step; waits for the device."""
+        """Return the metrics of a logged step except its times; waits for the device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
@@ -216,9 +218,9 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the trainer's state other than tensors, for JSON; waits for the device.
+        """Return the trainer's state except tensors, for JSON; waits for the device.
 
-        Raises DisagreementError if weights are watched and have changed.
+        Raises DisagreementError if watched weights have changed between steps.
         """
         if self.weights is not None:
             self.weights.check()
@@ -233,22 +235,22 @@ class Trainer:
         }
 
     def set_tokens(self) -> dict[str, int]:
-        """Return the number of tokens read from each set so far, if the run has phases of data."""
+        """Return the number of tokens read from each set so far, {} without data phases."""
         if not self.config.data.phases:
             return {}
         return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
 
     def read(self) -> dict[str, SetCount]:
-        """Return the run's counts of each set."""
+        """Return the counts of each set that the run has read."""
         return self.present.read(self.progress.sample)
 
     @property
     def present(self) -> TrainingData:
-        """The data of the present mixture."""
+        """Training data of the current phase."""
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Continue from `progress` and `trainer`, the result of `checkpoint`."""
+        """Continue from `progress` and `state`, entries of a result of `checkpoint`."""
         self.progress = progress
         self.read_on()
         self.guard.restore(state["guard"])
@@ -259,7 +261,7 @@ class Trainer:
             self.weights.forget()
 
     def leave_out(self, windows: Windows) -> None:
-        """Continue reading after the samples of these windows, which are left out."""
+        """Leave out the samples of `windows`, and continue reading."""
         self.progress.left_out = windows
         self.read_on()
 
@@ -267,9 +269,9 @@ class Trainer:
 def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the loss function of training.
 
-    It returns the mean token loss of the micro-batch plus `z_loss` times the mean squared
-    log-sum-exp of the logits; if the batch has `weights`, weighted sums replace both means. Its
-    figure `loss` is the first mean `[]`, or with a z-loss both means `[2]`, without the
+    The loss is the mean token loss of the micro-batch plus `z_loss` times the mean squared
+    log-sum-exp of the logits; if the batch has `weights`, both means are weighted sums instead. The
+    figure `loss` contains the mean loss `[]`, or with a z-loss both means `[2]` without the
     coefficient.
     """
     weights = batch.get("weights")
@@ -280,7 +282,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if not z_loss:
             value = mean(output)
-            # The figure is a copy, because Megatron's schedule divides the loss in place.
+            # A copy is needed, because Megatron's schedule divides the loss in place.
             return value, {"loss": value.detach().clone()}
         means = torch.stack([mean(each) for each in output])
         return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
@@ -289,7 +291,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """The Gram penalty of one run, added to the gradients of its active steps.
+    """Gram penalty, whose gradient is added in its active steps.
 
     Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
     active in the first tenth of the steps.
@@ -308,16 +310,14 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        The metrics are logged after the first step, to judge the coefficient, and on every logging
-        step.
+        They are logged after the first step, to help choose the coefficient, and in logging steps.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 
     def add(self, index: int) -> None:
-        """Add the penalty's gradient in step `index`, counted from 0, if the penalty is active
-        then.
+        """Add the penalty's gradient if the penalty is active in step `index`, counted from 0.
 
-        Waits for the device only in steps that are logged.
+        Waits for the device only in steps whose metrics are logged.
         """
         self._active, measured = index < self.horizon, self.reports(index + 1)
         self._figures = None
@@ -325,14 +325,14 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the last step's metrics, computed from the weights before it; `loss`: its mean
-        loss.
+        """Return the metrics of the last step, computed from the weights before the step; `loss` is
+        the mean loss of the step.
 
-        penalty/on              1 if the penalty was active
+        penalty/on              1 if the penalty was active, else 0
         penalty/value           coefficient times the sum of the penalties, active or not
-        penalty/loss_ratio      penalty/value over the loss
-        penalty/gradient_ratio  norm of the penalty's gradient over the norm of the loss's gradient,
-                                on penalised weights
+        penalty/loss_ratio      penalty/value divided by the loss
+        penalty/gradient_ratio  norm of the penalty's gradient divided by the norm of the loss's
+                                gradient, on penalised weights
         penalty/share           mean of ||OffDiag||_F^2 / ||W||_F^4
         """
         figures = self._figures

@@ -1,6 +1,6 @@
-"""The profile of chosen steps: times of a rank's operations, as a trace for Perfetto.
+"""The profile of some steps: times of a rank's operations, as a trace for Perfetto.
 
-No failure here ends a run, and no result depends on it.
+A failed profile does not end the run, and results do not depend on profiling.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from training.config import Config
 from training.config.schema import ProfileConfig
 
 FOLDER: Final = "profile"
-"""Subfolder of the run folder for the files."""
+"""Folder for profiles in the run folder."""
 LARGEST_HISTORY: Final = 1_000_000
-"""Largest number of allocations in a memory snapshot."""
+"""Largest number of allocations that a memory snapshot records."""
 
 
 def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
-    """Return the steps to profile in a run that continues after step `after` and ends at `last`."""
+    """Return the steps to profile if a run continues after step `after` and ends at step `last`."""
     return range(max(section.first, after + 1), min(section.first + section.steps - 1, last) + 1)
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return the profile's note for the start of a run that continues after step `after`, or
-    None."""
+    """Return a note about the profile for a run that continues after step `after`; None without a
+    profile."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -41,15 +41,15 @@ def announcement(config: Config, after: int) -> str | None:
     asked = range(section.first, section.first + section.steps)
     whose = ", ".join(map(str, section.ranks))
     if asked[0] > last:
-        return f"profile: none, as {_named(asked)} come after step {last}, the run's last"
+        return f"profile: none, because {_named(asked)} are after step {last}, the run's last step"
     if not steps:
         return (
-            f"profile: none, as {_named(asked)} were before this start; to profile again, set a "
-            "later log.profile.first"
+            f"profile: none, because {_named(asked)} were taken before this start; to profile "
+            "again, set a later log.profile.first"
         )
-    less = "" if len(steps) == len(asked) else f", of the {_named(asked)} that were asked for"
+    less = "" if len(steps) == len(asked) else f" of the requested {_named(asked)}"
     where = Path(config.run.dir) / FOLDER
-    return f"profile: {_named(steps)}{less}, of rank {whose}, to {where}"
+    return f"profile: {_named(steps)}{less}, rank {whose}, in {where}"
 
 
 def _named(steps: range) -> str:
@@ -57,12 +57,13 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """The profile of this rank's steps; all ranks call it, profiled or not."""
+    """The profile of this rank's steps; all ranks call its methods, even unprofiled ranks."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
     ) -> None:
-        """`after` is the step after which the run continues, `note` the method of `Trainer`."""
+        """`after` is the step after which the run continues; `note` is called with kind, step and
+        text of an event."""
         section = config.log.profile
         assert section is not None
         self.section = section
@@ -79,7 +80,7 @@ class StepProfile:
         self._messages: list[str] = []
 
     def before(self, step: int) -> None:
-        """Start the profile before its first step, and begin the mark of each profiled step."""
+        """Start the profile before its first step, and begin the range of a profiled step."""
         if self._done or not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
@@ -90,7 +91,7 @@ class StepProfile:
             self._span.__enter__()
 
     def after(self, step: int) -> None:
-        """End the mark of a step; after the last step, write the files and note their paths."""
+        """End the range of a step; after the last profiled step, write the files."""
         with self._failing():
             self._span.__exit__(None, None, None)
         self._span = contextlib.nullcontext()
@@ -98,7 +99,7 @@ class StepProfile:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Write the steps up to `step`, and note the paths; all ranks call it together."""
+        """Write the profiled steps up to `step` to files, and note their paths; collective."""
         if self._done or step < self.steps[0]:
             return
         self._done = True
@@ -107,7 +108,7 @@ class StepProfile:
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
     def close(self) -> None:
-        """Stop without writing a trace, after an error of the run."""
+        """Stop an unfinished profile after an error of the run, without writing a trace."""
         session, self._session = self._session, None
         if session is not None:
             with self._failing():
@@ -152,29 +153,29 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn errors within a context into a warning that ends only the profile."""
+        """Convert an exception within a context to a warning; it ends only the profile."""
         try:
             yield
         except Exception as error:
             text = described(error) if isinstance(error, OSError) else first_line(error)
             self._messages.append(
-                f"warning: no profile of rank {self.rank}: {text}; the run goes on"
+                f"warning: no profile of rank {self.rank}: {text}; the run continues"
             )
 
 
 def write_trace(session: profiler.profile, path: Path) -> Path:
-    """Write the trace of a session that has ended to a compressed file; return its path.
+    """Write the trace of a finished session to a compressed file; return its path.
 
-    Raises OSError if the disk is full, RuntimeError if there is nothing to write because other code
-    ended the profiler: writing would end the process.
+    Raises OSError if the disk is full, RuntimeError if the trace is empty because other code ended
+    the profiler (writing an empty trace would end the process).
     """
     results = None if session.profiler is None else session.profiler.kineto_results
     if results is None or not results.events():
-        raise RuntimeError("the profiler recorded nothing")
+        raise RuntimeError("the profiler recorded no events")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         plain, compressed = Path(folder) / "trace.json", Path(folder) / path.name
         session.export_chrome_trace(str(plain))
-        if not plain.exists():  # the profiler only prints a line on stderr
+        if not plain.exists():  # the profiler does not raise, but prints a line on stderr
             raise OSError(None, "the profiler could not write its trace", str(path))
         with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=5) as target:
             shutil.copyfileobj(file, target)

@@ -1,7 +1,8 @@
-"""Scores of the model in training on multiple-choice tasks, by its forward pass on any layout.
+"""Scores on multiple-choice tasks during training, computed by forward passes on any layout.
 
-Every choice is a separate sequence. Sequences are grouped by length, so that short sequences do not
-cost a whole window, and divided over the data-parallel ranks; causal attention hides padding.
+Each choice is a separate sequence. Sequences are grouped by length, so that short sequences are not
+padded to a whole window, and distributed over the data-parallel ranks; causal attention hides
+padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from training.data.tasks import Request, Task, accuracies
 from training.validation import PASSES
 
 SHORTEST: Final = 16
-"""Length in tokens below which sequences are not grouped further."""
+"""Smallest sequence length in tokens to which sequences are padded."""
 
 
 def score(
@@ -35,12 +36,11 @@ def score(
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return `task/<name>/acc` and `acc_norm` of every task, and their means over tasks, `task/acc`
-    and `task/acc_norm`; the same on every rank.
+    """Return `task/<name>/acc` and `task/<name>/acc_norm` of each task, and the means over tasks,
+    `task/acc` and `task/acc_norm`; equal on all ranks.
 
-    `vocab_size` is the number of tokens among the head's rows. A pass has at most `most_tokens`
-    tokens, or one sequence. Returns None if `stop`, which all ranks call together at intervals,
-    returned True.
+    `vocab_size` is the vocabulary size without padding. A pass has at most `most_tokens` tokens, or
+    one sequence. All ranks call `stop` at intervals; if it returns True, the result is None.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(
@@ -59,7 +59,7 @@ def score(
 
 
 def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
-    """Return the number of tokens per pass with as many logits as in training."""
+    """Return the number of tokens per pass whose logits need as much memory as in training."""
     rows = model.padded_vocab / groups.tensor.size
     share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
     return share * train.micro_batch * train.sequence_length
@@ -76,7 +76,7 @@ def log_likelihoods(
 ) -> list[float] | None:
     """Return the sum of the log-probabilities of each request's scored tokens, in nats.
 
-    `vocab_size`, `most_tokens` and `stop` are as for `score`.
+    For `vocab_size`, `most_tokens` and `stop` see `score`.
     """
     window, scorer = model.sequence_length, Scorer(model, groups, requests, vocab_size)
     by_length: dict[int, list[int]] = {}
@@ -96,8 +96,8 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths of grouped sequences, ascending: a window, its half, the half of this and
-    so on, as far as the layout can cut them."""
+    """Return the lengths to which sequences are padded, ascending: a window divided by 1, 2, 4 and
+    so on, as long as the layout can split the length."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -106,7 +106,7 @@ def lengths(layout: Layout, window: int) -> list[int]:
 
 
 class Scorer:
-    """This rank's part of the losses of requests."""
+    """Losses of the requests that this rank scores."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, requests: Sequence[Request], vocab_size: int
@@ -118,11 +118,11 @@ class Scorer:
         self.losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
 
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
-        """Add the losses of requests to their entries of `losses`, in passes of `rows` sequences of
-        `length` tokens; return False if `stop` interrupted it."""
+        """Add the losses of the requests `indices` to `losses`, in passes of `rows` sequences of
+        `length` tokens; return False if `stop` returned True."""
         stages = self.groups.pipeline.size
         count = -(-len(indices) // (rows * self.groups.data.size))
-        # The interleaved schedule takes micro-batches in multiples of the pipeline size.
+        # The interleaved schedule needs a number of micro-batches divisible by the pipeline size.
         count = -(-count // stages) * stages
         # A stage of several chunks iterates over the batches once per chunk.
         streams = [self.batches(indices, length, rows, count) for _ in self.model.chunks]
@@ -145,9 +145,9 @@ class Scorer:
     def batches(
         self, indices: Sequence[int], length: int, rows: int, count: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches: `tokens` `[rows, length / context]`, and for each scored
-        token that this context rank predicts the flattened `place` of its logits, the `target` and
-        the `request`."""
+        """Yield this rank's micro-batches: `tokens` `[rows, length / context]` and, for each scored
+        token that this context rank predicts, the flattened `place` of its logits, its `target` id
+        and its `request`."""
         data, context = self.groups.data, self.groups.context
         cut = {"rank": context.rank, "size": context.size}
         held = [position for chunk in context_chunks(length, **cut) for position in chunk]
@@ -175,8 +175,8 @@ class Scorer:
 
     def scored(self, batch: dict[str, Tensor]) -> LossFunction:
         """Return the loss function of a micro-batch's scored tokens, from logits `[rows, length /
-        context, vocabulary / tensor]`. Padding rows of the vocabulary count as impossible: they are
-        not tokens, and an export does not contain them."""
+        context, vocabulary / tensor]`. Padding rows of the vocabulary get probability 0, because
+        they are not tokens and exports do not contain them."""
         tensor, comm_volume = self.groups.tensor, self.model.comm_volume
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

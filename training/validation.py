@@ -1,4 +1,4 @@
-"""Validation: mean loss of every named set, with each window counted once on any layout."""
+"""Validation: the mean loss of each set, in which each window counts once on any layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from training.data.batches import as_batch
 from training.data.validation_data import ValidationData
 
 PASSES = 32
-"""Micro-batches per pipeline rank between two checks for a stop request."""
+"""Number of micro-batches per pipeline rank between checks for stop requests."""
 
 
 def evaluate(
@@ -26,12 +26,12 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     mixture: Mapping[str, float] | None = None,
 ) -> dict[str, float] | None:
-    """Return the metrics of every validation set, the same on every rank.
+    """Return the metrics of all validation sets, equal on all ranks.
 
-    `val/<set>/loss` is in nats per token, `val/<set>/ppl` the perplexity, `val/<set>/bpb` in bits
-    per byte of text. `val/loss` and `val/bpb` are means by `mean_over_sets`, with the weights
-    `mixture` of the training sets. Returns None if `stop`, which all ranks call together at
-    intervals, returned True.
+    `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, `val/<set>/bpb` is in
+    bits per byte of text. `val/loss` and `val/bpb` are results of `mean_over_sets` with the weights
+    `mixture` of the training sets. All ranks call `stop` at intervals; if it returns True, the
+    result is None.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -54,9 +54,9 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Return the mean over validation sets, weighted as the training sets of the same names.
+    """Return the mean over validation sets, weighted like the training sets of the same names.
 
-    If a set has no training set of its name, or its weight is 0, all sets count equally.
+    If a training set of the same name is missing or has weight 0, the mean is not weighted.
     """
     named = all(mixture.get(name) for name in values)
     weights = {name: mixture[name] if named else 1.0 for name in values}
@@ -71,10 +71,11 @@ def mean_loss(
     micro_batch: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over the windows of `data`, in nats per token, or None if stopped."""
+    """Return the mean loss over the windows of `data` in nats per token, None if `stop` returned
+    True."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
-    # The interleaved schedule takes micro-batches in multiples of the pipeline size.
+    # The interleaved schedule needs a number of micro-batches divisible by the pipeline size.
     padded = -(-count // groups.pipeline.size) * groups.pipeline.size
 
     def batches() -> Iterator[Batch]:
@@ -110,7 +111,8 @@ def mean_loss(
 
 
 def weighted_sums(batch: Batch) -> LossFunction:
-    """Return the loss function that sums token losses and counts tokens of weighted windows."""
+    """Return the loss function that computes the weighted sum of token losses and the sum of
+    weights."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = batch["weight"][:, None].expand_as(token_losses).double()

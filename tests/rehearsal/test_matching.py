@@ -68,7 +68,7 @@ def test_ranks_that_wait_in_a_circle_never_go_on():
     """Each send blocks the next receive, which would match another send."""
     circle = {rank: passed(rank) for rank in range(3)}
     sentences = mismatches(circle)
-    assert len(sentences) == 3 and "receive at b.py:2 on rank 0 never begins" in sentences[0]
+    assert len(sentences) == 3 and "receive at b.py:2 on rank 0 never starts" in sentences[0]
     assert mismatches(circle | {1: passed(1)[::-1]}) == []
 
 

@@ -36,7 +36,7 @@ def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
     ("mutant", "words", "changes"),
     [
         SLOW("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
-        SLOW("loss_stays_on_the_host", "over nccl needs another device, got a tensor on cpu", {}),
+        SLOW("loss_stays_on_the_host", "over nccl does not support tensors on cpu", {}),
         SLOW("batches_stay_on_the_host", "device", {}),
         (
             "step_reads_in_a_graph",

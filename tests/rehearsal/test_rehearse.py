@@ -47,14 +47,14 @@ def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
     samples = ("validation.samples_interval=2", "validation.samples_tokens=4")
     assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json"), *samples) == 0
     said, begun = capsys.readouterr()
-    assert "rehearses rank 0 of 4 on NVIDIA H100 80GB HBM3\n" in begun
+    assert "rehearsing rank 0 of 4 on NVIDIA H100 80GB HBM3\n" in begun
     # A large model is rehearsed for minutes, in which these texts are printed.
     told = (tmp_path / "run.told").read_text().splitlines()
-    assert told[0] == "rank 0: builds the model"
+    assert told[0] == "rank 0: building the model"
     assert told[-1] == "rank 0: step 3 of 3, checkpoint"
     assert "rank 0: step 2 of 3, forward_backward, forward pass 1 of 1" in told, told
     assert "rank 0: step 3 of 3, monitors" in told
-    assert "passed: the run would not break" in said and "rank 0 of 4" in said
+    assert "passed: the run would succeed" in said and "rank 0 of 4" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] is True and report["error"] is None and report["ranks"] == [0]
     assert 0 < report["peak_memory_bytes"] < report["device_memory_bytes"]
@@ -93,7 +93,7 @@ def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):
     device = str(tmp_path / "small.yaml")
     code = rehearse("--gpus", "1", "--device", device, "--json", str(tmp_path / "report.json"))
     assert code == 1
-    assert "the run would break: out of memory in" in capsys.readouterr().out
+    assert "the run would fail: out of memory in" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] is False and report["error"].startswith("out of memory")
     assert report["device_memory_bytes"] == 300000

@@ -1,4 +1,4 @@
-"""The output of a dry run: the plan on one screen, whether it fits, and remedies.
+"""The output of a dry run: the plan, whether it fits the GPUs, and remedies.
 
 Start with plan_commands.py.
 """

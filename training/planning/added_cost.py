@@ -1,8 +1,8 @@
-"""Time that monitors and scores of tasks add to a run, by the model of plans.
+"""Modelled time that monitors and task scores add to a run.
 
 A monitored step computes the singular values of every weight, matrix products for all other
-figures, and sums during the model's passes. A null interval becomes one that costs at most 1% of a
-run.
+figures, and sums during forward and backward passes. A null interval is replaced by an interval
+that costs at most 1% of the run's time.
 """
 
 import math
@@ -27,24 +27,24 @@ from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
 from training.task_scores import lengths
 
 SHARE: Final = 0.01
-"""Largest share of a run's time for monitors if `monitors.interval` is null."""
+"""Largest share of a run's time that monitors may add if `monitors.interval` is null."""
 WIDE: Final = 8
-"""Bytes of a number in float64."""
+"""Bytes of a float64."""
 SCORE_BYTES: Final = 18
-"""Bytes moved per attention score: write, scale, mask, and maximum."""
+"""Bytes moved per attention score: write, scale, mask and maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes moved per element of the residual stream in a layer, which is measured four times."""
+"""Bytes moved per layer and element of the residual stream, which is measured four times."""
 LAUNCHES: Final = 300
-"""Launches per matrix for all groups of figures."""
+"""Kernel launches per matrix for all groups of figures."""
 
 
 @dataclass(frozen=True)
 class MonitorCost:
     """Cost of a run's monitors.
 
-    interval   steps between monitored steps, 0 for none
-    seconds    modelled extra time of a monitored step; None on a CPU
-    step       modelled seconds of a step
+    interval   steps between monitored steps; 0 if monitors are disabled
+    seconds    modelled additional seconds of a monitored step; None on a CPU
+    step       modelled seconds of a step without monitors
     """
 
     interval: int
@@ -53,11 +53,11 @@ class MonitorCost:
 
     @property
     def share(self) -> float:
-        """Time that monitors add, relative to the run without monitors."""
+        """Time that monitors add, divided by the time of the run without monitors."""
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the figures, for JSON."""
+        """Return the cost for JSON."""
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
     def __str__(self) -> str:
@@ -65,18 +65,17 @@ class MonitorCost:
             return "off"
         every = f"every {self.interval:,} steps"
         if self.seconds is None:
-            return f"{every}; a monitored step takes about as long as two other steps"
+            return f"{every}; a monitored step takes about twice as long as other steps"
         return (
-            f"{every}, which adds {self.share:.1%} to the time of the run: modelled, "
-            f"{self.seconds:.3g} s more in a monitored step, where a step takes {self.step:.3g} "
-            "s"
+            f"{every}, which adds {self.share:.1%} to the run's time (modelled: a monitored step "
+            f"takes {self.seconds:.3g} s longer than other steps, which take {self.step:.3g} s)"
         )
 
 
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
-    """Return the cost of a run's monitors on `ranks` devices like `device`.
+    """Return the cost of a run's monitors on `ranks` devices of the type of `device`.
 
-    A GPU unknown to plans counts as `plan.device`.
+    For a GPU type that plans do not know, the cost is that of `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
@@ -87,7 +86,7 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
 
 
 def run_hours(config: Config, planned: Plan) -> float:
-    """Return the GPU-hours of a planned run with its monitors."""
+    """Return the GPU-hours of a planned run, including its monitors."""
     cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
     monitored = config.train.steps / cost.interval if cost.interval else 0.0
     seconds = monitored * (cost.seconds or 0.0)
@@ -95,7 +94,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:
-    """Return the cost of a planned run's monitors, after choosing the interval if it is null."""
+    """Return the cost of a planned run's monitors; choose the interval if it is null."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -107,14 +106,15 @@ def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost
 
 
 def monitored_seconds(config: Config, shape: StepShape) -> float:
-    """Return the modelled extra seconds of a monitored step on the busiest rank."""
+    """Return the modelled additional seconds of a monitored step on the busiest rank."""
     groups, ranks = config.monitors.groups, shape.inputs.stage_ranks * shape.inputs.pipeline
     units = [u for u in all_units(config.model, **unit_options(config)) if u.is_matrix]
     rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
     inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
     if "weights" in groups:
         inspected += [whole_seconds(shape, parts) for parts in parts_of_matrices(units)]
-    # One rank inspects each matrix, so the busiest rank has up to one matrix more than the mean.
+    # Each matrix is inspected by one rank, so the busiest rank inspects up to one matrix more than
+    # the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
     if "activations" in groups:
         seconds += input_seconds(shape, units) / rounds
@@ -124,7 +124,7 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
 
 
 def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int) -> float:
-    """Return the time of the figures of one matrix, `[rows, cols]`."""
+    """Return the seconds for the figures of one matrix, `[rows, cols]`."""
     device, groups = shape.device, config.monitors.groups
     rows, cols = unit.shape
     short, long = min(rows, cols), max(rows, cols)
@@ -152,21 +152,21 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def parts_of_matrices(units: list[Unit]) -> list[list[Unit]]:
-    """Return, for each matrix that consists of several units, these units."""
+    """Return the units of each matrix that consists of several units."""
     matrices = grouped(units, lambda unit: (unit.parameter, unit.role))
     return [parts for parts in matrices.values() if len(parts) > 1]
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the time of the singular values of the matrix with the rows `parts`."""
+    """Return the seconds for the singular values of the matrix whose rows are in `parts`."""
     rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
     short, long = min(rows, cols), max(rows, cols)
     return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the time of all inputs' Gram matrices in a step, and of measuring the residual
-    stream."""
+    """Return the seconds of a step for the Gram matrices of all inputs and for measuring the
+    residual stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
     products = sum(
@@ -178,7 +178,7 @@ def input_seconds(shape: StepShape, units: list[Unit]) -> float:
 
 
 def score_seconds(shape: StepShape) -> float:
-    """Return the time of a step's largest attention scores, which are computed in float32."""
+    """Return the seconds of a step for the largest attention scores, computed in float32."""
     model, inputs, device = shape.model, shape.inputs, shape.device
     heads = model.heads // inputs.tensor * model.layers / inputs.pipeline
     pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
@@ -187,8 +187,8 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return the cost of scoring the config's tasks, or why it is unknown; None if there are no
-    tasks."""
+    """Return a text about the cost of scoring the config's tasks, or why the cost is unknown; None
+    without tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None
@@ -206,5 +206,5 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     often = f"every {section.interval:,} steps" if section.interval else "after the last step"
     return (
         f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} "
-        f"tokens, {seconds:.3g} s each time, modelled, which adds {share:.1%} to the run's time"
+        f"tokens, {seconds:.3g} s (modelled), which adds {share:.1%} to the run's time"
     )

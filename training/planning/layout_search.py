@@ -1,8 +1,8 @@
-"""The search for the fastest layout of a model on a number of GPUs.
+"""Search for the fastest layout of a model on a given number of GPUs.
 
-Lower bounds of a legal layout's memory and time are cheap to compute. Layouts are planned in the
-order of the bounds, and the search ends when no remaining layout can be among the best: the result
-is the best of all, not of a sample.
+Lower bounds of memory and time of a legal layout are cheap to compute. Layouts are planned in
+ascending order of the time bound until no remaining layout can be among the best, so the result is
+the optimum over all legal layouts.
 """
 
 import math
@@ -35,15 +35,15 @@ AXES: Final = (
 
 
 LEVELS: Final = ("none", "selective", "full")
-"""Values of `train.recompute`, fastest first."""
+"""Values of `train.recompute`, from the fastest to the slowest."""
 
 LOSS_CHUNK: Final = 16384
-"""The planner's choice of `train.loss_chunk`."""
+"""Value of `train.loss_chunk` that the planner tries."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes of a config, and the resulting plan."""
+    """A variant of a config: its changes and its plan."""
 
     changes: Changes
     plan: Plan
@@ -55,14 +55,14 @@ class Variant:
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """Return `config` with other values."""
+    """Return `config` with the new values of `changes`."""
     sections = by_section(changes)
     parts = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
     return replace(config, **parts)
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return changes nested as in a config file."""
+    """Return `changes` as nested mappings, as in a config file."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -71,7 +71,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner for variants of a config; it plans a stage once for all variants with the same stage.
+    """Planner for variants of a config; variants with equal stages share the plan of a stage.
 
     gpus     number of GPUs of all variants
     """
@@ -84,12 +84,12 @@ class Layouts:
         self.planned: dict[object, StagePlan] = {}
 
     def legal(self, changes: Changes) -> bool:
-        """Return whether a variant's layout and batch are possible."""
+        """Return whether the layout and the batch size of a variant are legal."""
         config = changed(self.config, changes)
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether a variant's sections agree with each other, not counting the layout."""
+        """Return whether the checks between a variant's sections pass, except for the layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
@@ -103,12 +103,12 @@ class Layouts:
         return assemble(shape, stages, step_flops(self.config))
 
     def fitting_plan(self, changes: Changes) -> Plan | None:
-        """Return the plan of a variant, None as soon as a stage does not fit."""
+        """Return the plan of a variant, or None if a stage does not fit."""
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # The first stage stores the most activations; the first and the last stage hold the
-        # vocabulary.
+        # Plan the stages that need most memory first: the first stage stores most activations, and
+        # the first and last stage contain embedding and head.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:
@@ -116,7 +116,7 @@ class Layouts:
         return assemble(shape, [stages[i] for i in range(number)], step_flops(self.config))
 
     def owned_flops(self) -> float:
-        """Return the FLOPs per step of the rules of all owned matrices."""
+        """Return the FLOPs per step of the rules for all owned matrices."""
         costs: dict[object, float] = {}
         total = 0.0
         for unit in config_units(self.config):
@@ -129,8 +129,7 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # If two stages have equal numbers of layers of each kind, they share a plan without
-        # activations.
+        # Stages with equal numbers of layers of each kind share a plan without activations.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -154,8 +153,8 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
-    """Return the fitting layouts with the shortest modelled time, each with its best micro-batch
-    and recomputation."""
+    """Return the fastest layouts that fit, each with the best micro-batch size, recomputation and
+    loss chunk."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
@@ -179,8 +178,8 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
 
 
 def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
-    """Return (lower bound of the step's seconds, changes) of all layouts that may fit,
-    ascending."""
+    """Return (lower bound of the step's seconds, changes) for all layouts that may fit, in
+    ascending order."""
     flops = layouts.owned_flops()
     bounds: list[tuple[float, Changes]] = []
     with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
@@ -192,7 +191,7 @@ def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
 
 
 def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
-    """Yield the changes of every legal layout, micro-batch, recomputation and loss chunk."""
+    """Yield the changes for each legal layout, micro-batch size, recomputation and loss chunk."""
     config, gpus = layouts.config, layouts.gpus
     chunks = (config.train.loss_chunk or LOSS_CHUNK, None)
     levels = [each for each in LEVELS if layouts.sound({"train.recompute": each})]
@@ -219,7 +218,7 @@ def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
 
 
 def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
-    """Yield sizes of all axes; ranks that share matrices or sequences are in one node."""
+    """Yield sizes of all axes for which ranks that share matrices or sequences are in one node."""
     model, gpus, node = layouts.config.model, layouts.gpus, layouts.device.node_size
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
     parts = divisors(node) if model.moe is not None else [1]
@@ -236,7 +235,7 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return one row per layout with sizes, time, memory and largest costs."""
+    """Return a table with one row per layout: sizes, time, memory and largest cost."""
     rows = []
     for each in variants:
         time = asdict(each.plan.time)
@@ -265,11 +264,12 @@ def search_table(variants: list[Variant]) -> str:
 def overlay(
     layouts: Layouts, best: Variant, base: str, name: str, device: str, overrides: Sequence[str]
 ) -> str:
-    """Return the text of a config `name` on top of the file `base` with the layout of `best`.
+    """Return the text of a config named `name` that extends the file `base` by the layout of
+    `best`.
 
-    It includes the command line's `overrides`, so it describes the same run.
+    The config includes the `overrides` of the command line, so that it describes the same run.
 
-    device     name or file of the device, as `plan.device` takes it
+    device     name or file of the device, a value of `plan.device`
     """
     config = layouts.config
     changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}
@@ -281,8 +281,8 @@ def overlay(
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
         f"{best.seconds:.2f} s per step,\n"
         f"# MFU {best.plan.mfu:.0%}, {best.plan.memory.total / GIB:.0f} GiB per GPU.\n"
-        f"# Rates and batch are those of the base: {config.optimizer.matrix.rule} at "
-        f"{config.optimizer.matrix.lr:g}, {config.train.global_batch:,} sequences a step. For\n"
+        f"# Learning rates and batch are from the base: {config.optimizer.matrix.rule} at "
+        f"{config.optimizer.matrix.lr:g}, {config.train.global_batch:,} sequences per step. For\n"
         "# another width, batch or number of tokens see docs/planning.md, Rates and batch.\n"
     )
     return f"{head}{as_yaml({'base': base})}\n{as_yaml(content)}"

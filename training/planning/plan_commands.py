@@ -1,5 +1,5 @@
-"""The commands that plan a run, `pretrain.py --dry-run` and `pretrain.py --fit`, and the changes
-that make a run fit its devices, cheapest first, with their costs."""
+"""The commands that plan a run, `pretrain.py --dry-run` and `pretrain.py --fit`, and the cheapest
+changes that make a run fit its devices."""
 
 import json
 import os
@@ -35,10 +35,10 @@ from training.report.table import table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
-    """Print the plan of a run, and write it to `json_file`.
+    """Print the plan of a run, and write it to `json_file` if it is not None.
 
-    If `gpus` is None, the number is that of torchrun's ranks, else the config's `plan.gpus`, else
-    the smallest possible number.
+    If `gpus` is None, the plan uses torchrun's number of ranks if it is above 1, else `plan.gpus`,
+    else the smallest legal number.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -65,10 +65,10 @@ def fit(
     overrides: Sequence[str],
     write: str | None,
 ) -> None:
-    """Print the fastest layouts of a run, and write the best to `write`, on top of the file `base`
-    and its `overrides`.
+    """Print the fastest layouts of a run, and write the best layout to `write` as a config that
+    extends `base` and includes `overrides`.
 
-    Raises ConfigError if no layout is legal or none fits.
+    Raises ConfigError if no layout is legal or no layout fits.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -77,17 +77,16 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # The error names legal numbers of GPUs, for the micro-batch that allows the most of
-            # them.
+            # The error lists legal numbers of GPUs; micro-batch 1 allows the most numbers.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
-            f"no layout fits {layouts.gpus} x {layouts.device.name}: use more GPUs, or larger ones"
+            f"no layout fits {layouts.gpus} x {layouts.device.name}: use more or larger GPUs"
         )
     for key, value in flat(merged_overrides(overrides)):
         if best[0].changes.get(key, value) != value:
             chosen = assignment({key: best[0].changes[key]})
             print(
-                f"warning: the search replaces the override {key}={value} by {chosen}",
+                f"warning: the search replaces override {key}={value} with {chosen}",
                 file=sys.stderr,
             )
     print(search_table(best))
@@ -102,7 +101,7 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print what a run of `config` would refuse or warn of because of its data, on stderr."""
+    """Print on stderr the warnings that a run of `config` would give about its data."""
     for text in shared_sets(config.data):
         print(f"warning: {text}", file=sys.stderr)
     if config.checkpoint.initialize_from is None:
@@ -121,7 +120,7 @@ def own_gpus(config: Config) -> int:
 
 
 def remedies(layouts: Layouts) -> list[Variant]:
-    """Return single changes that save memory, cheapest first."""
+    """Return single changes that save memory, in ascending order of step time."""
     before = layouts.plan({}).memory.total
     variants: list[Variant] = []
     for changes in _candidates(layouts):
@@ -133,7 +132,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Add changes in order until the run fits, and return them; None if all do not suffice."""
+    """Combine changes in order until the run fits; return None if all changes do not suffice."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy
@@ -166,7 +165,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
-    """Return the savings and costs of each change, and the changes that fit together."""
+    """Return a table of the memory saving and cost of each change, and a combination that fits."""
     variants = remedies(layouts)
     rows = [
         (
@@ -180,7 +179,7 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
     shown = table(("would help", "GiB", "time", ""), rows)
     together = combined(layouts, variants)
     if together is None:
-        return f"{shown}\nnone of these is enough: see --fit, or use more GPUs"
+        return f"{shown}\nthese changes are not enough: try --fit, or use more GPUs"
     return (
         f"{shown}\nfits with {assignment(together.changes)}: "
         f"{together.plan.memory.total / GIB:.1f} GiB, "
@@ -189,5 +188,5 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
 
 
 def assignment(changes: Changes) -> str:
-    """Return changes as overrides of the command line."""
+    """Return `changes` as command-line overrides."""
     return " ".join(f"{key}={'null' if v is None else v}" for key, v in changes.items())

@@ -1,4 +1,4 @@
-"""The plan of a run on one screen, with one row per kind of units."""
+"""The plan of a run as text, with one row per kind of units."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -23,19 +23,19 @@ from training.report.console import layout
 from training.report.table import table
 
 SHOWN_STAGES: Final = 8
-"""Largest number of pipeline stages that all have a column; of more stages, only the first, the
-heaviest and the last have one."""
+"""Number of pipeline stages up to which each stage has a column; of more stages, only the first,
+the heaviest and the last stage have columns."""
 SMALL: Final = 0.005
-"""Kinds of traffic below this share of a rank's sent bytes have one row together."""
+"""Share of a rank's sent bytes below which kinds of traffic are combined in one row."""
 
 UNEVEN: Final = 0.01
-"""A plan reports the wait for the busiest rank if it is above this share of the step."""
-UNCOUNTED: Final = "the work of rule {}, which has no `cost`; a rehearsal (--rehearse) counts it"
+"""Share of a step above which a plan reports the wait for the busiest rank."""
+UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehearse) counts them"
 """Note on work that the modelled seconds do not include."""
 
 
 def describe(config: Config, planned: Plan) -> str:
-    """Return the screen of a run: its sizes, needs, time, and whether it fits."""
+    """Return the text of a plan: sizes, memory, traffic and time, and whether the run fits."""
     sections = [
         heading("units") + unit_table(config_routes(config)),
         heading("run") + run_table(config, planned),
@@ -50,7 +50,7 @@ def describe(config: Config, planned: Plan) -> str:
 
 
 def shows_data(config: Config) -> bool:
-    """Return whether the data have more than one row."""
+    """Return whether the data table has more than one set or phase."""
     return len(config.data.train) > 1 or bool(config.data.phases)
 
 
@@ -85,22 +85,20 @@ def run_table(config: Config, planned: Plan) -> str:
     if train.exits_early:
         text = (
             f"after step {train.last:,} (train.exit_step); checkpoints are counted up to this "
-            "step, all else to the last"
+            "step, all other figures up to train.steps"
         )
         rows.insert(-1, ("early end", text))
     if config.data.document_mask:
         whose = (
-            "lengths of the training sets"
-            if documents_known(config)
-            else "assumed lengths, those of data.mock"
+            "lengths of the training sets" if documents_known(config) else "lengths of mock tokens"
         )
-        text = f"attention costs as much as if all documents had {length:,.0f} tokens: {whose}"
+        text = f"attention costs as much as if all documents had {length:,.0f} tokens ({whose})"
         rows.append(("documents", text))
     return table(("", ""), rows)
 
 
 def ramp_rows(config: Config, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a row per stage of the batch ramp."""
+    """Yield one row per stage of the batch ramp."""
     *stages, _ = batch_seconds(config, planned)
     for i, (each, seconds) in enumerate(stages):
         text = f"{each.batch} sequences in the {each.steps:,} steps after step {each.first:,}, "
@@ -116,18 +114,18 @@ MEMORY: Final = {
     "buffers": "optimizer buffers (estimate)",
     "total": "total",
 }
-"""Names of the kinds of memory on the screen."""
+"""Labels of the kinds of memory."""
 
 
 def memory_table(planned: Plan) -> str:
-    """Return the memory of each kind and the sum, with one column per pipeline stage."""
+    """Return a table of the memory of each kind and the total, with a column per pipeline stage."""
     sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
     kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
     return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
 
 
 def traffic_table(planned: Plan) -> str:
-    """Return bytes by kind of communication, with one column per pipeline stage."""
+    """Return a table of sent MiB by kind of communication, with a column per pipeline stage."""
     sent = [{each.kind: each.size for each in stage.traffic} for stage in planned.stages]
     totals = [sum(sizes.values()) for sizes in sent]
     large = {
@@ -148,7 +146,7 @@ def traffic_table(planned: Plan) -> str:
 
 
 def balance_table(planned: Plan) -> str:
-    """Return the balance of work and state, with one column per pipeline stage."""
+    """Return a table of the balance of work and state, with a column per pipeline stage."""
     stages = planned.stages
     rows = {
         "load of the rules": [f"{each.imbalance:.3f}" for each in stages],
@@ -158,7 +156,8 @@ def balance_table(planned: Plan) -> str:
 
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
-    """Return one row per figure and one column per pipeline stage, with the heaviest marked."""
+    """Return a table with one row per figure and one column per pipeline stage, in which the
+    heaviest stage is marked."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
@@ -167,7 +166,7 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
 
 
 def time_table(config: Config, planned: Plan) -> str:
-    """Return the parts of the modelled step, and the time of the run."""
+    """Return a table of the parts of the modelled step, and of the time of the run."""
     time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,
@@ -195,8 +194,8 @@ def time_table(config: Config, planned: Plan) -> str:
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
         (
             "time of the run",
-            f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours, modelled "
-            "(docs/planning.md); times differ from published runs by up to 25%",
+            f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours (modelled, see "
+            "docs/planning.md; modelled times differ from published runs by up to 25%)",
         ),
         *(("not counted", UNCOUNTED.format(name)) for name in uncounted),
     ]
@@ -204,14 +203,14 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield a line about the time that unequal work of the rule costs, if above 1% of the step."""
+    """Yield a line about the wait for the busiest rank's rule if it is above 1% of the step."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
     if share > UNEVEN:
         yield (
-            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest rank, whose "
-            f"rule has {busiest.imbalance:.2f} times the mean load, as no matrix is divided"
+            f"ranks wait {seconds:.3g} s ({share:.1%} of the step) for the busiest rank, which has "
+            f"{busiest.imbalance:.2f} times the mean load, because matrices are not divided"
         )
 
 
@@ -232,13 +231,13 @@ def verdict(planned: Plan) -> str:
 FIGURES: Final = {
     "lr": ".3g", "weight_decay": ".3g", "radius": ".4g", "scale": ".4g", "pc": "", "penalty": "g",
 }  # fmt: skip
-"""Figures of a route, and their formats."""
+"""Figures of a route, with their formats."""
 
 
 def unit_table(routes: Sequence[Route]) -> str:
     """Return a table with one row per role, shape, rule and figures.
 
-    The row with most units of a role comes first; the role's other rows are exceptions.
+    Of each role, the row with the most units is first.
     """
 
     def kind(route: Route) -> tuple[Any, ...]:
@@ -262,7 +261,7 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return position, number, shapes and elements of the given units of one role."""
+    """Return layers, number, shapes and elements of units of one role."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
@@ -270,7 +269,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return a phrase with the first and last layer of units of one role."""
+    """Return a phrase with the role of the units, and their first and last layer."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role
@@ -278,7 +277,7 @@ def where(routes: Sequence[Route]) -> str:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of the tensors in a checkpoint: float32 weights, and the rules' state."""
+    """Return the bytes of the tensors in a checkpoint: float32 weights and the rules' state."""
     assign = config_assignments(config)
     total = 0
     for unit in config_units(config):
@@ -294,7 +293,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def checkpoints_text(config: Config) -> str:
-    """Return a text about a run's checkpoints: size, interval, number kept, and disk space."""
+    """Return a text about a run's checkpoints: size, interval, number and disk space."""
     section, steps = config.checkpoint, config.train.last
     if section.interval == 0:
         return "none: checkpoint.interval is 0"
@@ -302,6 +301,6 @@ def checkpoints_text(config: Config) -> str:
     saved = [*range(section.interval, steps, section.interval), steps]
     number = len(saved) - len(superseded(saved, section.keep_last, section.keep_every))
     return (
-        f"{size:.3g} GB each, every {section.interval:,} steps; the {number:,} that are kept "
-        f"need {number * size:.3g} GB, and {size:.3g} GB more while one is written"
+        f"{size:.3g} GB each, every {section.interval:,} steps; {number:,} checkpoints are kept "
+        f"and need {number * size:.3g} GB, plus {size:.3g} GB during a save"
     )

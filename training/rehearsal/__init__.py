@@ -1,7 +1,7 @@
-"""Rehearsals: a rank's real training code on a simulated GPU, on any machine.
+"""Rehearsals: a rank's real training code runs on a simulated GPU, on any machine.
 
-GPU tensors have shapes but no values, and process groups have any size but no peers. Calls of CUDA,
-NCCL and Triton are recorded: launches, collectives, memory, the order of streams, and waits of the
-host. Code outside this folder does not depend on rehearsals. This folder makes all replacements;
-they last for the life of a process. Start with rehearse.py.
+GPU tensors have shapes but no values, and process groups have any size but no peers. Launches,
+collectives, memory, stream order and host waits are recorded instead of calling CUDA, NCCL and
+Triton. Code outside this folder does not depend on rehearsals. All replacements of functions are
+made in this folder and last until the process ends. Start with rehearse.py.
 """

@@ -1,4 +1,4 @@
-"""Counts of a rank's launches, collectives and host waits in each part of a run."""
+"""Counts of a rank's launches, collectives and host waits in a part of a run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,17 +10,18 @@ from typing import Any
 class Counts:
     """Sums over a part of a run. Places are `name at file:line`.
 
-    launches            kernels (also Triton's), copies and fills, without collectives
+    launches            number of kernels (including Triton kernels), copies and fills, but not
+                        collectives
     collective_bytes    bytes that this rank sends
-    host_reads          values that the host waits for, by place
-    synchronizations    other waits of the host for the device, by place
-    kernels             launches by name
+    host_reads          number of host waits for a value, by place
+    synchronizations    number of other host waits for the device, by place
+    kernels             number of launches by name
     kernel_seconds      modelled seconds of launches
-    sending             modelled seconds of collectives: of activations, gradients and weights, and
-                        of the exchange between owners and shards
-    peak_memory_bytes   the largest memory at any moment of the part
+    sending             modelled seconds of collectives by kind: activations, gradients, weights,
+                        exchange (between owners and shards)
+    peak_memory_bytes   peak memory in the part
     flops               FLOPs of launches
-    elementwise_bytes   bytes that launches without FLOPs move
+    elementwise_bytes   bytes moved by launches without FLOPs
     """
 
     launches: int = 0
@@ -38,19 +39,19 @@ class Counts:
 
     @property
     def modelled_seconds(self) -> float:
-        """Seconds of all launches and collectives in sequence."""
+        """Modelled seconds of all launches and collectives in sequence."""
         return self.kernel_seconds + sum(self.sending.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds except those of gradient reduction and weight gathers, which other work hides."""
+        """Modelled seconds without gradient reductions and weight gathers, which are overlapped."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
-        """Return these counts plus `times` the other counts.
+        """Return the sum of these counts and `times` * `other`.
 
-        The other counts' peak is included if `times` > 0.
+        The peak memory of `other` is included only if `times` > 0.
         """
         total: Counts = merged(self, other, lambda a, b: a + times * b)
         peak = other.peak_memory_bytes if times > 0 else 0
@@ -58,7 +59,7 @@ class Counts:
         return total
 
     def as_dict(self) -> dict[str, float]:
-        """Return the figures of a phase, for JSON."""
+        """Return the counts for JSON."""
         return {
             "launches": self.launches,
             "triton_launches": self.triton_launches,
@@ -72,7 +73,7 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two values by `number`, and records and tables entry by entry; drop zeros in
+    """Combine two numbers by `number`, two records or mappings entry by entry; drop zeros in
     counters."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})

@@ -1,4 +1,4 @@
-"""Device tensors that have shapes but no values, next to real host tensors."""
+"""Device tensors with shapes but no values; host tensors are real."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +32,16 @@ from training.rehearsal.trace import Launch, Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Operations for which PyTorch has no shapes or wrong shapes."""
+"""Shape functions of operations for which PyTorch's are missing or wrong."""
 
 
 def efficient_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return gradients in the shapes of `query`, `key` and `value`.
+    """Return gradients with the shapes of `query`, `key` and `value`.
 
-    PyTorch's own shape function does not accept one of the kernel's arguments.
+    PyTorch's shape function does not accept all arguments of the kernel.
     """
     if bias is not None:
         raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
@@ -52,9 +52,9 @@ INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is allocated only when it is written.
+    """Return zeros whose host memory is allocated when it is first accessed.
 
-    Copies from the device that nobody reads therefore cost no memory.
+    Copies from the device that are never read therefore need no memory.
     """
     if dtype.is_complex:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -62,20 +62,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def value_of(dtype: torch.dtype) -> Any:
-    """Return the value that the host gets when it reads a device tensor: True, 1 or 1.0."""
+    """Return the value that the host reads from any device tensor of `dtype`: True, 1 or 1.0."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 class PinnedMemory:
-    """Record of pinned host memory, whose copies to and from the device need no wait."""
+    """Record of pinned host memory, which is copied to and from the device without waiting."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, int] = {}  # first address to the address after the last
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Mark the memory of `tensor` as pinned as long as it exists, and return it."""
+        """Mark the memory of `tensor` as pinned until it is freed, and return `tensor`."""
         storage = tensor.untyped_storage()
         first = storage.data_ptr()
         self._ranges[first] = first + storage.nbytes()
@@ -91,9 +91,9 @@ class PinnedMemory:
 class DeviceTensors(FakeTensorMode):
     """Mode that records operations on device tensors instead of running them.
 
-    Operations whose tensors are all on the host run.
+    Operations on host tensors only are run.
 
-    Raises the errors of a device: operands on two devices, or a read by the host while a graph is
+    Raises the same errors as a device: operands on two devices, or a host read while a graph is
     recorded.
     """
 
@@ -104,7 +104,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Integers copied from the host to the device, such as lengths on which FLOPs depend."""
+        """Values of integer tensors copied to the device, such as lengths on which FLOPs depend."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -118,7 +118,7 @@ class DeviceTensors(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation."""
+        """Run or record one operation."""
         kwargs = dict(kwargs or {})
         if self._inside:
             return super().dispatch(func, types, args, kwargs)
@@ -133,7 +133,7 @@ class DeviceTensors(FakeTensorMode):
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Run operations within a context with results of the right shapes, without recording."""
+        """Within a context, compute only the shapes of results, without recording."""
         before = self._inside, self.trace.muted
         self._inside = self.trace.muted = True
         try:
@@ -142,13 +142,13 @@ class DeviceTensors(FakeTensorMode):
             self._inside, self.trace.muted = before
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on host tensors; pinning is only recorded."""
+        """Run an operation on host tensors; record pinning instead of pinning memory."""
         if not kwargs.pop("pin_memory", False):
             return func(*args, **kwargs)
         return self.pinned.pin(func(*args, **kwargs))
 
     def install(self) -> None:
-        """Replace tensor methods that bypass the dispatcher, for the life of this process."""
+        """Replace tensor methods that bypass the dispatcher, until this process ends."""
 
         def tolist(tensor: Tensor) -> Any:
             self._read("tolist", tensor)
@@ -174,7 +174,7 @@ class DeviceTensors(FakeTensorMode):
     def _traced(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the operation's result, and record its launch."""
+        """Record the launch of an operation, and return its result."""
         kind = kind_of(func)
         out = self._faked(func, types, args, kwargs)
         results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
@@ -244,12 +244,12 @@ class DeviceTensors(FakeTensorMode):
         return target
 
     def _read(self, name: str, *tensors: Tensor) -> None:
-        """Read values, for which the host waits until the current stream has finished."""
+        """Record a host read, which waits for the current stream."""
         self.trace.launch(Launch.moving(name, tensors))
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """Finish a copy from the host to the device; the host waits for pageable memory."""
+        """Record the end of a copy to the device; for pageable memory, the host waits."""
         if not later or not self.pinned.holds(source):
             self.trace.synchronize("copy to the device", self.trace.stream)
 

@@ -1,4 +1,4 @@
-"""Replacement of `torch.cuda`: a device whose streams, events and waits are recorded."""
+"""Replacement of `torch.cuda` that records streams, events and waits."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
 def install(trace: Trace) -> None:
-    """Replace the functions and classes of `torch.cuda`, for the life of this process."""
+    """Replace the functions and classes of `torch.cuda` until this process ends."""
     index = trace.rank % trace.device.node_size
     parts = (_device(trace, index), _memory(trace), GENERATORS, _streams(trace, index))
     for name, thing in (item for part in parts for item in part.items()):
         put(torch.cuda, name, thing)
     for name, function in GENERATORS.items():
         put(torch.cuda.random, name, function)
-    generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets this itself
+    generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core calls set_state
     put(torch.cuda, "default_generators", (generator,) * trace.device.node_size)
-    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives state it
+    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives contain it
     put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
@@ -82,7 +82,7 @@ def _memory(trace: Trace) -> Functions:
 
 
 def _streams(trace: Trace, index: int) -> dict[str, Any]:
-    """Classes and functions of streams, events and graphs."""
+    """Return replacements for streams, events and graphs."""
 
     class Stream:
         """A stream of the simulated device."""
@@ -116,7 +116,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return True
 
     class Event:
-        """A mark in a stream for which other streams wait."""
+        """An event, recorded on one stream, for which other streams can wait."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.number = next(trace.numbers)
@@ -140,7 +140,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return 1.0
 
     class Graph:
-        """A CUDA graph, which contains the launches during its recording."""
+        """A CUDA graph, which contains the launches made during its recording."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.recording: Recording | None = None

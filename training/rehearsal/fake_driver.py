@@ -1,6 +1,6 @@
-"""A CUDA driver that does nothing, for PyTorch's C++ code; it is built once per environment.
+"""A CUDA driver without functions, for PyTorch's C++ code; it is built once per environment.
 
-Importing this module imports neither torch nor the project, as `load` runs before both.
+This module imports neither torch nor the project, because `load` must run before both.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 
 class GuardError(RuntimeError):
-    """The library cannot be built on this machine."""
+    """A machine or process that cannot rehearse."""
 
 
 def load() -> None:
-    """Give PyTorch's C++ code a CUDA device in this process, before torch is imported.
+    """Simulate a CUDA device for PyTorch's C++ code in this process, and import torch.
 
-    Raises GuardError if there is no C++ compiler or it fails.
+    Raises GuardError if torch is already imported, or a C++ compiler is missing or fails.
     """
     if "torch" in sys.modules:
-        raise GuardError("a rehearsal needs its own process: torch is imported already")
+        raise GuardError("a rehearsal needs its own process, but torch is already imported")
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 
@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the library; compile it first if this environment has none."""
+    """Return the path of the library; compile the library first if it does not exist."""
     library = cache() / f"guard-{key()}.so"
     if not library.exists():
         _compile(library)
@@ -47,15 +47,15 @@ def built() -> Path:
 
 
 def key() -> str:
-    """Return a key of the source and the versions of torch and Python."""
+    """Return a hash of the library's source, the version and folder of torch, and the flags."""
     facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
     return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:
-    """Return the folder for libraries: in the user's cache, else a temporary folder.
+    """Return the folder for libraries, in the user's cache or else a temporary folder.
 
-    The temporary folder is a new one if other users could write to the existing one.
+    A new temporary folder is created if other users can write to the existing temporary folder.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):
@@ -67,36 +67,36 @@ def cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder (not a link) that this user owns and no other user can
-    write to."""
+    """Return whether a path is a folder (not a link) that belongs to this user and is not writable
+    for other users."""
     facts = folder.lstat()
     private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:
-    """Return torch's folder without importing it."""
+    """Return the folder of torch without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def compiler() -> str:
-    """Return the C++ compiler: the environment's CXX, else g++.
+    """Return the C++ compiler: the environment variable CXX, else g++.
 
-    Raises GuardError if there is none.
+    Raises GuardError if the compiler does not exist.
     """
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name) is None:
         raise GuardError(
-            f"the first rehearsal needs a C++ compiler, but there is no {name} here: install g++ "
+            f"the first rehearsal needs a C++ compiler, but {name} does not exist: install g++ "
             "(apt-get install g++), or set CXX to another compiler"
         )
     return name
 
 
 def _compile(library: Path) -> None:
-    """Compile the source to `library` atomically."""
+    """Compile the source, and move the result to `library` atomically."""
     torch = torch_folder()
     headers = [torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -1,10 +1,10 @@
-"""Comparison of the collectives of all ranks: a real run hangs if collectives or orders differ.
+"""Comparison of the collectives of all ranks: a real run hangs if they or their order differ.
 
-Within a group, the calls of all ranks must agree in operation, dtype and size, in the same order.
-In an all-to-all, a rank must expect as many elements as each other rank sends to it. Between two
-ranks, sends must match receives, batch by batch. All calls must also finish under the rules of
-NCCL: a group runs one call at a time, and a call waits until its peers have started the same
-call.
+Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
+order. In an all-to-all, a rank must expect from each rank the number of elements that this rank
+sends. Between two ranks, sends must match receives, batch by batch. All calls must finish under the
+rules of NCCL: a group runs one call at a time, and a call waits until its peers have started the
+same call.
 """
 
 from collections import defaultdict
@@ -19,8 +19,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return sentences about mismatches between all ranks' calls: the first of each group and pair
-    of ranks."""
+    """Return a sentence about the first mismatch of each group and of each pair of ranks, or about
+    deadlocks if there is no mismatch."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -29,15 +29,15 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 Event = tuple[int, int, str]
-"""Rank, number of a call, and what happens: the current stream reaches the call, or the call runs.
-A batch has the number of its first call."""
+"""(Rank, number of a call, kind); kind "stream": the current stream reaches the call, kind "call":
+the call runs. A batch has the number of its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a sentence about each rank with a call that never starts, given calls that match.
+    """Yield a sentence about each rank with a call that never starts; the calls must match.
 
-    A group runs its calls in sequence. A call starts after the work that the current stream had
-    waited for, and ends when all its peers have started the same call.
+    A group runs its calls in sequence. A call starts after the work for which the current stream
+    has waited, and ends when all its peers have started the same call.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -65,14 +65,13 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
         stuck = min((i for r, i, what in waiting if r == rank and what == "call"), default=None)
         if stuck is not None:
             call = calls[rank][stuck]
-            yield f"{call.kind} at {call.place} on rank {rank} never begins: the ranks deadlock"
+            yield f"{call.kind} at {call.place} on rank {rank} never starts: the ranks deadlock"
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Return each event of a rank with its predecessors and, for calls, the key shared with
-    peers."""
-    first: dict[object, int] = {}  # call of each batch
-    last: dict[str, Event] = {}  # of each group
+    """Yield (event, preceding events, key shared with peers or None) for the events of a rank."""
+    first: dict[object, int] = {}  # first call of each batch
+    last: dict[str, Event] = {}  # last event of each group
     counts: dict[object, int] = defaultdict(int)
     events: list[Event] = []
     stream: set[Event] = set()
@@ -92,7 +91,7 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Return the name of every used group, with its known ranks."""
+    """Return the known ranks of each used group, by name."""
     groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
     return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 
@@ -100,7 +99,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe the first collective of a group that differs between the group's ranks."""
+    """Describe a group's first collective that differs between the group's ranks."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -122,7 +121,7 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Describe the first rows of an all-to-all that a rank sends but the target does not expect."""
+    """Describe the first pair of ranks in an all-to-all whose sent and expected sizes differ."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -139,8 +138,7 @@ def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe, for each pair of ranks, the first send or receive without a match on the other
-    side."""
+    """Describe for each pair of ranks the first batch whose sends and receives do not match."""
     nothing: list[Call] = []
     for one, other in combinations(sorted(members), 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)
@@ -156,14 +154,14 @@ def _of_pairs(
 
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
-    """Return the sends to and receives from a peer, grouped by batch."""
+    """Return the sends to a peer and receives from the peer, grouped by batch."""
     exchanged = enumerate(c for c in calls if c.channel == channel and c.peer == peer)
     batches = grouped(exchanged, lambda numbered: numbered[1].batch or -1 - numbered[0])
     return [[call for _, call in batch] for batch in batches.values()]
 
 
 def _described(call: Call | None) -> str:
-    """Return the fields that must be the same on all ranks."""
+    """Return a text of the fields that must be equal on all ranks."""
     if call is None:
         return "nothing"
     return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))

@@ -1,7 +1,7 @@
-"""Parts of a model that differ on a GPU: fused kernels and types of tensors.
+"""Imitation of model parts that differ on a GPU: fused kernels and tensor types.
 
-They must be imitated: without a GPU PyTorch does not choose the attention kernel of a GPU, and a
-build without CUDA runs a norm as five operations.
+Without a GPU, PyTorch does not choose the attention kernel of a GPU, and a build without CUDA runs
+a norm as five operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from training.rehearsal.trace import Launch, Trace
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""Number by which the kernels denote a causal mask aligned to the last query and key."""
+"""The kernels' code for a causal mask aligned to the last query and key."""
 
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask aligned to the last of `queries` and `keys`; fake tensors do not support
+    """A causal mask aligned to the last query and key, used because fake tensors do not support
     PyTorch's mask type."""
 
     queries: int
@@ -35,8 +35,8 @@ class LowerRight:
 
 
 def install(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace attention and the choice of its kernel, norms, compiled functions, routing, and
-    `Module.to`, for the life of this process."""
+    """Replace attention and its kernel choice, norms, compiled functions, expert routing and
+    `Module.to` until this process ends."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -47,19 +47,19 @@ def install(trace: Trace, mode: DeviceTensors) -> None:
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs: 16 bits, heads of one size up to 256."""
+    """Return whether flash attention supports the inputs: 16 bits, one head dimension up to 256."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The kernels of fused attention; `newer` means Hopper or a later generation."""
+    """The kernels of fused attention; `newer` is true for Hopper and later generations."""
 
     newer: bool
 
     def choice(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
-        """Return the kernel's number in `SDPBackend`."""
+        """Return the number of the kernel in `SDPBackend`."""
         if takes_flash(query, key, value) and self.newer:
             return int(SDPBackend.CUDNN_ATTENTION.value)
         if takes_flash(query, key, value):
@@ -77,8 +77,8 @@ class FusedAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the fused kernels' result for queries `[batch, heads, s, d]`, keys and values
-        `[batch, groups, t, d]`. Raises RuntimeError for inputs that no kernel supports."""
+        """Return the result of the fused kernel for queries `[batch, heads, s, d]`, keys and values
+        `[batch, groups, t, d]`. Raises RuntimeError if no kernel supports the inputs."""
         lower_right = isinstance(attn_mask, LowerRight)
         if attn_mask is not None and not lower_right:
             raise RuntimeError("no fused kernel supports a mask tensor")
@@ -116,7 +116,7 @@ class FusedAttention:
 class FusedFunction:
     """A function that launches one kernel forward and one kernel backward.
 
-    per_row   whether it saves a number per row for its backward pass
+    per_row   whether a number per row is saved for the backward pass
     """
 
     name: str
@@ -125,12 +125,12 @@ class FusedFunction:
 
 
 def install_fused(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace `torch.compile`, and `rms_norm` on the device, for the life of this process.
+    """Replace `torch.compile`, and `rms_norm` on the device, until this process ends.
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
-    saved arguments and the results' gradients, and writes the arguments' gradients. These include
-    the gradients of gains, as inductor sums over rows and columns in one kernel. The bytes returned
-    by `read_again` count twice.
+    saved arguments and the gradients of the results, and writes the gradients of the arguments,
+    including gains, because inductor sums over rows and columns in one kernel. The tensors returned
+    by `read_again` are read twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -180,7 +180,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        """Replace `torch.nn.functional.rms_norm`, a fused kernel if gain and input have one
+        """Replace `torch.nn.functional.rms_norm`, which is fused if gain and input have the same
         dtype."""
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
             return plain(x, list(normalized_shape), weight, eps)
@@ -192,12 +192,12 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
 
 
 def row_numbers(x: Tensor) -> Tensor:
-    """Allocate a number per row of `x` `[..., d]`."""
+    """Allocate one number per row of `x` `[..., d]`: float32 `[..., 1]`."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def is_gated(function: Callable[..., Any]) -> bool:
-    """Return whether a function is a gated activation, possibly times a scale."""
+    """Return whether a function is a gated activation, with or without a scale."""
     gated = [a for a in ACTIVATIONS.values() if a.gated]
     return any(function in (a.block, a.scaled) for a in gated)
 
@@ -205,8 +205,8 @@ def is_gated(function: Callable[..., Any]) -> bool:
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
     """Return the tensors that inductor's backward pass of a gated activation reads twice.
 
-    It reads them again for the concatenated gradients of gate and up: the result's `gradient`
-    `[..., d]`, and the gate, which is half of `wide` `[..., 2 d]`.
+    To concatenate the gradients of gate and up, it reads the result's `gradient` `[..., d]` and the
+    gate, which is half of `wide` `[..., 2 d]`, a second time.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 
@@ -219,7 +219,7 @@ def kernel_name(function: Callable[..., Any]) -> str:
 def install_experts(trace: Trace) -> None:
     """Make mixture-of-experts layers send equal numbers of rows to all experts.
 
-    Real numbers depend on weights. The replacement lasts for the life of this process.
+    In a real run, the numbers depend on weights. The replacement lasts until this process ends.
     """
 
     def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:
@@ -238,15 +238,15 @@ def install_experts(trace: Trace) -> None:
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """Split `total` into `parts` that differ by at most one."""
+    """Split `total` into `parts` integers that differ by at most one."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-    """Replace `module.to(device)`, which cannot turn a real parameter into a fake one in place.
+    """Replace `module.to(device)`, which cannot convert a real parameter to a fake one in place.
 
-    Attributes of a parameter, such as the ones by which Megatron marks tensor-parallel parameters,
-    are copied, except attributes that make a parameter fake.
+    The attributes of a parameter, such as Megatron's marks of tensor-parallel parameters, are
+    copied, except attributes that the new fake parameter has already.
     """
     device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
     for each in module.modules():

@@ -1,4 +1,4 @@
-"""Costs of PyTorch's operations on a device: launches, moved bytes, FLOPs, and host waits."""
+"""Costs of PyTorch operations on a device: launches, moved bytes, FLOPs and host waits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )  # fmt: skip
-"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN on Hopper and newer
+"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN does on Hopper and newer
 GPUs."""
 
 VARYING: Final = "torch_attn"
-"""Namespace of FlashAttention 2's operations on documents, whose lengths are values of tensors. The
-operations exist after importing a module that loads the compiler."""
+"""Namespace of FlashAttention 2's operations on documents, whose lengths are tensor values. The
+operations exist only after the import of a module that loads torch's compiler."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -53,19 +53,19 @@ CAUSAL: Final = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
     *HEADS_INSIDE,
 )
-"""Fused attention, always under a causal mask here."""
+"""Fused attention, which Spectrain always uses with a causal mask."""
 
 PRODUCTS: Final = (
     torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
 )  # fmt: skip
-"""Products whose last two tensors are multiplied."""
+"""Products of their last two tensor arguments."""
 
 READ_BY_HOST: Final = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
     "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
     "linalg_lstsq", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_qr_sync",
 }  # fmt: skip
-"""Operations that make the host wait: for a result, for a size, or for an error check."""
+"""Operations for which the host waits, because of a result, a size or an error check."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
 """Operations that read as many elements of their first argument as they return."""
@@ -74,12 +74,12 @@ OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero
 """In-place operations that do not read the memory they write."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Largest number of tensors in one launch of an operation on 1, 2, ... lists, as in PyTorch's
-multi_tensor_apply."""
+"""Largest number of tensors per launch of an operation on 1, 2, ... lists of tensors, as in
+PyTorch's multi_tensor_apply."""
 LIST_CHUNK: Final = 65536
-"""Elements of a block of such a launch."""
+"""Number of elements per block of an operation on lists of tensors."""
 LIST_BLOCKS: Final = 320
-"""Largest number of blocks of such a launch."""
+"""Largest number of blocks per launch of an operation on lists of tensors."""
 
 OPERANDS: Final = {
     torch.float64: "fp64",
@@ -89,15 +89,15 @@ OPERANDS: Final = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Names in `Device.peak` by dtype of the operands."""
+"""Key of `Device.peak` by dtype of the operands."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of an operation from its schema.
+    """Properties of an operation, from its schema.
 
-    silent    whether it launches nothing
-    written   positions and names of arguments that it writes
+    silent    whether the operation launches no kernel
+    written   positions and names of the arguments that the operation writes
     """
 
     name: str
@@ -119,7 +119,7 @@ def kind_of(function: OpOverload) -> Kind:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument or a result."""
+    """Yield the tensors in an argument or result, including nested lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -135,14 +135,14 @@ def arguments(
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         (writes if key in kind.written else reads).extend(tensors_in(value))
-    if kind.name not in OVERWRITES:  # arguments in positions (not `out=`) are read and written
+    if kind.name not in OVERWRITES:  # written positional arguments (not `out=`) are also read
         for i, value in enumerate(args):
             reads += tensors_in(value) if i in kind.written else []
     return reads, writes
 
 
 def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation moves: every argument read once, every result written
+    """Return the bytes that an operation moves if it reads each argument and writes each result
     once."""
     written = sum(size_of(x) for x in writes)
     if kind.name in GATHERS:
@@ -154,17 +154,17 @@ IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""In-place products, for which PyTorch has no FLOP formula, and the operations whose formula
+"""In-place products without a FLOP formula in PyTorch, each with an operation whose formula
 applies."""
 
 
 def _cholesky_flops(x: Tensor) -> float:
-    """Return the FLOPs of the factors of `x` `[..., n, n]`."""
+    """Return the FLOPs of a Cholesky factorisation of `x` `[..., n, n]`."""
     return x.numel() * x.shape[-1] / 3
 
 
 def _triangular_flops(factor: Tensor, b: Tensor) -> float:
-    """Return the FLOPs of the solutions `[..., n, columns]` of triangular systems."""
+    """Return the FLOPs of solving triangular systems with right-hand sides `[..., n, columns]`."""
     return float(b.numel() * factor.shape[-1])
 
 
@@ -172,10 +172,10 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.linalg_solve_triangular: _triangular_flops,
 }
-"""Functions from the tensors to the FLOPs of other operations that multiply matrices."""
+"""Functions from tensor arguments to FLOPs, for operations without a FLOP formula in PyTorch."""
 
 EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
-"""Eigenvalue and singular value problems, which process columns in sequence."""
+"""Eigenvalue and singular value decompositions, which process columns in sequence."""
 
 
 def share_of(
@@ -183,7 +183,7 @@ def share_of(
 ) -> float | None:
     """Return the share of the peak that an operation with matrix products reaches.
 
-    None stands for the share that a large product reaches.
+    None means the share of a large product.
     """
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
@@ -207,14 +207,15 @@ def share_of(
 
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
-    """Return the seconds that the columns of eigenvalue problems take, matrix by matrix."""
+    """Return the seconds of an eigenvalue or singular value decomposition, which processes columns
+    in sequence; 0 for other operations."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
 
 
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of an operation with matrix products, or 0 for all others."""
+    """Return the FLOPs of an operation with matrix products, 0 for other operations."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in FACTORISATIONS:
         return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))
@@ -224,7 +225,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
     if packet in PRODUCTS:
-        # The result's dtype is left out, as the formulas do not accept it.
+        # The formulas accept only tensors, not the dtype of the result.
         args, kwargs = [x for x in args if isinstance(x, Tensor)], {}
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
@@ -234,7 +235,7 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
-    """Return the dtype of a product's operands, by its name in `Device.peak`."""
+    """Return the dtype of a product's operands, as a key of `Device.peak`."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     for tensor in reads[-2:] if packet in PRODUCTS else reads:
         if tensor.dtype in OPERANDS:
@@ -243,10 +244,10 @@ def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
 
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
-    """Return the approximate number of kernels of an operation.
+    """Return the approximate number of kernels that an operation launches.
 
-    A launch on lists handles a limited number of tensors and of chunks. If the tensors have several
-    dtypes, every tensor has its own launch, except in copies.
+    A launch on lists of tensors has a limited number of tensors and of blocks. If dtypes differ,
+    each tensor has its own launch, except in copies.
     """
     lists = [
         value
@@ -261,9 +262,9 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # a list of step counts is not a list of elements
+        lists = lists[:-1]  # the last list contains step counts
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
     launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
-    # One more kernel zeroes the norms before, and one sums them over chunks after.
+    # Two more kernels zero the norms first, and sum the norms over blocks afterwards.
     return launches + 2 if kind.name == "_foreach_norm" else launches

@@ -1,6 +1,6 @@
-"""The device of a rehearsing process, created by importing this module.
+"""The simulated device of a rehearsing process, created by importing this module.
 
-It must exist before torch is imported. Forks of the process rehearse one rank each.
+The device must exist before torch is imported. Each fork of the process rehearses one rank.
 """
 
 import gc
@@ -10,26 +10,26 @@ from training.rehearsal import fake_driver
 
 
 def prepare() -> None:
-    """Create the device, and import the ranks' modules, which takes seconds."""
+    """Create the device, and import the modules that all ranks need, which takes seconds."""
     warnings.filterwarnings("ignore")
     gc.disable()  # imports create no garbage
     fake_driver.load()
     import torch
 
     torch.set_num_threads(1)
-    # Functions that are compiled at import are rehearsed operation by operation.
+    # Functions that are compiled when imported are rehearsed operation by operation.
     setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.rehearsal import rank  # noqa: F401
     from training.rehearsal.triton_launches import liger_installed, liger_kernels
 
     if liger_installed():
         liger_kernels()
-    gc.freeze()  # excludes objects shared with the forks from their garbage collection
+    gc.freeze()  # excludes objects that are shared with forks from garbage collection
     gc.enable()
 
 
 def uncompiled(function: object = None, **options: object) -> object:
-    """Replace `torch.compile`: return the function itself."""
+    """Replace `torch.compile`: return the function unchanged."""
     return (lambda each: each) if function is None else function
 
 

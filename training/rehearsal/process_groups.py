@@ -1,7 +1,7 @@
-"""Process groups of any size without peers: every collective is recorded and completes at once.
+"""Process groups of any size without peers: collectives are recorded and complete immediately.
 
 Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives its
-own values; functions that need different values from all ranks are replaced below, by name.
+own values; functions that need different values from other ranks are replaced in `install`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,12 @@ from training.rehearsal.program import place, put, replace
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""`Any`, because its annotations describe overloads that `torch.distributed` does not call."""
+"""Typed as `Any`, because its annotations describe overloads that `torch.distributed` does not
+call."""
 
 
 class BackendError(RuntimeError):
-    """A tensor that the collective's backend does not accept."""
+    """A tensor on a device that the collective's backend does not support."""
 
 
 class NoBackend:
@@ -34,7 +35,7 @@ class NoBackend:
 
 
 class Work(dist.Work):
-    """A running collective; its tensors are kept until a wait."""
+    """A running collective, which references its tensors until `wait` is called."""
 
     def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -42,22 +43,22 @@ class Work(dist.Work):
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the current stream continue after the collective."""
+        """Make the current stream wait for the collective."""
         self._done()
         self._tensors.clear()
         return True
 
     def is_completed(self) -> bool:
-        """Return True, as no collective takes time."""
+        """Return True, because collectives complete immediately."""
         return True
 
 
 class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
-    Collectives of NCCL groups require device tensors; they run on the group's stream if
+    Collectives of NCCL groups require device tensors. They run on the group's stream if they are
     asynchronous, else on the current stream. Collectives of gloo groups require host tensors; their
-    results are those of ranks that all pass the same values.
+    results are computed as if all ranks had the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -68,8 +69,8 @@ class RehearsedGroup(ProcessGroup):
         self.stream = next(trace.numbers)
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
-        """Return the group of `ranks` for `torch.distributed.new_group`, or None for a rank outside
-        it."""
+        """Return the group of `ranks` for `torch.distributed.new_group`, or None if this rank is
+        not in `ranks`."""
         this_rank = self.ranks[self.rank()]
         if this_rank not in ranks:
             return None
@@ -97,7 +98,7 @@ class RehearsedGroup(ProcessGroup):
     ) -> Work:
         (parts,), (piece,) = outputs, inputs
         for part in parts:
-            if not part.is_cuda:  # host tensors, as if all ranks passed the same values
+            if not part.is_cuda:  # as if all ranks had the same values
                 part.copy_(piece)
         return self._gather(piece, parts, sum(part.numel() for part in parts), opts)
 
@@ -155,13 +156,13 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of elements sent to or received from each rank; no `rows`: equal
-        numbers."""
+        """Return the number of elements sent to or received from each rank; if `rows` is empty, the
+        numbers are equal."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
             raise RuntimeError(
-                f"splits must sum to the {tensor.shape[0]} rows of the tensor, got {list(rows)}"
+                f"split sizes must sum to the tensor's {tensor.shape[0]} rows, got {list(rows)}"
             )
         return [count * tensor[:1].numel() for count in rows]
 
@@ -174,7 +175,7 @@ class RehearsedGroup(ProcessGroup):
             if tensor.is_cuda != on_device:
                 backend = dist.get_backend(self)
                 raise BackendError(
-                    f"{kind} over {backend} needs another device, got a tensor on {tensor.device}"
+                    f"{kind} over {backend} does not support tensors on {tensor.device}"
                 )
         noted = Call(
             group=self.ranks,
@@ -198,7 +199,7 @@ class RehearsedGroup(ProcessGroup):
         return self._beside(noted, reads, writes)
 
     def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
-        """Run the collective on the group's own stream, after the work of the current stream."""
+        """Run the collective on the group's stream, after the work of the current stream."""
         order = self.trace.order
         began, ended = next(self.trace.numbers), next(self.trace.numbers)
         order.record(began, self.trace.stream)
@@ -216,14 +217,14 @@ class RehearsedGroup(ProcessGroup):
 
 
 def operation(reduction: Any) -> str:
-    """Return the name of a reduction."""
+    """Return the name of a reduction operation."""
     kinds = dist.ReduceOp.RedOpType.__members__.items()
     return next(name for name, kind in kinds if reduction == kind)
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the memory that a gather into `whole` writes: all except `own` if `own` is the
-    source."""
+    """Return the parts of `whole` that a gather writes: all except `piece` if `piece` is in
+    `whole`."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
@@ -233,7 +234,7 @@ def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
 
 
 def install(trace: Trace, world: int) -> None:
-    """Make `torch.distributed` create rehearsed groups, for the life of this process."""
+    """Make `torch.distributed` create rehearsed groups until this process ends."""
 
     def init_process_group(backend: str = "nccl", **_: Any) -> None:
         group = RehearsedGroup(trace.rank, range(world), trace, "world")
@@ -260,17 +261,17 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
-    # Code that aborts groups checks for this class, which builds without CUDA do not have.
+    # Code that aborts groups checks for this class, which is missing in builds without CUDA.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
     _install_exchanges(trace)
 
 
 def _install_exchanges(trace: Trace) -> None:
-    """Replace exchanges of plain values, for the life of this process."""
+    """Replace exchanges of plain values until this process ends."""
 
     def note(name: str, group: Any = None) -> None:
-        """Record that over NCCL plain values pass through the device and the host waits for their
-        sizes."""
+        """Record an exchange; over NCCL, values are sent by the device, and the host waits for
+        their sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:
@@ -295,7 +296,7 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, as every rehearsed rank counts as the first rank."""
+        """Return the result of `call`, because every rehearsed rank acts as the first rank."""
         note("broadcast_object_list")
         return call()
 
@@ -303,17 +304,17 @@ def _install_exchanges(trace: Trace) -> None:
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
     replace(state_writer.first_rank, first_rank)
-    # A check whether all ranks together write everything.
+    # Skip the check that all ranks together write all tensors.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
-    # A check whether all ranks together request everything in a checkpoint.
+    # Skip the check that all ranks together request all tensors of a checkpoint.
     replace(check_fits, lambda *_, **__: None)
-    # Figures that combine matrices inspected by other ranks.
+    # Skip figures that combine matrices inspected by other ranks.
     put(figures, "pair", lambda units: None)
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Keep the copies to the host, but start no process that writes them to files."""
+    """Return a `stage` that copies to the host, but starts no process that writes files."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)

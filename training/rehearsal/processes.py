@@ -1,6 +1,6 @@
-"""Parallel rehearsals, each in a process of its own that then ends.
+"""Parallel rehearsals, each in its own process.
 
-Ranks are forks of multiprocessing's fork server, which imports everything once.
+The processes are forks of multiprocessing's fork server, which imports all modules once.
 """
 
 import multiprocessing
@@ -20,23 +20,24 @@ from training.rehearsal import fake_driver
 from training.rehearsal.program import ROOT
 from training.report.progress import progress
 
-if TYPE_CHECKING:  # imports torch, which a rank may import only after it has the device
+if TYPE_CHECKING:  # imports torch, which must be imported after the device is created
     from training.rehearsal.rank import Job, RankReport
 
 DEVICE: Final = "training.rehearsal.process_device"
-"""The module whose import prepares a process."""
+"""Module whose import prepares a rehearsing process."""
 
 
 class RehearsalError(RuntimeError):
-    """A rehearsing process ended without a report."""
+    """A rehearsing process that ended without a report."""
 
 
 def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
     """Run every job in its own process, and return the reports in order.
 
-    At most `side_by_side` processes run at a time, by default as many as there are processors.
+    At most `side_by_side` processes run at a time, by default one per processor.
 
-    Raises GuardError if this machine cannot rehearse, RehearsalError if a job has no report.
+    Raises GuardError if this machine cannot rehearse, RehearsalError if a job ends without a
+    report.
     """
     fake_driver.built()
     context = multiprocessing.get_context("forkserver")
@@ -64,8 +65,8 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Return a text: how many of the jobs' `paths` have a report, and the progress of other
-    jobs."""
+    """Return a text with the number of jobs whose report is in `paths`, and the progress of the
+    other jobs."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
@@ -73,8 +74,8 @@ def places(paths: Sequence[Path]) -> str:
 
 
 def start_server() -> None:
-    """Start the fork server of this process, if it has none, with the project on its path from any
-    working directory."""
+    """Start this process's fork server if it is not running, with the project's root in its
+    PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     forkserver.set_forkserver_preload([DEVICE])
@@ -86,19 +87,19 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with the output, if a process did not end with exit code 0."""
+    """Raise RehearsalError, with the process's output, if its exit code is not 0."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
         raise RehearsalError(
-            f"a rehearsal ended with {process.exitcode}: {printed.strip()[-2000:]}"
+            f"a rehearsal ended with exit code {process.exitcode}: {printed.strip()[-2000:]}"
         )
 
 
 def rehearse(job: bytes, path: Path) -> None:
     """Rehearse one job, write its report to `path`, and end this process.
 
-    If its parent ends before, this process ends too.
+    The process also ends when its parent process ends.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -116,5 +117,5 @@ def rehearse(job: bytes, path: Path) -> None:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     finally:
-        # Do not clean up, as fake tensors and their modes end with the process.
+        # Skip Python's cleanup: fake tensors and their modes end with the process.
         os._exit(status)

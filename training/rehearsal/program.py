@@ -1,4 +1,4 @@
-"""The rehearsed program: which line causes an event, and replacement of functions in all
+"""The rehearsed program: the line that causes an event, and replacement of functions in all
 modules."""
 
 import sys
@@ -13,8 +13,8 @@ ENGINE = "/megatron/core/"
 
 
 def place() -> str:
-    """Return `file:line` of the innermost frame of the project or megatron-core, except rehearsals;
-    `?` if there is none."""
+    """Return `file:line` of the innermost frame in the project (except rehearsals) or
+    megatron-core, `?` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = name_of(frame.f_code.co_filename)
@@ -26,8 +26,8 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return the name of a file of the project or megatron-core, or None for other files and for
-    rehearsals."""
+    """Return the name of a file in the project (except rehearsals) or megatron-core, None for other
+    files."""
     if path.startswith(str(HERE)):
         return None
     if ENGINE in path:
@@ -51,9 +51,9 @@ def put(owner: object, name: str, thing: object) -> None:
 
 
 def replace(old: object, new: object) -> None:
-    """Replace a function by `new` in every module of the project that has imported it.
+    """Replace a function by `new` in all modules of the project that have imported the function.
 
-    Raises LookupError if only the rehearsal itself has imported it.
+    Raises LookupError if only modules of the rehearsal have imported it.
     """
     places = [
         (module, key)

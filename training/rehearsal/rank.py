@@ -1,5 +1,4 @@
-"""One rank's run, rehearsed in this process; afterwards the process cannot be used for other
-work."""
+"""Rehearsal of one rank in this process, which cannot be used for other work afterwards."""
 
 import os
 import tempfile
@@ -30,14 +29,14 @@ from training.step import Trainer
 
 @dataclass
 class RankReport:
-    """The record of one rank.
+    """The report of one rank.
 
-    error    the first error with its place, None if there was none
+    error    first error with its place, None if there was no error
     counts   counts by step and part of the run
-    marks    counts of the plain step at the beginning of each forward pass
-    findings unordered accesses, and products that are not IEEE, by text
-    calls    collectives in the order of the program
-    side_pools        bytes that the allocator keeps for streams besides the default one
+    marks    counts so far at the start of each forward pass of the plain step
+    findings texts about unordered accesses, and about products that are not IEEE
+    calls    collectives in program order
+    side_pools        bytes that the allocator reserves for streams other than the default stream
     """
 
     rank: int
@@ -53,9 +52,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of one config.
+    """The rehearsal of one rank of a config.
 
-    compiled   whether Triton's kernels are compiled for the device as well
+    compiled   whether Triton kernels are also compiled for the device
     """
 
     config: Config
@@ -65,14 +64,14 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse the rank in this process; `say` receives a text about its progress."""
+        """Rehearse the rank in this process; `say` is called with texts about its progress."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
             rehearsed = report.scenario = scenario(self.config, self.world, Path(folder))
             trace.moved = lambda: say(place_in_run(trace, rehearsed))
-            say(f"rank {self.rank}: builds the model")
+            say(f"rank {self.rank}: building the model")
             try:
                 with mode, torch.autograd.set_multithreading_enabled(False):
                     run(rehearsed, trace)
@@ -91,7 +90,7 @@ class Job:
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
-    """Replace the GPU and the other ranks, for the life of this process."""
+    """Replace the GPU and the other ranks until this process ends."""
     os.environ |= {
         "RANK": str(trace.rank),
         "WORLD_SIZE": str(world),
@@ -106,13 +105,13 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     install_kernels(trace, compiled=compiled)
     install_liger(trace)
     model_parts.install(trace, mode)
-    # The drawn values do not matter, only their transfer to the device.
+    # Initial values have no effect on the report; only their copy to the device does.
     replace(initial_weights.draws, undrawn)
     return mode
 
 
 def run(rehearsed: Scenario, trace: Trace) -> None:
-    """Run the scenario, from the start of its process groups on."""
+    """Start the process groups, and run the scenario."""
     config = rehearsed.config
     layout = groups.initialize(config.parallel.layout, device_type="cuda")
     real = build_trainer
@@ -128,8 +127,8 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
 
 
 def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
-    """Return a phrase with rank, step, part of the run, and number of the forward pass in the
-    step."""
+    """Return a phrase with the rank, the step, the part of the run, and the number of the forward
+    pass."""
     text = f"rank {trace.rank}: step {trace.step} of {rehearsed.last}, {trace.phase}"
     if trace.phase == STEP:
         passes = len(trace.marks.get(trace.step, ()))
@@ -138,12 +137,12 @@ def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
 
 
 def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]:
-    """Yield weights of the right shapes."""
+    """Return uninitialised weights for `units`."""
     return (torch.empty(unit.shape) for unit in units)
 
 
 def described(error: BaseException) -> str:
-    """Return an error as its kind, its message, and the innermost line of the project or of
+    """Return a text with the error's type and message, and the innermost line of the project or
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]

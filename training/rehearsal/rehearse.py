@@ -1,4 +1,4 @@
-"""A rehearsal from the config to the report: its ranks and their processes."""
+"""A rehearsal, from the config to the report of all rehearsed ranks."""
 
 import argparse
 import json
@@ -29,8 +29,8 @@ def rehearse(
 ) -> Report:
     """Rehearse `config` on `world` simulated GPUs of one kind.
 
-    If `ranks` is None, it rehearses the first rank of every pipeline stage. If it rehearses all
-    ranks, it also compares their collectives. `compiled` also compiles Triton's kernels.
+    If `ranks` is None, the first rank of each pipeline stage is rehearsed. If all ranks are
+    rehearsed, their collectives are compared. If `compiled` is true, Triton kernels are compiled.
     Raises GuardError if this machine cannot rehearse, RehearsalError if a process ended without a
     report."""
     ranks = chosen(config, None, world) if ranks is None else ranks
@@ -47,11 +47,11 @@ def rehearse(
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    """Print the report, and write it as JSON; return exit code 0 if the run would not break, else
-    1.
+    """Rehearse, print the report and write it as JSON; return exit code 0 if the run would succeed,
+    else 1.
 
-    Raises ConfigError for an impossible config, number of GPUs, rank or device, and for a machine
-    that cannot rehearse.
+    Raises ConfigError if the config, number of GPUs, rank or device is not valid, or if the machine
+    cannot rehearse.
     """
     config = on_mock_tokens(config)
     check(config, options.gpus)
@@ -59,7 +59,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
     device = device_named(options.device or config.plan.device)
     some = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
     some = f"ranks {some}" if len(ranks) > 1 else f"rank {some}"
-    print(f"rehearses {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
+    print(f"rehearsing {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
     try:
         report = rehearse(
             config, options.gpus, device, ranks=ranks, compiled=options.compile_kernels
@@ -75,8 +75,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
 
 
 def chosen(config: Config, rank: int | None, world: int) -> list[int]:
-    """Return the ranks to rehearse: `rank`, all for -1, the first of every stage for None."""
-    if rank is None:  # Megatron numbers stages last
+    """Return the ranks to rehearse: `rank`, all ranks for -1, the first rank of each pipeline stage
+    for None."""
+    if rank is None:  # the pipeline is the outermost axis of Megatron's ranks
         return list(range(0, world, world // config.parallel.pipeline))
     if rank >= world:
         raise ConfigError(f"--rank must be below --gpus {world}, got {rank}")

@@ -1,4 +1,4 @@
-"""The rehearsed run: a few steps of the config, the last with all periodic work."""
+"""The rehearsed run: a few steps of the config; the last step includes all periodic work."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +11,22 @@ from training.monitor.monitors import steps_compared
 from training.rehearsal.triton_launches import liger_installed
 
 PLAIN_STEP = 2
-"""The step that represents plain steps, without periodic work."""
+"""The step that represents steps without periodic work (plain steps)."""
 
 MICROBATCHES = 4
-"""Number of micro-batches per step that a rehearsal without a pipeline runs; the others are counted
-like these."""
+"""Largest number of micro-batches per step that a rehearsal without a pipeline runs. Further
+micro-batches are assumed to be equal."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config changed for a rehearsal.
+    """A config, changed for a rehearsal.
 
-    last           the monitored, validated and saved step
-    microbatches   micro-batches of a step of the real run, on this rank
-    rehearsed      number of these micro-batches that are rehearsed
-    stages         pipeline stages
-    chunks         model chunks of a rank
+    last           last step, which is monitored, validated and saved
+    microbatches   number of micro-batches per step and rank in the real run
+    rehearsed      number of rehearsed micro-batches per step and rank
+    stages         number of pipeline stages
+    chunks         number of model chunks per rank
     """
 
     config: Config
@@ -38,7 +38,7 @@ class Scenario:
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
-    """Return the rehearsed scenario of `config` on `world` ranks; all output goes to `folder`."""
+    """Return the scenario of `config` on `world` ranks; all output is written to `folder`."""
     config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
@@ -82,9 +82,9 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that rehearsals support.
 
-    Another backend compiles the parts that inductor would compile. If liger-kernel is not installed
-    on this machine, the loss is launched operation by operation; if triton is not installed,
-    backward passes are compiled too.
+    Backend aot_eager replaces inductor. If liger-kernel is not installed on this machine, the loss
+    is rehearsed operation by operation; if triton is not installed, backward passes are compiled
+    too.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -93,13 +93,13 @@ def with_known_kernels(config: Config) -> Config:
         train = replace(train, fused_backward="triton" if kernels else None)
     if not liger_installed():
         train = replace(train, fused_loss=None)
-    # PyTorch's kernel has the same bytes and FLOPs, and needs no package.
+    # PyTorch's attention kernel moves as many bytes, has the same FLOPs, and needs no package.
     return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))
 
 
 def last_step(config: Config) -> int:
-    """Return the monitored step, which follows at least one plain step and the replay of a
-    graph."""
+    """Return the last step, which is monitored and follows at least one plain step and, with a CUDA
+    graph, one replay."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

@@ -1,16 +1,15 @@
-"""Detection of memory accesses from several streams without a defined order.
+"""Detection of unordered memory accesses by several streams.
 
-Every stream has a vector clock. It contains, for each stream, the last access that is known to
-precede the next work of the clock's stream. An event carries a clock from the recording stream to a
-waiting stream. Two accesses of the same bytes, at least one of them a write, must be ordered by
-these clocks.
+Each stream has a vector clock, which contains for every stream the last access that is known to
+precede the next work of the clock's owner. An event copies the clock of the recording stream to the
+waiting stream. These clocks must order any two accesses of the same bytes if one access is a write.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""Number of the last access of each stream that is known to have ended."""
+"""Number of the last access that is known to have ended, by stream."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,17 @@ class Part:
     last: int
 
     def meets(self, other: "Part") -> bool:
-        """Return whether both parts overlap."""
+        """Return whether this part and `other` overlap."""
         return self.first < other.last and other.first < self.last
 
     def covers(self, other: "Part") -> bool:
-        """Return whether the other part is inside this one."""
+        """Return whether `other` is inside this part."""
         return self.first <= other.first and other.last <= self.last
 
 
 @dataclass(frozen=True)
 class Access:
-    """One access of memory: stream, number of the access, operation, and place."""
+    """One access of memory: stream, number, operation and place."""
 
     stream: int
     number: int
@@ -42,8 +41,8 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the stream that allocated it, and the uses of its parts, except uses
-    that later uses cover."""
+    """State of one storage: the stream that allocated it, and the accesses of its parts, except
+    accesses that later accesses cover."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Finding:
-    """Two unordered accesses."""
+    """A pair of unordered accesses."""
 
     what: str
     first: Access
@@ -67,7 +66,7 @@ class Finding:
 
 
 class StreamOrder:
-    """Follows the accesses of one process; `findings` lists accesses without an order."""
+    """Order of all accesses of a process; `findings` lists unordered pairs."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -78,12 +77,12 @@ class StreamOrder:
         self._number = 0
 
     def clock(self, stream: int) -> Clock:
-        """Return the clock of a stream; a new stream starts after the work that the host has waited
-        for."""
+        """Return the clock of a stream; a new stream starts after the work for which the host has
+        waited."""
         return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
-        """Record the present clock of `stream` in `event`."""
+        """Record the current clock of `stream` in `event`."""
         self._events[event] = dict(self.clock(stream))
 
     def wait(self, event: int, stream: int) -> None:
@@ -95,27 +94,27 @@ class StreamOrder:
         self._events.pop(event, None)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Order all later work after the work of one stream, or of all streams, because the host
-        waits for it."""
+        """Record that the host waits for one stream, or for all streams if `stream` is None; all
+        later work is ordered after them."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
 
     def host_wait(self, event: int) -> None:
-        """Order all later work after `event`, because the host waits for it."""
+        """Record that the host waits for `event`; all later work is ordered after the event."""
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:
-        """Order all streams, including new ones, after the work that the host waited for."""
+        """Order all streams, including new streams, after the work for which the host waited."""
         for clock in (self._host, *self._clocks.values()):
             self._join(clock, waited)
 
     def allocate(self, storage: int, stream: int) -> None:
-        """Start following memory that the host has allocated while `stream` was current."""
+        """Start tracking memory that the host has allocated while `stream` was current."""
         self._memory[storage] = Memory(stream)
 
     def share(self, storage: int, stream: int) -> None:
-        """Keep memory from being reused until `stream` has finished its present work
+        """Delay reuse of the memory until `stream` has finished its current work
         (`Tensor.record_stream`)."""
         self._memory[storage].shared.add(stream)
 
@@ -145,10 +144,10 @@ class StreamOrder:
         clock[stream] = self._number
 
     def free(self, storage: int) -> None:
-        """Stop following memory that the host has freed.
+        """Stop tracking memory that the host has freed.
 
         The stream that allocated the memory may reuse it, so this stream must be ordered after all
-        uses by other streams.
+        accesses by other streams.
         """
         memory = self._memory.pop(storage, None)
         if memory is None:
@@ -163,7 +162,7 @@ class StreamOrder:
     ) -> None:
         """Record each access in `before` that overlaps `part` but is not ordered before `now`.
 
-        If `part` is None, it is the whole storage.
+        None stands for the whole storage.
         """
         clock = self.clock(now.stream)
         for other, access in before:

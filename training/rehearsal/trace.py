@@ -21,13 +21,13 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names passed to `record_function` in training/step.py and loop.py; `STEP` starts a step."""
+"""Names passed to `record_function` in training/step.py and loop.py; `STEP` begins a step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
-"""Phases whose float32 products must be IEEE, for any precision of the forward pass."""
+"""Phases whose float32 products must be IEEE, whatever the precision of the forward pass."""
 
 
 class CaptureError(RuntimeError):
-    """A call that CUDA refuses while a graph is recorded."""
+    """A call that CUDA does not permit while a graph is recorded."""
 
 
 Splits = tuple[int, ...]
@@ -35,24 +35,24 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process group, whose fields must be equal or match on all ranks of the group.
+    """A call of a process group. Some fields must be equal or match on all ranks of the group.
 
-    group     global ranks of the group, in its order
-    channel   name of the group: several may have the same ranks
+    group     global ranks of the group, in the order of the group
+    channel   name of the group; several groups may have the same ranks
     kind      all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, receive
     dtype     dtype of the elements
-    numel     elements of the larger side: the whole buffer of gathers and scatters
+    numel     number of elements; for gathers and scatters, of the whole buffer
     size      bytes that this rank sends
-    on_device whether the tensors are the device's
+    on_device whether the tensors are on the device
     detail    operation of a reduction, or root of a broadcast
     peer      global rank of the other side of a send or receive
-    batch     number of the batch that a send or receive is part of, None outside a batch
-    out, into elements that go to each rank of the group, and come from it, of an all-to-all
+    batch     number of the batch of a send or receive, None outside a batch
+    out, into in an all-to-all, numbers of elements sent to and received from each rank of the group
     place     line of the call
-    step      step of the call, from 1 on; 0 before the first step
-    phase     part of the run of the call
-    waits     whether the current stream waits for its end
-    after     calls, by number, that the current stream has waited for since the previous one
+    step      step of the call, counted from 1; 0 before the first step
+    phase     part of the run that makes the call
+    waits     whether the current stream waits for the end of the call
+    after     numbers of the calls for which the current stream has waited since the previous call
     """
 
     group: tuple[int, ...]
@@ -75,16 +75,15 @@ class Call:
 
 
 ROUNDING = 512
-"""PyTorch's allocator rounds a tensor's memory up to a multiple of this number of bytes."""
+"""Number of bytes to a multiple of which PyTorch's allocator rounds up a tensor's memory."""
 
 
 class Allocations:
-    """Follows storages from their first use until the host frees them.
+    """Tracker of storages from their first use until the host frees them.
 
-    live, peak   bytes now, and the largest number since `peak` was reset
-    pools        the largest bytes at any moment, by the stream that was current at the allocation:
-                 PyTorch's allocator keeps a pool for each stream, and no other stream uses its
-                 freed memory
+    live, peak   bytes now, and the largest number of bytes since `peak` was reset
+    pools        peak bytes by the stream that was current at the allocation: PyTorch's allocator
+                 has a pool for each stream, whose freed memory other streams cannot use
     """
 
     def __init__(self, order: StreamOrder) -> None:
@@ -97,8 +96,8 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the number of a tensor's storage, and count it from now on; `stream` is the
-        current stream."""
+        """Return the number of a tensor's storage, and count the storage from now on; `stream` is
+        the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
@@ -124,7 +123,7 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation with the tensors that it reads and writes, and its cost."""
+    """A launched operation: the tensors that it reads and writes, and its cost."""
 
     name: str
     reads: Sequence[Tensor]
@@ -134,7 +133,7 @@ class Launch:
 
     @classmethod
     def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
-        """Create the launch of a kernel without matrix products that reads or writes each tensor
+        """Return the launch of a kernel without matrix products that reads or writes each tensor
         once."""
         return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
 
@@ -148,14 +147,14 @@ def size_of(tensor: Tensor) -> int:
 
 @dataclass
 class Recording:
-    """The content of a recorded CUDA graph."""
+    """The launches of a recorded CUDA graph."""
 
     counts: Counts = field(default_factory=Counts)
-    event: int | None = None  # the end of the recording
+    event: int | None = None  # event at the end of the recording
 
 
 class Trace:
-    """The record of one rank, and the state of its device: current stream, clocks, memory."""
+    """The record of one rank, and the state of its device: current stream, clocks and memory."""
 
     def __init__(self, device: Device, rank: int = 0) -> None:
         self.device = device
@@ -174,15 +173,15 @@ class Trace:
         self.muted = False  # True while launches must not be counted
         self.imprecise: set[str] = set()  # the optimizer's products that are not IEEE
         self.recording: Recording | None = None
-        self.batch: int | None = None  # number of the present batch of sends and receives
+        self.batch: int | None = None  # number of the current batch of sends and receives
         self.numbers = itertools.count(1)  # numbers of streams and events
         self.moved: Callable[[], None] = lambda: None  # called when a part of the run begins
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count the work within a context as the part `name` of the run.
+        """Count the work within a context as part `name` of the run.
 
-        Work after an outermost context also belongs to this part, until the next context starts.
+        Work after an outermost context is also counted in this part, until the next context starts.
         Names outside `PHASES` have no effect.
         """
         if name not in PHASES:
@@ -210,7 +209,7 @@ class Trace:
         self.moved()
 
     def keep_peak(self) -> None:
-        """Count the peak memory of the current part; to be called at the end of the run."""
+        """Store the peak memory of the current part; call this at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
@@ -232,13 +231,13 @@ class Trace:
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
-        """Follow the memory of new tensors that no launch creates."""
+        """Track the memory of new tensors that are not written by a launch."""
         for tensor in tensors:
             self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
-        """Stop recording on the current stream; all other streams of the graph must have joined
-        it."""
+        """Stop recording on the current stream, which all other streams of the graph must have
+        joined."""
         assert self.recording is not None
         self.recording.event = next(self.numbers)
         self.order.record(self.recording.event, self.stream)
@@ -253,19 +252,19 @@ class Trace:
         self._now = self.counts[self.step, self.phase] = self._now.add(graph)
 
     def read(self, name: str) -> None:
-        """Record a host wait for the value or size of a tensor on the current stream."""
+        """Record that the host waits for the value or size of a tensor on the current stream."""
         self._refuse_while_recording(name)
         self._now.host_reads[f"{name} at {place()}"] += 1
         self.order.synchronize(self.stream)
 
     def synchronize(self, name: str, stream: int | None = None) -> None:
-        """Record a host wait for a stream or the whole device."""
+        """Record that the host waits for a stream, or for the whole device if `stream` is None."""
         self._refuse_while_recording(name)
         self._now.synchronizations[f"{name} at {place()}"] += 1
         self.order.synchronize(stream)
 
     def await_event(self, name: str, event: int) -> None:
-        """Record a host wait for an event."""
+        """Record that the host waits for an event."""
         self._refuse_while_recording(name)
         self._now.synchronizations[f"{name} at {place()}"] += 1
         self.order.host_wait(event)
@@ -277,7 +276,7 @@ class Trace:
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
-        """Record a collective on `stream`; a collective of the host costs the device nothing."""
+        """Record a collective on `stream`; host collectives have no cost on the device."""
         waits = stream == self.stream or not call.on_device
         self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
         self.waited.clear()
@@ -297,7 +296,7 @@ class Trace:
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """Return each tensor's byte range, from its first to its last byte even if it has gaps."""
+        """Return the byte range of each tensor, from its first to its last byte, including gaps."""
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:

@@ -1,5 +1,5 @@
-"""Recorded launches of this project's Triton kernels and of Liger's loss kernels. If requested,
-each specialisation of a kernel is compiled once.
+"""Recording of launches of Spectrain's Triton kernels and of liger-kernel's loss kernels. If
+requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
 import importlib
@@ -18,12 +18,12 @@ from training.rehearsal.trace import Launch, Trace, size_of
 
 
 class HostArgumentError(RuntimeError):
-    """A kernel of the device got a tensor of the host."""
+    """A host tensor passed to a device kernel."""
 
 
 def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
-    """Record launches of Triton kernels, for the life of this process; with `compiled` each
-    specialisation is compiled for the simulated device."""
+    """Record launches of Triton kernels until this process ends; if `compiled` is true, compile
+    each specialisation for the simulated device."""
     if importlib.util.find_spec("triton") is None:
         return
     from spectral.kernels import launches
@@ -35,7 +35,7 @@ def install_kernels(trace: Trace, *, compiled: bool = False) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
                 raise HostArgumentError(
-                    f"{launch.name} at {place()} is given a tensor on {tensor.device}"
+                    f"{launch.name} at {place()} needs device tensors, got one on {tensor.device}"
                 )
         if compiled and launch.specialisation not in compiled_kinds:
             compiled_kinds.add(launch.specialisation)
@@ -59,7 +59,7 @@ class Kernel:
     """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
     `made` contains the names of tensors that the kernel only writes, `changed` the names of tensors
-    that it reads and writes.
+    that the kernel reads and writes.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ def liger_installed() -> bool:
 
 
 def liger_kernels() -> ModuleType:
-    """Return the module of Liger's loss, whose import takes seconds."""
+    """Return the module of liger-kernel's loss, whose import takes seconds."""
     return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
 
 
 def install_liger(trace: Trace) -> None:
-    """Record launches of Liger's loss, for the life of this process, if it is installed."""
+    """Record launches of liger-kernel's loss, if it is installed, until this process ends."""
     if not liger_installed():
         return
     made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")

@@ -1,4 +1,4 @@
-"""The result of a rehearsal, as text and as JSON."""
+"""The report of a rehearsal, as text and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,22 +14,20 @@ from training.report.table import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Share of the backward pass in the computation of a micro-batch."""
+"""Share of the backward pass in the computing time of a micro-batch."""
 
 
 @dataclass
 class Report:
-    """A rehearsal of one or several ranks.
+    """The report of a rehearsal; for several ranks, each figure is the maximum over the ranks.
 
-    If there are several ranks, each figure is the largest over the ranks.
-
-    error      the first error with its place, None if the run would not break
-    phases     a step without periodic work (forward_backward and optimizer), the additional work
-               of a monitored and logged step (monitors), a validation of two micro-batches of each
-               set, and a save
-    planned_memory_bytes, planned_seconds   memory and time of a step in the plan
+    error      first error with its place, None if the run would succeed
+    phases     counts of a step without periodic work (forward_backward and optimizer), of the
+               additional work of a monitored and logged step (monitors), of a validation with two
+               micro-batches of each set, and of a save
+    planned_memory_bytes, planned_seconds   memory and time of a step according to the plan
     modelled_seconds   modelled time of a step without periodic work
-    mfu        model FLOPs over the FLOPs that the device could compute in `modelled_seconds`
+    mfu        model FLOPs divided by the device's peak FLOPs in `modelled_seconds`
     micro_batch_elementwise_bytes   bytes that a micro-batch moves in addition to its products
     """
 
@@ -50,12 +48,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the run would not break."""
+        """Whether the run would succeed."""
         return self.error is None
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The largest memory at any moment of the run."""
+        """Peak memory of the run."""
         return max(
             [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
         )
@@ -85,7 +83,8 @@ class Report:
 def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
-    """Return the report of all rehearsed ranks; `mismatches` are the mismatches of their calls."""
+    """Return the report of all rehearsed ranks; `mismatches` are results of
+    `matching.mismatches`."""
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
@@ -107,10 +106,10 @@ def combined(
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled time of a step on the slowest rank, with its wait for other stages.
+    """Return the modelled time of a step on the slowest rank, including its wait for other stages.
 
-    As in a plan (parallel/plan/step_time.py), the backward pass of the last micro-batch hides the
-    reduction of gradients, and the forward pass of the first one hides the gather of weights.
+    As in a plan (parallel/plan/step_time.py), the last micro-batch's backward pass overlaps with
+    gradient reduction, and the first micro-batch's forward pass with the gather of weights.
     """
     slowest, chunks = 0.0, 1
     passes: dict[int, float] = {}
@@ -133,7 +132,7 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
 def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
-    """Return the failure that would break the run: an error, memory, unordered accesses, a hang."""
+    """Return the first failure: an error, lack of memory, unordered accesses or a hang."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
@@ -141,9 +140,9 @@ def first_error(
         sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
         place = max(sizes, key=lambda name: sizes[name])
         return (
-            f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, "
+            f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, but "
             f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
-            f"{RESERVE:.0%} is a reserve"
+            f"{RESERVE:.0%} is reserved"
         )
     if report.findings:
         return f"{len(report.findings)} unordered accesses, the first: {report.findings[0]}"
@@ -171,7 +170,7 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         "checkpoint": counts(last, "checkpoint"),
     }
     for name in ("forward_backward", "optimizer"):
-        # After a monitored step, tensors that monitors compare later stay in memory.
+        # In later steps, memory includes tensors that the monitors store for comparison.
         phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return phases
 
@@ -179,8 +178,8 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts of one micro-batch.
 
-    They are the difference between the last two rounds of forward passes or, if there is only one
-    round, the micro-batch's share of `counts`.
+    The counts are the difference between the last two rounds of forward passes; if there is only
+    one round, they are `counts` divided by the number of micro-batches.
     """
     scenario = report.scenario
     assert scenario is not None
@@ -197,7 +196,7 @@ def largest(one: Counts, other: Counts) -> Counts:
 
 
 def described(report: Report) -> str:
-    """Return the report as text: a verdict, a table of phases, and the waits of the host."""
+    """Return the report as text: a table of phases, memory and time, host waits, and a verdict."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)
     lines = [
@@ -207,23 +206,23 @@ def described(report: Report) -> str:
         f"planned {gib(report.planned_memory_bytes)} GiB; the allocator keeps "
         f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
         f"a step takes {1e3 * report.modelled_seconds:.4g} ms, planned "
-        f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}, modelled: good to compare "
-        "layouts and rules, within 25% of published runs",
+        f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}; modelled, to compare layouts "
+        "and rules, within 25% of published runs",
         f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB in addition to "
         "its matrix products",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
         lines.append(
-            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the others are counted "
-            "like them"
+            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the other micro-batches "
+            "are assumed to be equal"
         )
     plain = [report.phases[name] for name in (STEP, OPTIMIZER)]
     lines += waits("host reads", [counts.host_reads for counts in plain])
-    lines += waits("other waits of the host", [counts.synchronizations for counts in plain])
-    lines += [f"no order: {finding}" for finding in report.findings[:SHOWN]]
+    lines += waits("other host waits", [counts.synchronizations for counts in plain])
+    lines += [f"unordered: {finding}" for finding in report.findings[:SHOWN]]
     lines.append(
-        "passed: the run would not break" if report.ok else f"the run would break: {report.error}"
+        "passed: the run would succeed" if report.ok else f"the run would fail: {report.error}"
     )
     return "\n".join(lines)
 
@@ -235,7 +234,7 @@ HEADER: Final = (
 
 
 def row(name: str, counts: Counts) -> tuple[str, ...]:
-    """Return a phase's row of the table."""
+    """Return the table row of a phase."""
     return (
         name,
         gib(counts.peak_memory_bytes),
@@ -250,11 +249,11 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
-    """Return lines that name the waits of the host in plain steps."""
+    """Return lines about the host waits in plain steps, by place."""
     counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
 
 def gib(size: float) -> str:
-    """Return `size` in GiB."""
+    """Return `size` in GiB as text with two decimals."""
     return f"{size / 2**30:.2f}"

@@ -1,4 +1,4 @@
-"""The lines that a run prints: its description, how to stop it, its steps, and next commands."""
+"""Console lines of a run: how to stop it, its description, its steps, and next commands."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,14 +16,14 @@ from training.report.table import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return the first line, printed before anything is loaded: name, folder, and how to stop."""
+    """Return the first line, printed before torch is imported: name, folder and how to stop."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield the lines about model, layout, tokens and rules of a config with a vocabulary."""
+    """Yield lines about model, layout, tokens and rules; the config's vocabulary size is set."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} of {short(size.parameters)} parameters"
@@ -34,7 +34,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
         for each in train.equal_steps()
     )
     total = short(train.samples() * train.sequence_length)
-    early = f"; train.exit_step ends it after step {train.last:,}" if train.exits_early else ""
+    early = f"; train.exit_step ends the run after step {train.last:,}" if train.exits_early else ""
     yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all{early}"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
@@ -49,7 +49,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
 
 
 def layout(config: Config, ranks: int) -> str:
-    """Return a phrase with the number of ranks and the axes of parallelism above 1."""
+    """Return a phrase with the number of ranks and the sizes above 1 of the parallel axes."""
     parallel = config.parallel
     sizes = {
         "data": ranks // (parallel.model_ranks),
@@ -79,7 +79,8 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Return a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
+    """Return a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, without unknown
+    values."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:
@@ -91,7 +92,7 @@ def console_line(
 
 
 def next_commands(config: Config) -> Iterator[str]:
-    """Yield commands for a finished run, which can be run as they are."""
+    """Yield shell commands that use the finished run."""
     folder = quote(config.run.dir)
     yield f"python scripts/plot.py {folder} --html"
     if config.checkpoint.interval == 0:
@@ -109,7 +110,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield a line per sample of text: the set, the end of the prompt, and the continuation."""
+    """Yield a line per sample of text: the set, the end of the prompt and the continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]

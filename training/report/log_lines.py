@@ -1,4 +1,4 @@
-"""Lines of a run's .jsonl files, which a crash or a full disk may have damaged."""
+"""Writing and reading of a run's .jsonl files, which a crash or a full disk may damage."""
 
 import contextlib
 import io
@@ -14,31 +14,31 @@ from training.errors import Aid
 from training.json_file import parse_json, read_regular
 
 LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
-"""The files to which a run appends lines."""
+"""Files to which a run appends lines."""
 
 
 class LogFile:
     """A .jsonl file to which a run appends lines.
 
-    Lines that the disk refuses are written with the next line. The first line opens the file and
-    removes an unfinished last line of a killed run.
+    If lines cannot be written, they are written again with the next line. The first write opens the
+    file and removes an unfinished last line of a killed run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._aid = Aid(f"lines of {path.name} wait")
+        self._aid = Aid(f"lines of {path.name} are not written yet")
         self._file: io.FileIO | None = None
         self._waiting = b""
         self._begun = 0
-        """How many bytes of the first waiting line are already in the file."""
+        """Number of bytes of the first waiting line that are already in the file."""
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write the waiting lines and a new line."""
+        """Write `line` after the waiting lines."""
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write the waiting lines, if any, as far as the disk allows."""
+        """Write the waiting lines, as many as the disk accepts."""
         with self._aid:
             try:
                 self._write()
@@ -48,7 +48,7 @@ class LogFile:
 
     def _write(self) -> None:
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-            print(f"warning: {self.path} was removed: later lines go to a new file", flush=True)
+            print(f"warning: {self.path} was removed: a new file is created", flush=True)
             self._release()
         if self._file is None:
             if self.path.exists() and self.path.stat().st_nlink > 1:  # as in hard-link backups
@@ -61,14 +61,14 @@ class LogFile:
             self._waiting, self._begun = self._waiting[whole:], end - whole
 
     def _release(self) -> None:
-        """Close the file, as its handle may be stale; the next line opens the file again."""
+        """Close the file, because its handle may be stale; the next line opens the file again."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
     def close(self) -> None:
-        """Write the waiting lines, and close the file."""
+        """Write the waiting lines and close the file."""
         if self._waiting:
             self.flush()
         if self._waiting:
@@ -82,9 +82,9 @@ class LogLines:
     """The readable lines of a .jsonl file.
 
     lines    the content of each readable line, a mapping with an integer `step`
-    raw      the same lines as bytes in the file
-    numbers  numbers of these lines in the file, from 1 on
-    damaged  number of complete lines with any other content
+    raw      the same lines as bytes
+    numbers  line numbers of the same lines, from 1 on
+    damaged  number of complete lines that are not readable
     """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -94,9 +94,9 @@ class LogLines:
 
 
 def read_lines(path: Path) -> LogLines:
-    """Return the readable lines of a file, none if it does not exist.
+    """Return the readable lines of a file, no lines if the file does not exist.
 
-    Text after the last newline is unfinished and left out.
+    Text after the last newline is ignored, because it is an unfinished line.
     """
     log, damaged = LogLines(), 0
     complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
@@ -112,9 +112,8 @@ def read_lines(path: Path) -> LogLines:
 
 
 def drop_later_lines(path: Path, step: int) -> int:
-    """Remove the lines of steps after `step`, an unfinished last line and damaged lines.
-
-    Returns the number of damaged lines.
+    """Remove lines of steps after `step`, damaged lines and an unfinished last line; return the
+    number of damaged lines.
     """
     if not path.exists():
         return 0
@@ -125,7 +124,7 @@ def drop_later_lines(path: Path, step: int) -> int:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Remove the text after the last newline of a file, if the file exists."""
+    """Remove the text after the last newline of a file; a missing file is ignored."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -138,7 +137,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     """Return the content of a line, or None if it is damaged."""
     try:
         content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is not JSON, and no run writes NaN
+        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and runs do not write it
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

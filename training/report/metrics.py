@@ -18,21 +18,21 @@ from training.report.log_lines import LogFile, read_lines
 
 
 class MetricsWriter(LogFile):
-    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on the reporting rank."""
+    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on rank 0."""
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
         super().__init__(Path(run_dir) / name)
         self.flush()  # creates the file
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write one line `{"step": step, ...}`, NaN and infinities as null."""
+        """Write one line `{"step": step, ...}`, with null for NaN and infinities."""
         self.append({"step": step} | {name: _json_value(value) for name, value in metrics.items()})
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return the readable lines of metrics.jsonl in a run folder, in order.
 
-    Raises FileNotFoundError if the folder has none.
+    Raises FileNotFoundError if the file does not exist.
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
@@ -43,10 +43,10 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 def performance(
     *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
-    """Return the `perf/` metrics of one step, or of the mean of several.
+    """Return the `perf/` metrics of one step, or means over several steps.
 
     tokens           tokens per step over all devices
-    seconds          time of a step
+    seconds          seconds per step
     flops_per_token  FLOPs of the forward and backward passes, without recomputation
     peak             peak FLOP/s of one device; None omits `perf/mfu`
     """

@@ -1,4 +1,4 @@
-"""Lines on stderr while a command computes, before it has a result to print."""
+"""Progress lines on stderr while a command computes its result."""
 
 import sys
 import threading
@@ -12,8 +12,7 @@ from training.report.table import duration
 FIRST: Final = 10.0
 """Seconds before the first line."""
 GROWTH: Final = 0.1
-"""The next line follows after this share of the elapsed time, but at the earliest after `FIRST`
-seconds."""
+"""Time between lines as a share of the elapsed time; at least `FIRST` seconds."""
 
 _open: list[Callable[[], str]] = []
 
@@ -22,8 +21,8 @@ _open: list[Callable[[], str]] = []
 def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
     """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    If blocks are nested, only the inner block prints. Blocks shorter than `first` seconds (default:
-    `FIRST`) print nothing.
+    If blocks are nested, only the innermost block prints. A block that ends within `first` seconds
+    (default: `FIRST`) prints no line.
     """
     start, shortest = time.monotonic(), FIRST if first is None else first
     ended = threading.Event()
@@ -46,5 +45,5 @@ def progress(state: Callable[[], str], first: float | None = None) -> Iterator[N
 
 
 def pause(passed: float, first: float) -> float:
-    """Return the seconds to the next line, given the seconds since the start."""
+    """Return the seconds until the next line, given the seconds `passed` since the start."""
     return max(first, GROWTH * passed)

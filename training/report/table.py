@@ -1,4 +1,4 @@
-"""Tables, counts and times as text, for a terminal or in Markdown."""
+"""Tables, counts and times as text for a terminal or Markdown."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table with left-aligned columns; with `numbers`, all but the first are
-    right-aligned.
+    """Return a table with left-aligned columns; if `numbers` is true, all columns except the first
+    are right-aligned.
 
-    An empty header is left out.
+    An empty header is omitted.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
@@ -22,13 +22,13 @@ def table(
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return the lines of a Markdown table, with newlines."""
+    """Return a Markdown table, with a newline after each line."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def short(count: float) -> str:
-    """Return a count with three digits and a unit: 1.84M."""
+    """Return a count with three digits and a unit, such as 1.84M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -36,7 +36,7 @@ def short(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` as h:mm:ss, or `?` if not finite."""
+    """Return `seconds` as h:mm:ss, or `?` if `seconds` is not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
 """Trackers of metrics: Weights & Biases and TensorBoard.
 
-No tracker can stop a run: a tracker that is not installed or fails is dropped with a warning, which
-is repeated at the end of the run. Only the reporting rank has trackers.
+A tracker cannot stop a run: if it is not installed or fails, it is dropped with a warning, which is
+repeated at the end of the run. Only rank 0 has trackers.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Metrics = Mapping[str, float | int | str | None]
 
 
 class Tracker(Protocol):
-    """Receiver of metrics, once per step, in order."""
+    """Receiver of the metrics of each logged step, in order."""
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Record the metrics of `step`."""
@@ -30,12 +30,12 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """Tracker that writes to Weights & Biases under the run's id; a continued run keeps the id.
+    """Tracker that writes to Weights & Biases under the run's id, which a continued run keeps.
 
-    The step is a separate metric, `progress/step`: the service refuses earlier steps, and a run
-    that continues from a checkpoint repeats some steps. An offline run has a folder per start. In
-    `wandb sync` a later folder replaces earlier ones, so each later folder gets the earlier steps
-    again.
+    The step is a separate metric, `progress/step`, because wandb refuses earlier steps and a run
+    that continues from a checkpoint repeats some steps. An offline run writes a new folder at each
+    start. `wandb sync` replaces earlier folders by later folders, so a later folder also contains
+    the earlier steps.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
@@ -51,7 +51,7 @@ class WandbTracker:
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")
-        # A replacement of the package may lack the property.
+        # A substitute for the package may not have this property.
         offline = os.environ.get("WANDB_MODE") == "offline" or getattr(self.run, "offline", False)
         if offline and step > 0:
             self.log_again(config.run.dir, step)
@@ -59,7 +59,7 @@ class WandbTracker:
     def log_again(self, folder: str, last: int) -> None:
         """Record the steps up to `last` from the run folder."""
         print(
-            f"wandb is offline: the steps up to {last} are written to its new folder again",
+            f"wandb is offline: steps up to {last} are written again, to its new folder",
             flush=True,
         )
         for line in read_metrics(folder):
@@ -72,23 +72,23 @@ class WandbTracker:
         self.run.log({**logged, "progress/step": step})
 
     def close(self) -> None:
-        """Wait until everything is uploaded, or written in offline mode."""
+        """Wait until all metrics are uploaded, or in offline mode written."""
         self.run.finish()
 
 
 def tag(name: str) -> str:
     """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
-    TensorBoard groups metrics by the first part of their names. As most metrics come from monitors,
-    each of their figures becomes a group.
+    TensorBoard groups metrics by the first part of their names. Most metrics are from monitors, so
+    each figure of the monitors gets its own group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
 
 class TensorBoardTracker:
-    """Tracker that writes event files in the run's folder `tensorboard`.
+    """Tracker that writes event files to the folder `tensorboard` of the run folder.
 
-    A continued run hides the steps after its checkpoint.
+    When a run continues, events after its checkpoint are hidden.
     """
 
     def __init__(self, config: Config, step: int) -> None:
@@ -114,13 +114,14 @@ class Trackers:
     """The working trackers of a config.
 
     Attributes:
-        dropped: the warnings of dropped trackers.
+        dropped: warnings about dropped trackers.
     """
 
     def __init__(
         self, config: Config, *, run_id: str, step: int, warn: Callable[[int, str], None]
     ) -> None:
-        """Start trackers of a run that continues after `step`; `warn` takes a step and a text."""
+        """Start the trackers of a run that continues after `step`; `warn` is called with a step and
+        a text."""
         self.step, self.warn = step, warn
         self.dropped: list[str] = []
         makers: dict[str, Callable[[], Tracker]] = {
@@ -148,13 +149,12 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """Context manager in which a failure of a service, disk or package ends only the
-        tracker."""
+        """Context manager that drops the tracker if a service, disk or package fails."""
         try:
             yield
         except Exception as error:
             self.working.pop(name, None)
             advice = f": pip install {name}" if isinstance(error, ImportError) else ""
             reason = first_line(error)
-            self.dropped.append(f"warning: {name} no longer gets metrics: {reason}{advice}")
+            self.dropped.append(f"warning: {name} receives no more metrics: {reason}{advice}")
             self.warn(self.step, self.dropped[-1])

@@ -119,7 +119,7 @@ def test_it_exports_and_starts_a_run(other_runs, tmp_path: Path, world, capsys) 
     keys = {**beginning, "train__steps": 3, "validation__samples": 2}
     shutil.copy(runs / "tokens.bin", tmp_path), shutil.copy(runs / "tokens.idx", tmp_path)
     assert train(tiny_config(str(tmp_path), "muon", **keys), world).step == 3
-    assert f"weights of step 3 from {mean}" in capsys.readouterr().out
+    assert f"initial weights: step 3 of {mean}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_it_keeps_the_contract_of_rules(root: Path, package: Path) -> None:
 def test_a_config_uses_and_plans_it(root: Path, package: Path) -> None:
     recipe = ("pretrain.py", "--config", "configs/llama1b_muon.yaml", "--dry-run", "--gpus", "8")
     plan = run(root, package, *recipe, "optimizer.matrix.rule=normalized")
-    assert re.search("not counted +the work of rule normalized, which has no `cost`", plan)
+    assert re.search("not counted +FLOPs of rule normalized, which has no `cost`", plan)
     wrong = run(root, package, *recipe, "optimizer.rules.normalized.momentum=2", code=2)
     assert "momentum must be in [0, 1), got 2" in wrong
 

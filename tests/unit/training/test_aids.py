@@ -74,7 +74,7 @@ def test_lines_that_the_disk_refuses_are_written_with_the_next(size, tmp_path, c
         log.append({"step": 4})
     assert [line["step"] for line in json_lines(path)] == [1, 2, 3, 4]
     said = capsys.readouterr().out
-    assert said.count("warning: lines of metrics.jsonl wait: File too large") == 1
+    assert said.count("warning: lines of metrics.jsonl are not written yet: File too large") == 1
     assert "could not be written" not in said
 
 
@@ -85,7 +85,7 @@ def test_a_log_that_is_removed_begins_again(tmp_path, capsys):
         path.unlink()
         log.append({"step": 2})
     assert [line["step"] for line in json_lines(path)] == [2]
-    assert "metrics.jsonl was removed: later lines go to a new file" in capsys.readouterr().out
+    assert "metrics.jsonl was removed: a new file is created" in capsys.readouterr().out
 
 
 def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):

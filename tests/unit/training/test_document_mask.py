@@ -142,12 +142,12 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
     length = build_data(config)[0].attended_length()
     assert attended_length(config) == length < 32
     rows = run_table(config, plan_run(config, 1))
-    assert f"as if all documents had {length:,.0f} tokens: lengths of the training sets" in rows
+    assert f"as if all documents had {length:,.0f} tokens (lengths of the training sets" in rows
     crossed = tiny_config(folder)
     assert attended_length(crossed) == 32
     assert "documents" not in run_table(crossed, plan_run(crossed, 1))
     mock = tiny_config(folder, "adamw", **MASKED, data__mock=True)
-    assert "assumed lengths, those of data.mock" in run_table(mock, plan_run(mock, 1))
+    assert "lengths of mock tokens" in run_table(mock, plan_run(mock, 1))
 
 
 def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:

@@ -117,9 +117,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert planned["gpu_hours"] == pytest.approx(hours, rel=0.01 if ramp else 1e-6)
     assert f"{planned['gpu_hours']:,.0f} GPU-hours" in printed
     # A rank has three or four of its largest matrices.
-    assert ("for the busiest rank, whose rule has 1.42 times" in printed) == (
-        name == "llama70b_sso"
-    )
+    assert ("for the busiest rank, which has 1.42 times" in printed) == (name == "llama70b_sso")
     for word in ("== units", "== run", "== memory per rank", "== step, modelled"):
         assert word in printed
     sized = load_config(path, overrides)
@@ -166,7 +164,7 @@ def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
     arguments += ["data.train.kjv.path=${oc.env:TOKENS}/kjv", "--write", str(written)]
     arguments += ["run.name=r", "run.dir=runs/r/x", "parallel.tensor=2"]
     assert pretrain.main(arguments) == 0
-    said = "the search replaces the override parallel.tensor=2 by parallel.tensor=1"
+    said = "the search replaces override parallel.tensor=2 with parallel.tensor=1"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("TOKENS", "there")
     mine = load_config(written, ["optimizer.matrix.lr=0.5"])

@@ -54,7 +54,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
 
 def test_samples_without_a_tokenizer_are_refused(world, folder) -> None:
     config = tiny_config(folder, validation__samples_interval=2, validation__samples_tokens=4)
-    with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, as there is no"):
+    with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, because no"):
         train(config, world)
 
 

@@ -66,7 +66,7 @@ def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
     assert metrics_of(run) == metrics_of(plain)
     assert same_state(state_of(run, 5), state_of(plain, 5)) == []
     first, last = said(run)
-    assert first == f"profile: steps 2 to 3, of rank 0, to {run}/profile"
+    assert first == f"profile: steps 2 to 3, rank 0, in {run}/profile"
     assert last.startswith(
         f"profile of steps 2 to 3 on rank 0: {run}/profile/steps_2-3_rank_0.json"
     )
@@ -76,18 +76,18 @@ def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
     assert "steps_2-3_rank_0.json.gz" in (run / "report.html").read_text()
 
 
-ASKED = "of the steps 2 to 3 that were asked for"
-AGAIN = "were before this start; to profile again, set a later log.profile.first"
+ASKED = "of the requested steps 2 to 3"
+AGAIN = "were taken before this start; to profile again, set a later log.profile.first"
 
 
 @pytest.mark.parametrize(
     ("after", "last", "text"),
     [
-        (0, 1, "none, as steps 2 to 3 come after step 1, the run's last"),
-        (0, 2, f"steps 2 to 2, {ASKED}, of rank 0, to"),
-        (1, 3, "steps 2 to 3, of rank 0, to"),
-        (2, 3, f"steps 3 to 3, {ASKED}, of rank 0, to"),
-        (3, 5, f"none, as steps 2 to 3 {AGAIN}"),
+        (0, 1, "none, because steps 2 to 3 are after step 1, the run's last step"),
+        (0, 2, f"steps 2 to 2 {ASKED}, rank 0, in"),
+        (1, 3, "steps 2 to 3, rank 0, in"),
+        (2, 3, f"steps 3 to 3 {ASKED}, rank 0, in"),
+        (3, 5, f"none, because steps 2 to 3 {AGAIN}"),
     ],
 )
 def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
@@ -101,14 +101,16 @@ def test_a_start_past_the_steps_profiles_the_rest(folder, world):
     """Test a start past all steps, within them, and a run that ends before or within them."""
     tiny_config(folder, "adamw")
     run = trained(folder, world, train__exit_step=1)
-    assert said(run) == ["profile: none, as steps 2 to 3 come after step 1, the run's last"]
+    assert said(run) == [
+        "profile: none, because steps 2 to 3 are after step 1, the run's last step"
+    ]
     trained(folder, world, train__exit_step=2)
-    asked = f"{ASKED}, of rank 0, to {run}/profile"
+    asked = f"{ASKED}, rank 0, in {run}/profile"
     assert said(run)[1] == f"profile: steps 2 to 2, {asked}"
     trained(folder, world, train__exit_step=4)
     assert said(run)[3] == f"profile: steps 3 to 3, {asked}"
     trained(folder, world)
-    assert said(run)[5:] == [f"profile: none, as steps 2 to 3 {AGAIN}"]
+    assert said(run)[5:] == [f"profile: none, because steps 2 to 3 {AGAIN}"]
     traces = sorted(path.name for path in (run / "profile").iterdir())
     assert traces == ["steps_2-2_rank_0.json.gz", "steps_3-3_rank_0.json.gz"]
 

@@ -260,7 +260,7 @@ def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
     # After steps 8, 16 and 20, on both GPUs, as fast as a forward pass of 8 sequences of 32 tokens.
     seconds = planned["time"]["forward"] * padded / (8 * 32)
     share = 100 * 3 * seconds / (planned["gpu_hours"] / 2 * 3600)
-    found = re.search(r"tokens, (\S+) s each time, .* adds (\S+)% to the run's time", line)
+    found = re.search(r"tokens, (\S+) s \(modelled\), .* adds (\S+)% to the run's time", line)
     assert float(found[1]) == pytest.approx(seconds, rel=5e-3)
     assert float(found[2]) == pytest.approx(share, abs=0.051) and share > 1
     Path(files["words"]).unlink()

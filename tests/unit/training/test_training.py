@@ -49,9 +49,9 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
     tiny_config(folder, "adamw")
     aside = Path(folder) / "run" / "checkpoints-aside"
     assert start("a", 0, 2) == [1, 2] and not aside.exists()
-    assert "applied only to the first start" not in capsys.readouterr().out
+    assert "applied at the first start" not in capsys.readouterr().out
     assert start("a", 1, 4) == [1, 2, 3, 4] and not aside.exists()
-    assert "--resume none applied only to the first start" in capsys.readouterr().out
+    assert "--resume none was applied at the first start" in capsys.readouterr().out
     assert start("a", 2, 6) == [1, 2, 3, 4, 5, 6] and not aside.exists()
     assert start("b", 1, 2) == [1, 2] and aside.exists()
 

@@ -70,13 +70,15 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     for stop in (1, 3):
         parts = train(configured("parts", train__exit_step=stop, **keys), world)
     assert parts.validation == whole.validation
-    assert f"weights of step 3 from {tmp_path / 'old'}" in capsys.readouterr().out
+    assert f"initial weights: step 3 of {tmp_path / 'old'}" in capsys.readouterr().out
     origin = read_checkpoint(tmp_path / "parts").meta["initialized_from"]
     assert origin["step"] == 3 and len(origin["sha256"]) == 64
     # With its own checkpoints it does not read the other run.
     step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
     train(configured("parts", **keys), world)
-    longer = "to train on, raise train.steps and set checkpoint.allow_change=[schedule]; to start"
+    longer = (
+        "to train longer, increase train.steps and set checkpoint.allow_change=[schedule]; to start"
+    )
     assert longer in capsys.readouterr().out
 
 

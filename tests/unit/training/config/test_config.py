@@ -372,7 +372,7 @@ def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> Non
     without = replace(mixture, optimizer=replace(mixture.optimizer, roles={}))
     assert "; adamw at 0.02 for router" in "; ".join(opening(without, 1))
     early = replace(mixture, train=replace(mixture.train, exit_step=7))
-    assert "in all; train.exit_step ends it after step 7; " in "; ".join(opening(early, 1))
+    assert "in all; train.exit_step ends the run after step 7; " in "; ".join(opening(early, 1))
 
 
 def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_cpu_and_monitors_that_are_off_need_no_plan(monkeypatch):
     monkeypatch.delattr(cost, "plan_run")
     config = on_mock_tokens(load_config(ROOT / "configs/tiny_muon.yaml", []))
     found = cost.monitor_cost(config, 2, torch.device("cpu"))
-    assert found == cost.MonitorCost(100) and "as long as two" in str(found)
+    assert found == cost.MonitorCost(100) and "twice as long" in str(found)
     off = replace(config, monitors=replace(config.monitors, interval=0))
     assert cost.monitor_cost(off, 2, torch.device("cuda")) == cost.MonitorCost(0)
 

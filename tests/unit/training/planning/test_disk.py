@@ -39,7 +39,7 @@ def test_kept_checkpoints_are_counted(keys, number, folder):
     config = tiny_config(folder, "muon", **keys)
     text = checkpoints_text(config)
     total = checkpoint_bytes(config) / 1e9 * number
-    assert f"; the {number} that are kept need {total:.3g} GB" in text, text
+    assert f"; {number} checkpoints are kept and need {total:.3g} GB" in text, text
 
 
 def test_a_run_that_never_saves(folder):

@@ -104,7 +104,7 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
 
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
-    text = "warning: wandb no longer gets metrics: no route"
+    text = "warning: wandb receives no more metrics: no route"
     # Repeated at the end, far below the first, unless it failed at the end.
     assert capsys.readouterr().out.count(f"{text}\n") == (1 if when == "finish" else 2)
     warnings = [e for e in json_lines(tmp_path / "run/events.jsonl") if "wandb" in e["text"]]
