@@ -80,8 +80,8 @@ def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(
-                f"each rank of a machine needs its own GPU, got local rank {local_rank} and only "
-                f"{gpus.usable} GPUs: start fewer ranks, or set run.device=cpu"
+                f"local rank {local_rank} needs its own GPU, got {gpus.usable} GPUs for all ranks "
+                "of this machine: start fewer ranks, or set run.device=cpu"
             )
         return "cuda"
     if requested == "auto" and (gpus.built is None or not gpus.devices):

@@ -212,7 +212,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
         (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),
-        (["--tasks", "{words}"], "has no checkpoint"),
+        (["--tasks", "{words}"], "contains no checkpoint"),
     ],
 )
 def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, tmp_path, capsys):
