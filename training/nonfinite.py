@@ -11,7 +11,7 @@ class NonFiniteError(RuntimeError):
     """Too many consecutive steps with a non-finite loss or gradient, or a loss spike.
 
     first_step  first of these steps
-    samples     [first, end) of their samples
+    samples     [first, end) of the samples of these steps
     """
 
     def __init__(self, message: str, first_step: int, samples: tuple[int, int]) -> None:

@@ -51,8 +51,8 @@ class RunLog:
     monitors.jsonl  a line per monitored step
     events.jsonl    a line per event: time, preceding step, kind and text
 
-    A continued run removes the lines of steps that it repeats, and appends. Files of an earlier run
-    in the same folder are renamed to metrics.1.jsonl and so on.
+    A continued run removes the lines of the steps that it repeats, and then appends lines. Files of
+    an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
     """
 
     def __init__(

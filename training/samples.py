@@ -1,4 +1,4 @@
-"""Samples of text: continuations of the beginning of each validation set by the model."""
+"""Samples of text: the model's continuations of the beginning of each validation set."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -156,8 +156,8 @@ class Trainer:
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards; return the means over the global batch of the figures of
-        `mean_loss`."""
+        """Compute the gradient shards; return the figures of `mean_loss`, averaged over the global
+        batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
@@ -187,7 +187,7 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the means over the global batch of the figures of `mean_loss`, on all ranks.
+        """Return the figures of `mean_loss`, averaged over the global batch, on all ranks.
 
         `figures` contains the figures on the last pipeline stage and is empty on other stages.
         """

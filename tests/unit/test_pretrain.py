@@ -217,7 +217,7 @@ def test_a_vocabulary_beyond_that_of_the_data_is_refused(folder, tmp_path, capsy
     for own in ("model.vocab_size=null", "model.vocab_size=384", "model.vocab_multiple=1000"):
         again = f"run.dir={folder}/{own.replace('=', '_')}"
         assert run(folder, *arguments, own, again) == 0
-        told = re.search(r"vocabulary: (\S+) for 300 ids of the data", capsys.readouterr().out)
+        told = re.search(r"vocabulary: (\S+) ids, 300 in the data", capsys.readouterr().out)
         assert (told is None) is own.endswith("null")
 
 

@@ -120,9 +120,9 @@ def _chosen(
     another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} was trained with another tokenizer (sha256 "
-            f"{sha256}) than the data's ({tokenizer}), so its token ids differ. To use these "
-            "weights anyway, set checkpoint.allow_change=[tokenizer]"
+            f"checkpoint.initialize_from: {info.path} has another tokenizer (sha256 {sha256}) than "
+            f"the data ({tokenizer}), so token ids have other meanings. To use its weights anyway, "
+            "set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 

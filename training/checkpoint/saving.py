@@ -62,7 +62,7 @@ class Saver:
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """Every meta.json contains `facts` and the argument of `begin`. `check_folder` raises
-        InputError on rank 0 if another run uses the run folder by now."""
+        InputError on rank 0 if the run folder was moved, removed or used by another run."""
         self.config = config
         self.groups = groups
         self.model = model

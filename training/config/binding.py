@@ -66,8 +66,8 @@ def bind(
 ) -> T:
     """Return `mapping` as a section of type `kind`.
 
-    If `check` is false, only keys, types and bounds are checked, not the conditions between fields
-    and in `between`. Raises InvalidConfigError with all problems.
+    If `check` is false, only keys, types and bounds are checked, but neither the conditions between
+    fields nor `between`. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []

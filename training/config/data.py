@@ -36,7 +36,7 @@ BEGINNINGS = ("after_steps", "after_share", "with_decay")
 
 
 class DataPhase(Section):
-    """A part of the run with different weights of the training sets. A phase ends where the next
+    """A later part of the run with other weights of the training sets. A phase ends where the next
     phase begins."""
 
     after_steps: Count | None = None
@@ -106,8 +106,8 @@ class DataConfig(Section):
     verify: Literal["none", "sample", "full"] = "sample"
     """Data to compare with the hashes in the manifest. none: no data; sample: the tokenizer, the
     index, 64 blocks of tokens, and every other block at its first use; full: all data at each
-    start. In all cases, ranks compare tokenizers, manifests and tokens with each other, of a set
-    over 256 MiB only 64 blocks of 4 KiB."""
+    start. In all cases, ranks compare tokenizers, manifests and tokens with each other; of a set
+    over 256 MiB, they compare only 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and restart positions at the first token
     of each document in a sequence, in training and validation; false attends across documents."""
@@ -157,8 +157,8 @@ class ValidationConfig(Section):
     """Interval and size of validation."""
 
     interval: Whole = 0
-    """Steps between validations, in addition to the validation after the last step; 0 validates
-    only after the last step."""
+    """Steps between validations; 0 validates only after the last step. Every run validates after
+    the last step."""
     samples: Count | None = None
     """Number of sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
@@ -182,8 +182,8 @@ class TasksConfig(Section):
     a file is `{"context": "...", "choices": ["...", "..."], "answer": 0}`. scripts/prepare_task.py
     creates such files. `NAME: null` removes a task of the base."""
     interval: Whole = 0
-    """Steps between evaluations of the tasks, in addition to the evaluation after the last step; 0
-    evaluates only after the last step."""
+    """Steps between evaluations of the tasks; 0 evaluates only after the last step. Every run
+    evaluates after the last step."""
     examples: Count | None = None
     """Number of examples to score, from the first of each file; null = all examples."""
 

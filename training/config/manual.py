@@ -85,7 +85,7 @@ def _rows(kind: type) -> list[Row]:
 
 
 def _default(field: Field[Any]) -> Any:
-    """Return the default of a field that has one."""
+    """Return the default of `field`, which must have a default."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 

@@ -38,7 +38,7 @@ class RunConfig(Section):
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: one GPU per rank if the
-    machine has GPUs, and an error if a GPU does not start."""
+    machine has GPUs (an error if they do not start), else no GPU."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows the backward pass of attention. A warning
     names each operation without a deterministic kernel."""
@@ -73,8 +73,8 @@ class CheckpointConfig(Section):
     """Saving of checkpoints, and conditions for continuing from a checkpoint."""
 
     interval: Whole = 1000
-    """Steps between checkpoints, in addition to a checkpoint when the run ends or is stopped; 0
-    saves no checkpoint."""
+    """Steps between checkpoints; 0 never saves. Otherwise, a run also saves when it ends or is
+    stopped."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all checkpoints."""
     keep_every: Count | None = None
@@ -98,8 +98,8 @@ class StopConfig(Section):
     """Early stops, which save a checkpoint; the same command then continues the run."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which the run saves and stops, at most half of the
-    time that the job has left when the run starts; null ignores the limit."""
+    """Seconds before the SLURM time limit at which the run saves and stops. A value above half of
+    the job's remaining time at the start is reduced to this half. null ignores the limit."""
 
 
 class WatchdogConfig(Section):

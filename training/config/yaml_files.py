@@ -136,8 +136,8 @@ def check_not_read(path: Path, option: str, output: Path) -> None:
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the source whose value of the key `names` (outermost first) is used: `FILE, line N` or
-    `the override KEY=VALUE`; None if no source sets the key to a value other than null. `path` and
+    """Return the source that sets the value of the key `names` (outermost first): `FILE, line N` or
+    `the override KEY=VALUE`; None if all sources omit the key or set it to null. `path` and
     `overrides` are the arguments of `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:

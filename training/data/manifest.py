@@ -48,7 +48,7 @@ class SetEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared folder: its tokenizer, its token sets and how they were prepared."""
+    """A prepared folder: its tokenizer, its token sets, and facts about their preparation."""
 
     __pydantic_config__ = ConfigDict(strict=True)  # unknown keys of later versions are ignored
 

@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks and rehearsals, which need no text."""
+"""Random tokens, for benchmarks and rehearsals without text."""
 
 import hashlib
 import math

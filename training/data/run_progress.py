@@ -11,7 +11,7 @@ from models.section import Whole
 
 @dataclass(frozen=True, kw_only=True)
 class SetCount:
-    """Amount of one set that a run has read, including samples that rewinds leave out.
+    """Numbers of samples and tokens that a run has read of a set, including samples left out.
 
     tokens   number of target tokens in the samples
     content  digest that distinguishes the set from another set with the same name

@@ -159,7 +159,7 @@ def read_task(
     Args:
         window: sequence length, the largest number of input tokens of the model.
         vocab_size: vocabulary size without padding.
-        end_token: end-of-document token, which serves as context if an example's context is empty.
+        end_token: end-of-document token, used as the context if an example's context is empty.
 
     Raises DataError if the file is not a task file or a choice cannot be scored.
     """
@@ -232,8 +232,8 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
-    The choice with the largest log-likelihood counts, the first one of equal choices; for
-    `acc_norm`, log-likelihoods are divided by the number of characters. Both results are NaN if a
+    The predicted choice is the first choice with the largest log-likelihood; for `acc_norm`,
+    log-likelihoods are divided by the number of characters. Both results are NaN if a
     log-likelihood is NaN (lm-eval selects the first NaN).
     """
     if np.isnan(likelihoods).any():

@@ -79,7 +79,7 @@ class TokenSet:
         if len(self) == 0:
             raise DataError(
                 f"set {name} ({prefix}) has {self.tokens} tokens, but a window of "
-                f"sequence_length {sequence_length} needs {sequence_length + 1}"
+                f"sequence_length {sequence_length} needs {sequence_length + 1} tokens"
             )
         self.vocab_size = vocab_size
         self._blocks = None if verify == "none" else self._verified(verify, share)
@@ -121,8 +121,8 @@ class TokenSet:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError if the index has no documents to separate, or only one-token documents
-        without loss."""
+        """Raise DataError if the index has fewer than two documents, or if first tokens have no
+        loss and each document is a single token."""
         documents = self.documents()
         if documents < 2:
             raise DataError(

@@ -126,9 +126,9 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return the backend of torch.compile on a device, None for no compilation, and a description.
+    """Return (backend of torch.compile on a device or None for no compilation, description).
 
-    With auto and no compilation on a GPU, the description states the reason.
+    If auto selects no compilation on a GPU, the description states the reason.
     """
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"

@@ -107,8 +107,8 @@ class Layouts:
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # Plan the stages that need most memory first: the first stage stores most activations, and
-        # the first and last stage contain embedding and head.
+        # Plan the stages with the largest memory first: the first stage stores the most
+        # activations, and the first and last stages contain the embedding and the head.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:
