@@ -108,7 +108,7 @@ def test_a_start_past_the_steps_profiles_the_rest(folder, world):
     asked = f"{ASKED}, rank 0, in {run}/profile"
     assert said(run)[1] == f"profile: steps 2 to 2 {asked}"
     trained(folder, world, train__exit_step=4)
-    assert said(run)[3] == f"profile: steps 3 to 3, {asked}"
+    assert said(run)[3] == f"profile: steps 3 to 3 {asked}"
     trained(folder, world)
     assert said(run)[5:] == [f"profile: none, because steps 2 to 3 {AGAIN}"]
     traces = sorted(path.name for path in (run / "profile").iterdir())
