@@ -118,7 +118,7 @@ def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_p
     monkeypatch.setattr(rehearsal, "perform", processes.perform)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert "there is no no-such-compiler here" in refusal(rehearse("--gpus", "1"))
+    assert "no-such-compiler does not exist" in refusal(rehearse("--gpus", "1"))
 
 
 @pytest.mark.slow

@@ -106,8 +106,8 @@ class WatchdogConfig(Section):
     """Detection of hanging ranks and corrupted weights."""
 
     hang_seconds: Seconds | None = 300.0
-    """Seconds without progress after which every rank writes its call stack to `stacks/`, limited
-    to half of `parallel.timeout_seconds`; null writes no stacks."""
+    """Seconds without progress after which every rank writes its call stack to `stacks/`. A value
+    above half of `parallel.timeout_seconds` is reduced to this half. null writes no stacks."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that weights change only in optimizer steps and that all replicas are
     equal; a difference ends the run. With checks, every step reads all weights twice and waits for
@@ -342,7 +342,7 @@ LARGE_WIDTH: Final = 1024
 
 
 def with_paper_choices(config: Config) -> Config:
-    """Return `config` with the papers' choices in place of nulls of PC layers and Gram penalty.
+    """Return `config` with nulls in `pc` and `gram_penalty` replaced by the papers' choices.
 
     The saved config of a run therefore contains these choices. A level without effect becomes null.
     """

@@ -128,7 +128,7 @@ class Interrupts:
 
 
 def _stop_with_launcher() -> None:
-    """Request that Linux sends SIGTERM to this rank when its launcher ends.
+    """Make Linux send SIGTERM to this rank when its launcher ends.
 
     A killed launcher does not forward a signal, so its ranks would continue to train, as they do on
     other systems.

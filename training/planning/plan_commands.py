@@ -132,7 +132,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Combine changes in order until the run fits; return None if all changes do not suffice."""
+    """Combine changes in order until the run fits; return None if the run never fits."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy

@@ -1,4 +1,4 @@
-"""A CUDA driver without functions, for PyTorch's C++ code; it is built once per environment.
+"""A stub of the CUDA driver for PyTorch's C++ code, built once per environment.
 
 This module imports neither torch nor the project, because `load` must run before both.
 """
