@@ -130,7 +130,7 @@ def transformer_config(
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         # On two stages, the interleaved schedule would swap activations and gradients in batched
-        # sends, because both go to the same rank. It uses separate, overlapped sends instead.
+        # sends, because both are sent to the same rank. Separate, overlapped sends avoid this.
         batch_p2p_comm=virtual == 1,
         # True would synchronize the device after each send, to work around an NCCL bug that is
         # fixed now.

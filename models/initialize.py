@@ -131,7 +131,7 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
         return init.std
     if init.depth_scaling == "layers":
         return init.std / (math.sqrt(2 * layers) if unit.role in RESIDUAL_OUTPUTS else 1.0)
-    # Gate and up may be one unit, but they are separate draws.
+    # Gate and up may be one unit, but are drawn separately.
     residual = unit.role in (*RESIDUAL_OUTPUTS, *UPS) or drawn.endswith(".up")
     layer = unit.layer
     return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)

@@ -87,9 +87,9 @@ class ParallelModel:
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
-        """Update the tracked singular vectors of PC layers in the graph to the new weights.
+        """Update the tracked singular vectors of PC layers in the graph for the new weights.
 
-        This waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
+        The method waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
         """
         if self.in_graph:
             self.wait_for_weights()
@@ -445,7 +445,7 @@ def wait_before_forward(model: ParallelModel) -> None:
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            # These modules use weights of submodules that they never call.
+            # These modules use weights of submodules without calling the submodules.
             inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
             needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:

@@ -267,7 +267,8 @@ def causal_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler
+            # Imported here, because the import loads the compiler.
+            from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(q.shape[2], k.shape[2])
             out = F.scaled_dot_product_attention(

@@ -219,8 +219,8 @@ class _ChosenLogits(torch.autograd.Function):
         chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
         if group.size() > 1:
             all_reduce(chosen, group=group)
-        # If `logits` itself were returned, autograd would make it a view, which the loss must not
-        # overwrite.
+        # If `logits` itself were returned, autograd would turn the result into a view, and the loss
+        # could not overwrite it.
         return logits.detach(), chosen
 
     @staticmethod

@@ -125,7 +125,8 @@ def varying_attention(
     key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension
     lengths      the documents; queries do not attend to other documents
     """
-    from torch.nn.attention.varlen import varlen_attn  # imported here: it loads the compiler
+    # Imported here, because the import loads the compiler.
+    from torch.nn.attention.varlen import varlen_attn
 
     size = max(query.shape[-1], value.shape[-1])
     size += -size % ALIGNMENT

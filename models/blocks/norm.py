@@ -118,7 +118,7 @@ class SumFunctions(NamedTuple):
         self, x: Tensor, stream: Tensor, gain: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward`, with `backward` for autograd."""
-        # Megatron enables gradients around the sum even if no input needs a gradient.
+        # Megatron enables gradients for the sum even if no input needs a gradient.
         with torch.set_grad_enabled(x.requires_grad or stream.requires_grad):
             both: tuple[Tensor, Tensor] = _NormedSum.apply(  # type: ignore[no-untyped-call]
                 self, x, stream, gain, epsilon

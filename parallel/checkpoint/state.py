@@ -117,7 +117,7 @@ def load_state(
         raise StateError(f"{prefix}schema must be {SCHEMA}, got {plain.get('schema')}")
     check_fits(prefix, index, state)
     _raise_together(_load(folder, index, state))
-    # Update everything that depends on the loaded tensors.
+    # Update all values that depend on the loaded tensors.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
@@ -337,7 +337,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
     """
     tensor, seen = domain.domain.tensor, set()
     for key, unit, span, value in _counted(domain):
-        if key not in seen:  # spans of a unit are ascending, so this is the first
+        if key not in seen:  # the first span of the unit, because spans are ascending
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
             copy = other_piece or unit.is_copy

@@ -104,7 +104,7 @@ def share_gloo_device() -> None:
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = plain._Options()
             options._devices, options._timeout = devices(), timeout
-            options._threads = 2 * len(devices())  # as in torch
+            options._threads = 2 * len(devices())  # torch's default
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDevice  # type: ignore[misc]

@@ -116,7 +116,7 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the weights with a changed chunk, given one flag per chunk."""
+        """Yield the weights with a changed chunk; `same` yields one flag per chunk."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):

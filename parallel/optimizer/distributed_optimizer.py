@@ -123,7 +123,7 @@ class DistributedOptimizer:
         sums = torch.stack([square, refusals])
         all_reduce_(sums, None, self.model.comm_volume, "gradient norm")
         total = sums[0].sqrt()
-        active = (sums[1] == 0) & (total < math.inf)  # False for NaN too
+        active = (sums[1] == 0) & (total < math.inf)  # also False for NaN
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total), active)
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -193,7 +193,7 @@ class DistributedOptimizer:
         not report refusals are omitted.
         """
         for unit, report in self.reports():
-            if "refused" in report:  # missing before the first step of a stack
+            if "refused" in report:  # missing before a stack's first step
                 yield unit.name, report["refused"]
             if "gamma_refused" in report:
                 yield f"{unit.name}.gamma", report["gamma_refused"]
@@ -236,14 +236,14 @@ def build_optimizer(
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
-    loads: dict[int, float] = {}  # by global rank, of the earlier domains
+    loads: dict[int, float] = {}  # loads of earlier domains, by global rank
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
-        # A rank may own dense matrices and experts, so placement of experts adds to dense loads.
+        # A rank may own dense matrices and experts, so experts are placed after dense matrices.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
         plan = layout, placed.strategy, placed.owners

@@ -160,8 +160,8 @@ measured in float64 in SSO's step on an H200. For fewer rows the share is propor
 of rows, because columns are processed in sequence."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Seconds per row of an eigenvalue problem, whose columns need many small kernels in sequence. This
-is an estimate: 2,048 rows take 0.25 s."""
+"""Estimated seconds per row of an eigenvalue problem (0.25 s for 2,048 rows), whose columns need
+many small kernels in sequence."""
 
 
 @dataclass(frozen=True)

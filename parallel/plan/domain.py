@@ -103,7 +103,7 @@ class DomainPlan:
         leaving, returning = np.zeros((2, ranks), dtype=np.int64)
         for work in self.stepped:
             owner, pc = owners[work.name], self.assigned[work.name].pc
-            # An owner sends back an update, or for a PC layer the parameter itself.
+            # An owner sends back an update or, for a PC layer, the parameter itself.
             size = inputs.exchange_bytes if pc is None else inputs.dtype.itemsize
             for rank, numel in work.holders.items():
                 if rank != owner:

@@ -186,7 +186,7 @@ class StepShape:
     sequence_length  tokens of a whole sequence
     microbatches     micro-batches per rank and step
     operands         operand type of large products, a key of `Device.peak`
-    attended         length of the equal documents to which attention is limited; None: attention is
+    attended         length of all documents, if attention is limited to documents; None if it is
                      not limited
     """
 
@@ -206,7 +206,7 @@ class StepShape:
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens of a micro-batch on one rank, outside tensor-parallel layers."""
+        """Number of tokens of a micro-batch that one rank has outside tensor-parallel layers."""
         return self.tokens // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property

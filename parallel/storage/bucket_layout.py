@@ -193,7 +193,7 @@ def local_ranges(unit: Unit) -> list[tuple[int, int]]:
     """Return `(start, length)` of each contiguous range of the unit in its flattened local
     parameter.
 
-    The ranges are in the row-major order of `unit.view(parameter)`. They depend only on shapes.
+    The ranges are in the row-major order of `unit.view(parameter)`, and depend only on shapes.
     """
     offset, stride = 0, prod(unit.view_shape)
     kept: list[tuple[int, int]] = []  # (size, stride) of the remaining axes

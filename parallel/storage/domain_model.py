@@ -178,7 +178,7 @@ class GradientReducer:
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None:  # otherwise the product has accumulated the gradient
+            if gradient is not None:  # None: the matrix product has accumulated the gradient
                 for observe in self.observers.values():
                     observe(name, gradient)
                 parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
