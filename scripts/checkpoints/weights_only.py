@@ -28,7 +28,7 @@ from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
-from training.checkpoint.resume_rules import changes, model_facts
+from training.checkpoint.resume_rules import changes, settings
 from training.checkpoint.stored_checkpoint import (
     CONFIG,
     STATE,
@@ -37,7 +37,6 @@ from training.checkpoint.stored_checkpoint import (
     CheckpointWeights,
 )
 from training.config import Config, to_yaml
-from training.config.yaml_files import flat
 from training.errors import InputError
 from training.machine.environment import versions
 from training.report.progress import progress
@@ -176,11 +175,8 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:
     """Return the model settings and the tokenizer of a checkpoint."""
-    config = info.config
-    model = model_facts(config.model)
-    pc = {} if config.pc is None else {f"pc.{k}": v for k, v in flat(asdict(config.pc))}
-    pc.pop("pc.evaluator", None)
-    return model | pc | {"tokenizer": info.meta["identity"].get("tokenizer", {}).get("sha256")}
+    tokenizer = info.meta["identity"].get("tokenizer", {}).get("sha256")
+    return settings(info.config)["model"] | {"tokenizer": tokenizer}
 
 
 class Mean:
