@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume import ResumeError
 from training.config import load_config
 from training.data.build_data import build_data, build_tasks
-from training.data.tasks import Task, accuracies, read_examples
+from training.data.tasks import Task, accuracies, read_examples, read_task
+from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
 from training.planning.plan_commands import dry_run
 from training.restore import restore
@@ -314,6 +316,15 @@ def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, 
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
     assert ("; 1 examples have equal choices, of which the first" in str(task)) == said
+
+
+def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_path):
+    file = tmp_path / "task.jsonl"
+    file.write_text(json.dumps(GOOD | {"context": "A matrix has rows"}) + "\n")
+    tokenizer = open_tokenizer(tokens / "tokenizer.json")
+    read = partial(read_task, "t", file, tokenizer, vocab_size=300, end_token=None)
+    longest = max(len(request.tokens) for request in read(window=100).requests)
+    assert [read(window=longest - cut).cut for cut in (1, 2)] == [0, 1]
 
 
 def test_scores_of_likelihoods_that_are_nan_are_nan():

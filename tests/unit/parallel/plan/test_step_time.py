@@ -113,9 +113,11 @@ def leaving(group, *, ring):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_leave_a_node_where_two_ranks_are_on_different_ones(layout):
     """Count pairs of ranks: neighbours in a ring (also for stages), or all pairs of a group."""
-    kinds = set()
-    for traffic in activation_traffic(shape(MIXTURE, **layout), 0):
-        ranks = [i * traffic.links.stride for i in range(traffic.links.size)]
+    step, kinds = shape(MIXTURE, **layout), set()
+    strides = {"context": step.inputs.tensor, "pipeline": step.inputs.stage_ranks}
+    for traffic in activation_traffic(step, 0):
+        stride = strides.get(traffic.kind.split()[0], 1)
+        ranks = [i * stride for i in range(traffic.links.size)]
         ring = not traffic.kind.startswith("expert")
         assert traffic.across == pytest.approx(leaving(ranks, ring=ring)), traffic.kind
         kinds.add(traffic.kind.split()[0])
