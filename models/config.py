@@ -197,7 +197,7 @@ class ModelConfig(Section):
     """Shape of a model, and the options that its family does not fix."""
 
     family: str = "llama"
-    """Model family; docs/models.md lists them."""
+    """Model family; docs/models.md lists the families."""
     layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
     hidden: Size

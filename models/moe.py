@@ -1,7 +1,7 @@
 """The builder of mixture-of-experts models.
 
-After the first dense layers, each feed-forward block consists of a router, routed experts (`top_k`
-per token) and shared experts (all for every token).
+After the first dense layers, each feed-forward block consists of a router, routed experts, of which
+a token uses `top_k`, and shared experts, which process every token.
 
 Each expert has separate parameters, with sequential and with grouped matrix products. No tokens are
 dropped. Attention, embedding and head are the same as in the dense families.

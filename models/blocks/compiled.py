@@ -112,8 +112,8 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """Set the activation of Megatron's feed-forward block like a module of Transformer Engine:
-        the activation then receives the whole output of the first linear layer."""
+        """Replace the activation of Megatron's feed-forward block through Megatron's option for
+        Transformer Engine: the activation receives the whole output of the first linear layer."""
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True

@@ -23,7 +23,7 @@ from models.blocks.document_attention import DocumentRange
 
 
 class SoftcappedCoreAttention(CoreAttention):
-    """Causal softmax(softcapped(scale q k^T)) v; a window limits attention to the last keys.
+    """Causal softmax(softcapped(scale q k^T)) v over the last `window` keys; None: over all keys.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """

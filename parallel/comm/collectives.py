@@ -161,7 +161,10 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return a picklable `value` of each rank on every rank, by ascending rank; slow."""
+    """Return a picklable `value` of each rank on every rank, by ascending rank.
+
+    This call is slow.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
@@ -169,13 +172,15 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def found_by_any(findings: Iterable[Value]) -> list[Value]:
-    """Return, on every rank, the distinct findings of all ranks; slow."""
+    """Return, on every rank, the distinct findings of all ranks. This call is slow."""
     return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return a picklable `value` of each rank on rank 0, by ascending rank, and [] on other ranks;
-    slow."""
+    """Return a picklable `value` of each rank on rank 0, by ascending rank, and [] on other ranks.
+
+    This call is slow.
+    """
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
     with named("exchange of plain values"):

@@ -132,7 +132,8 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield (in_norm, gradient) for this rank's gradients; the norm omits those not in_norm."""
+        """Yield (in_norm, gradient) for this rank's gradients; `in_norm` states whether this rank
+        adds the gradient to the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:

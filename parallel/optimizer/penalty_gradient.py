@@ -3,7 +3,7 @@
 The penalty's gradient depends only on the weight, so the unit's owner computes it from the
 parameter, which every data-parallel rank has; for a PC layer the parameter is the effective weight.
 Like an update, the gradient is sent to the ranks whose shards contain the unit's gradient. The
-gradient norm, clipping and the step then treat the sum as the gradient of the loss.
+gradient norm, clipping and the step then use the sum of both gradients.
 """
 
 from collections.abc import Mapping, Sequence

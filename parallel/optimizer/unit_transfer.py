@@ -29,10 +29,10 @@ rank updates its piece as a separate matrix, with a different result."""
 class UnitTransfer(Transfer):
     """Positions of a unit's pieces, and the unit's owner; the same on every rank of a stage.
 
-    A part is a range of a bucket's shard, and a range of the unit's concatenated, flattened pieces.
+    A part maps a range of a bucket's shard to a range of the unit's concatenated, flattened pieces.
 
     owner          rank within the stage: tensor rank + tensor size * data rank
-    tensor_ranks   tensor-parallel ranks with the pieces of the unit; all ranks if it is sharded
+    tensor_ranks   tensor-parallel ranks with pieces of the unit; all ranks for a sharded unit
     targets        equal to the sources; for a replicated unit all copies, which get the update of
                    the owner's copy
     """

@@ -39,7 +39,7 @@ class Memory:
         """Peak memory in bytes.
 
         Activations are freed before the optimizer's step allocates its buffers. The buffers of the
-        Gram penalty are not included; a rehearsal shows them.
+        Gram penalty are not included, but are shown by a rehearsal.
         """
         permanent = self.weights + self.gradients + self.master + self.state
         return permanent + max(self.activations, self.buffers)
