@@ -277,7 +277,10 @@ class SteppedUnit:
         return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Copy the unit to its part of a tensor shaped like the parameter, if it is no view."""
+        """Copy the unit to its part of a tensor shaped like the parameter.
+
+        Nothing is copied if the unit is a view of this part.
+        """
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
 

@@ -284,7 +284,10 @@ class KnownWeights:
         )
 
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
-        """Return the evidence that a layer is a head, or ""; no later layer uses its outputs."""
+        """Return the evidence that a layer is a head, or "".
+
+        No later layer uses the outputs of the given layer.
+        """
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
         inputs = _inputs(weight, outputs)

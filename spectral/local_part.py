@@ -35,8 +35,8 @@ def gradients_of(
 ) -> list[Tensor]:
     """Return the gradients that exist; if `sharded`, only this rank's parts.
 
-    `shapes` contains the parameters' shapes. Raises ValueError for gradients that cannot be used in
-    a step.
+    `shapes` contains the shapes of all parameters. Raises ValueError for gradients that cannot be
+    used in a step.
     """
     each = [p.grad for p in parameters]
     grads = [grad for grad in each if grad is not None]

@@ -1,11 +1,11 @@
 """Figures of weights, gradients and activations: ranks, condition numbers, noise.
 
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values are
-computed by an exact decomposition in at least float32, for which the host waits on a GPU, so use
+computed by an exact decomposition in at least float32, which on a GPU requires a host sync, so use
 these functions in logging steps; `correlation` may run in any step. Ranks, norms and correlations
 are 0 for a zero matrix and NaN for a matrix with NaN. To compute several figures of one matrix,
 pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
-`nuclear_norm` use only products, for which the host does not wait.
+`nuclear_norm` use only products, without a host sync.
 """
 
 from typing import NamedTuple

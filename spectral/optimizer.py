@@ -79,9 +79,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         lr: learning rate for groups of the default rule without a learning rate: a number, a 0-d
             tensor, or None for the rule's default. Groups of other rules use their rule's default.
         weight_decay: decoupled weight decay, multiplied by lr, for groups without a weight decay.
-        nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient before anything
-            changes, for which the host waits for the device, or "skip" the whole step on the device
-            and count it in `skipped_steps`, a 0-d tensor.
+        nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything
+            changes (the host waits for the device), or "skip" the whole step on the device and
+            count it in `skipped_steps`, a 0-d tensor.
         master_weights: whether the state contains a float32 copy of every 16-bit parameter, which
             is stepped and then rounded to the parameter. Without master weights, a 16-bit parameter
             loses every update smaller than its rounding: half of Muon's updates at lr 2e-3.
@@ -420,7 +420,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
+        """Load the state as `torch.optim.Optimizer` does, in the saved dtypes.
 
         Hyper-parameters that an earlier version did not save keep their values or, if the rule has
         changed, get the rule's defaults. Momenta alone are a sufficient state: singular vectors and
@@ -592,11 +592,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     local_of(parameter).copy_(part.weight)
 
     def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None to take the step, or a 0-d bool that is False to skip it; count skips.
+        """Return None to take the step, or a 0-d bool that is False to skip the step.
 
-        All ranks that share parameters return the same value. Raises FloatingPointError on a
-        nonfinite gradient with `nonfinite="raise"`, and ValueError if ranks have gradients of
-        different parameters.
+        Skipped steps are counted. All ranks that share parameters return the same value. Raises
+        FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if ranks
+        have gradients of different parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)

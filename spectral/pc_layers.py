@@ -137,7 +137,7 @@ class DividedWeight(EffectiveWeight):
 
 
 class PCLinear(nn.Linear):
-    """A linear layer with the arguments of nn.Linear, preconditioned as one matrix."""
+    """A PC layer with the arguments of nn.Linear; its weight is preconditioned as one matrix."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
@@ -200,7 +200,7 @@ def preconditioned(
 
 
 def merge_(model: nn.Module) -> None:
-    """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
+    """Replace the weight of every PC layer by PC(W), so that the layers are ordinary layers again.
 
     Tensor-parallel ranks must call this function together. Raises ValueError if the model has no PC
     layers or is sharded by `fully_shard`, or if a weight is shared with another module.

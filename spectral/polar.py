@@ -179,7 +179,7 @@ SAFE = 1e-12, 1e15
 
 
 def workspace(device: torch.device) -> int:
-    """Return the number of elements of matrices that are processed at a time."""
+    """Return the number of matrix elements that are processed at a time."""
     return WORKSPACE_ELEMENTS.get(device.type, DEFAULT_WORKSPACE_ELEMENTS)
 
 

@@ -37,9 +37,9 @@ def signed(signature: Callable[P, None]) -> Callable[P, None]:
 class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
-    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). The result equals
-    the result of `torch.optim.AdamW` with the same betas. Use AdamW for embeddings, heads, gains
-    and biases, which `split_parameters` always assigns to AdamW, and as a baseline.
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). The steps equal
+    the steps of `torch.optim.AdamW` with the same betas. Use AdamW for embeddings, heads, gains and
+    biases, which `split_parameters` always assigns to AdamW, and as a baseline.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -55,7 +55,7 @@ class AdamW(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "adamw"
@@ -80,8 +80,8 @@ class AdamW(SpectralOptimizer):
 class Muon(SpectralOptimizer):
     """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M times a scale s for the shape.
 
-    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). The result equals the
-    result of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). The steps equal the steps
+    of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
 
@@ -106,7 +106,7 @@ class Muon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "muon"
@@ -164,7 +164,7 @@ class NorMuon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "normuon"
@@ -225,7 +225,7 @@ class AdaMuon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "adamuon"
@@ -289,7 +289,7 @@ class MuonSphere(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "muon_sphere"
@@ -367,7 +367,7 @@ class SpectralSphere(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "spectral_sphere"
@@ -441,13 +441,13 @@ class MuonPlusPlus(SpectralOptimizer):
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
             4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now). Not
             allowed with project_rescale.
-        correlation_threshold (default 1.0): The paper's C: the threshold is C (rows^-1/2 +
-            cols^-1/2); positive.
+        correlation_threshold (default 1.0): Positive factor C of the threshold C (rows^-1/2 +
+            cols^-1/2) in the paper.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "muon_plus_plus"
@@ -502,7 +502,7 @@ class SpectralDescent(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None means their own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
     """
 
     default_rule = "spectral_descent"

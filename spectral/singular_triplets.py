@@ -247,7 +247,7 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _top_eigenvector(t: Tensor) -> Tensor:
-    """Compute the top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
+    """Compute the top eigenvectors `[batch, k]` of semidefinite float64 `t` `[batch, k, k]`.
 
     The squarings equal 2^21 power iterations and need no eigensolver or host sync.
     """

@@ -1,7 +1,7 @@
 """Parameters and states of an optimizer after a step, and values derived from them.
 
 Before a step, a snapshot verifies that no parameter or state entry was replaced, cast or sharded
-since the last full check. For this it only compares object identities and a few attributes.
+since the last full check. The check only compares object identities and a few attributes.
 """
 
 from collections.abc import Mapping, Sequence

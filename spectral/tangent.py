@@ -84,7 +84,10 @@ class TangentSolution(NamedTuple):
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
-        """Return `multiplier`, `residual`, `evaluations`, `converged` and (16 bits) `removed`."""
+        """Return the figures of a solve.
+
+        They are `multiplier`, `residual`, `evaluations`, `converged` and, in 16 bits, `removed`.
+        """
         dtype = self.multiplier.dtype
         figures = {
             "multiplier": self.multiplier,
@@ -114,7 +117,7 @@ class Solver:
         tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.
         max_evaluations: largest number of msign evaluations, at least 1; None means 1, or 2 in
             float32 on a GPU if the model is not wide (`spectral.tangent_model.is_wide`).
-        early_exit: stop when every matrix has converged, for which the host waits for the device.
+        early_exit: whether to stop when every matrix has converged, which requires a host sync.
             Otherwise exactly `max_evaluations` evaluations run, without a host sync.
         schedule, steps, dtype: options of msign.
 
@@ -135,7 +138,7 @@ class Solver:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
 
     def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
-        """Solve the problems of stacks of matrices whose shorter sides are equal.
+        """Solve tangent problems whose matrices have equal shorter sides.
 
         Directions are returned in the buffers of `m`, which saves the memory of a stack.
 
@@ -301,7 +304,7 @@ class _Refinement:
         return out, concat(norms) > floor
 
     def narrow(self, f: Tensor) -> None:
-        """Narrow the bracket to the last evaluation and mark converged matrices."""
+        """Narrow the bracket by the last evaluation and mark converged matrices."""
         self.low = torch.where(f <= 0, self.trial, self.low)
         self.high = torch.where(f > 0, self.trial, self.high)
         self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))

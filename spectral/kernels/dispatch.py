@@ -152,7 +152,7 @@ def lookup(
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's product requires the package, and rows of a multiple of 16 bytes.
+    # Quack's product requires the package, and rows whose bytes are a multiple of 16.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:

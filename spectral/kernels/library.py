@@ -17,7 +17,7 @@ SLOW_ON_CPU = {torch.float16}
 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
-"""Number of row blocks of a large symmetric product on a CPU; four save 6/16 of the FLOPs."""
+"""Number of row blocks of a large symmetric product on a CPU; 4 blocks save 6/16 of the FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
 """Smallest number of rows at which blocks are faster, by dtype; see `product`."""
 
@@ -85,7 +85,7 @@ def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
 
 
 def _mirror_(x: Tensor) -> None:
-    """Copy the lower triangle of `x` `[batch, n, n]` to the upper one, with little extra memory."""
+    """Copy the lower triangle of `x` `[batch, n, n]` to the upper triangle with little memory."""
     n = x.shape[-1]
     if n <= 64:
         x.tril_().add_(x.tril(-1).mT)

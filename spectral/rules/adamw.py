@@ -21,7 +21,7 @@ ENTRIES = ("momentum", "variance", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
-    """AdamW, elementwise; equals `torch.optim.AdamW`."""
+    """Elementwise AdamW, equal to `torch.optim.AdamW`."""
 
     whole_matrix: ClassVar[bool] = False
 

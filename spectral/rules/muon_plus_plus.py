@@ -52,7 +52,7 @@ class MuonPlusPlusRule(RadiusRule):
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
     the weight by sqrt(rho before / rho now). Not allowed with project_rescale."""
     correlation_threshold: float = 1.0
-    """The paper's C: the threshold is C (rows^-1/2 + cols^-1/2); positive."""
+    """Positive factor C of the threshold C (rows^-1/2 + cols^-1/2) in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""MuonSphere: Muon with retraction to the spectral sphere, without tangency.
+"""MuonSphere: Muon with retraction to the spectral sphere, without SSO's tangent condition.
 
 Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393).
 """

@@ -40,8 +40,8 @@ class SpectralDescentRule(MsignRule):
         """Decay and step the weights; see `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
-        computed as <G, msign(G)> with the approximate polar factor of the step, so it is the step's
-        exact first-order gain.
+        computed as <G, msign(G)> with the step's approximate polar factor. Therefore the square of
+        the reported norm is exactly the first-order decrease of the loss, divided by lr.
         """
         return [self._step(stack) for stack in stacks]
 
