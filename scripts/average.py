@@ -97,7 +97,7 @@ def chosen(
 def shares(count: int, decay: float | None) -> Iterator[float]:
     """Yield each checkpoint's factor in the average; the factors sum to 1.
 
-    Without `decay` all factors are equal. With `decay` they are those of a moving average, which
+    Without `decay` all factors are equal. With `decay` the average is a moving average, which
     starts as the first checkpoint and then becomes `decay` times the average plus 1 - `decay` times
     the next checkpoint.
     """

@@ -46,8 +46,8 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
     """Provide `source` as an exported model within a context.
 
     A checkpoint, or the newest complete checkpoint of a run folder, is exported to a temporary
-    folder. Raises InputError if `source` is neither of these nor an exported model, or if the run
-    has no tokenizer.
+    folder. Raises InputError if `source` is not a checkpoint, a run folder or an exported model, or
+    if the run has no tokenizer.
     """
     if (source / "config.json").is_file():
         if tokenizer is not None:

@@ -8,7 +8,8 @@
     python scripts/paper.py pc_layer figure_5 --measure
 
 The script prints the commands, their estimated GPU-hours and the paper's numbers. Then it runs or
-submits the commands in order, stops if one fails, and draws the figure from the finished runs.
+submits the commands in order, and draws the figure from the finished runs. It stops at the first
+command that fails.
 """
 
 import argparse

@@ -185,7 +185,7 @@ def chosen(options: argparse.Namespace) -> Preparation:
 
 
 def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
-    """Raise InputError if an option in `names`, which have no effect here, was given."""
+    """Raise InputError if an option in `names` was given; `when` states why it has no effect."""
     defaults = vars(parse(["--output", ""]))
     flags = {"inputs": "NAME=INPUT", "local": "--from"}
     for name in names:

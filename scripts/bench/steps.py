@@ -304,7 +304,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
     """Return the shapes of the matrices to step, and their recipe or None, by case name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # A given vocabulary size lets the config load without data. The size hardly matters, because
+    # With a vocabulary size, the config loads without data. The size hardly matters, because
     # embedding and head seldom have a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     warn_replaced(options.overrides)

@@ -258,7 +258,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Return figures of all ranks: the maximum of step time and memory, and mean phases."""
+    """Return figures over all ranks: maximum step time and memory, and mean times of phases."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, trainer.data.attended_length()).flops_per_token

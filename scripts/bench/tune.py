@@ -105,7 +105,7 @@ def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem; yield table entries, each with whether all tiles' results are right.
+    """Measure one problem; yield (table entry, whether all tiles computed correct results).
 
     `only` contains the tiles to measure; None means all candidates.
     """

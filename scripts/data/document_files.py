@@ -212,7 +212,7 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:
-    """Return the remedy for a line that is not valid JSON, such as a part of a longer JSON text."""
+    """Return the remedy for a line that is not valid JSON, which may be a part of a JSON text."""
     line = line.strip()
     if number == 1 and line.startswith(b"<"):
         return "the file is HTML or XML, perhaps after a failed download; download it again"

@@ -20,7 +20,7 @@ PROGRESS = "progress.json"
 
 
 class AtomicFolder:
-    """Context manager that writes a folder atomically: it is built as `output.preparing`.
+    """Context manager that writes a folder atomically: the folder is built as `output.preparing`.
 
     Inside the context manager, write to `path`. `commit` syncs `path` and renames it to `output`;
     without a commit everything is deleted. After a kill, `output.preparing` remains until the next

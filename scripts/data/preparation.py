@@ -179,8 +179,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`, copied from the folder `trained` if it was already
-    trained."""
+    """Write the tokenizer to `folder`; copy a tokenizer that was already trained from `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     elif (trained / TOKENIZER_FILE).exists():

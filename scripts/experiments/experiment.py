@@ -46,7 +46,7 @@ class Check:
     high: float
     source: str
     series: str = ""
-    """Passed checks of the same series are one row of the printed table."""
+    """Passed checks of the same series share one row of the printed table."""
 
     @property
     def passed(self) -> bool:

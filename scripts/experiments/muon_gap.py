@@ -1,5 +1,5 @@
-"""Muon++: a step within the spectral gap keeps the norm, a longer step may change it, and over many
-steps only the rescaling algorithm keeps the norm."""
+"""Muon++: a step shorter than the spectral gap preserves the norm, a longer step may change it, and
+over many steps only the rescaling algorithm preserves the norm."""
 
 import math
 from collections.abc import Mapping

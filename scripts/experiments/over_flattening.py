@@ -4,7 +4,7 @@ The over-flattening ablation of the PC paper (appendix J) maps all singular valu
 matrix learns a linear map with singular values 1 / k: as a plain weight, in a PC layer, and with
 the over-flattening composite. The best multiple of an orthogonal matrix has the relative error
 1 - nr(T) / n for the target T, so the composite is worst with any optimizer. This is not evidence
-about language models: for those, the paper reports the same at 271M parameters, and
+about language models, for which the paper reports a worse loss at 271M parameters and
 studies/pc/over_flattening.yaml tests a small model.
 """
 

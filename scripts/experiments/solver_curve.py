@@ -1,5 +1,5 @@
 """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root is
-near 0 for independent Gaussian matrices, and the solver finds it."""
+near 0 for independent Gaussian matrices, and the solver computes this root."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
 """Figures 1 and 4 of the criterion paper: in sparse regression the activations of a relu^2 network
-keep a low stable rank, and spectral steps on hidden layers reach a far lower loss."""
+have a low stable rank throughout, and spectral steps on hidden layers reach a much lower loss."""
 
 from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most
 from scripts.experiments.networks import Method, Problem, Training, first_step, train

@@ -34,9 +34,9 @@ def write_shards(
 ) -> None:
     """Write `tensors` to model.safetensors, or, above `limit` bytes, to several files and an index.
 
-    `tensors` yields (name, value) in the order of `entries`, which contains a tensor on the meta
-    device for each shape and dtype. One file is in memory at a time. Raises InputError if a value
-    is not finite in its entry's dtype, or if a file cannot be written.
+    `tensors` yields (name, value) in the order of `entries`, whose meta-device tensors have the
+    shapes and dtypes to write. One file is in memory at a time. Raises InputError if a value is not
+    finite in its entry's dtype, or if a file cannot be written.
     """
     runs = shards(entries.items(), limit)
     names = ["model.safetensors"]

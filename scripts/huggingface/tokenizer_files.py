@@ -23,8 +23,8 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     """Return the tokenizer of a checkpoint's run.
 
     It is the `given` file or folder, else the tokenizer in an imported checkpoint, else the
-    tokenizer in the config or the data's manifest. Raises InputError if there is no tokenizer, if
-    it differs from the run's tokenizer, or if it has more tokens than the model's vocabulary.
+    tokenizer in the config or the data's manifest. Raises InputError if there is no tokenizer, or
+    if the tokenizer differs from the run's or has more tokens than the model's vocabulary.
     """
     config = info.config
     manifest = _manifest(config)

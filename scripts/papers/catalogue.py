@@ -47,7 +47,7 @@ def key_of(run: str) -> str:
 
 def planned(run: str) -> Hours:
     """Estimate the GPU-hours of a run on the number of GPUs that its recipe specifies."""
-    # Imported here because they load megatron-core, which the page does not need.
+    # Imported here because these modules load megatron-core, which the page does not need.
     from training.dry_run import plan_run
     from training.planning.added_cost import run_hours
 

@@ -114,8 +114,8 @@ class Compared:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key: by the metric, then runs without it by training loss, then runs without
-        both."""
+        """Sort key: the metric, else the training loss; runs with the metric are first, runs with
+        neither are last."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:

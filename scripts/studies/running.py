@@ -132,7 +132,8 @@ def check_candidates(
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return a variant's config. Raises InputError with the variant's name if it is invalid."""
+    """Return a variant's config. Raises InputError with the variant's name for an invalid
+    config."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
         return load_config(ROOT / run.config, run.overrides)
