@@ -58,7 +58,7 @@ def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(perform, tmp_pat
 def one_dies() -> None:
     """Fail unless the other jobs end if one job has no report."""
     began = time.monotonic()
-    with pytest.raises(RehearsalError, match="ended with 3: the last words"):
+    with pytest.raises(RehearsalError, match="ended with exit code 3: the last words"):
         processes.perform([TracedCall(time.sleep, (60,)), TracedCall(dies)], side_by_side=2)
     assert not multiprocessing.active_children() and time.monotonic() - began < 50
 
