@@ -41,7 +41,7 @@ BOUNDS: Final = {
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Common names of rules that differ much from Spectrain's names, with Spectrain's names."""
+"""Common names of rules that do not resemble Spectrain's names, with Spectrain's names."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",

@@ -370,7 +370,7 @@ def _check_files(name: str, prefix: str) -> None:
         header = file.read(HEADER.size)
     corrupt = f"set {name}: {prefix}.idx is corrupt"
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError(f"{corrupt}: the header is not the header of a Megatron index")
+        raise DataError(f"{corrupt}: the file must begin with the header of a Megatron index")
     _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")

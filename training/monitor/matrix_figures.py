@@ -242,7 +242,7 @@ def momentum_spectrum(momentum: Tensor) -> Figures:
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
-    """Return stable rank and root mean square `[]` of a weight's inputs.
+    """Return the stable rank and the root mean square `[]` of a weight's inputs.
 
     `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The embedding's inputs are one-hot
     vectors: `gram` is then the diagonal `[rows]` of their Gram matrix, and the only figure is the

@@ -1,8 +1,8 @@
 """Updates of a monitored step and of the steps before it.
 
 The update of a step is the weights after the step minus the weights before the step, with
-retraction but without weight decay. Weights are stored only for the number of steps, up to a
-monitored step, that the figures need.
+retraction but without weight decay. The history stores the weights before the monitored step and
+before as many preceding steps as the figures need.
 """
 
 from collections.abc import Iterator, Sequence

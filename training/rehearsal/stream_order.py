@@ -152,10 +152,10 @@ class StreamOrder:
         memory = self._memory.pop(storage, None)
         if memory is None:
             return
-        now = Access(memory.stream, self._number, "memory used again", "the allocator")
+        now = Access(memory.stream, self._number, "memory reuse", "the allocator")
         for uses in (memory.writes, memory.reads):
             others = [each for each in uses if each[1].stream not in memory.shared]
-            self._check(others, None, now, "may come before the end of")
+            self._check(others, None, now, "may begin before the end of")
 
     def _check(
         self, before: list[tuple[Part, Access]], part: Part | None, now: Access, what: str

@@ -54,8 +54,8 @@ def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) ->
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no idx": (lambda idx, bin_: idx.unlink(), r"no file .*set\.idx"),
     "no bin": (lambda idx, bin_: bin_.unlink(), r"no file .*set\.bin"),
-    "empty idx": (lambda idx, bin_: truncate(idx, 0), "the header is not the header"),
-    "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "the header is not the header"),
+    "empty idx": (lambda idx, bin_: truncate(idx, 0), "the file must begin with the header"),
+    "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "the file must begin with the header"),
     "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
     "dtype": (
         lambda idx, bin_: patch(idx, 17, b"\x06"),
