@@ -83,7 +83,7 @@ class Task:
         """Return the description of the task that a run prints at its start."""
         made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
         cut = f"; {self.cut:,} examples are longer than a sequence and are cut at their beginning"
-        equal = f"; {self.repeated:,} examples have equal choices, of which the first is scored"
+        equal = f"; {self.repeated:,} examples have equal choices, of which the first is predicted"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "

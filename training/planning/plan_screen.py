@@ -41,8 +41,8 @@ def describe(config: Config, planned: Plan) -> str:
         heading("run") + run_table(config, planned),
         *([heading("data") + data_table(config)] if shows_data(config) else []),
         heading("memory per rank (GiB)") + memory_table(planned),
-        heading("sent per step (MiB), by the rank that sends most") + traffic_table(planned),
-        heading("largest rank over the mean") + balance_table(planned),
+        heading("sent per step (MiB), on the rank that sends the most") + traffic_table(planned),
+        heading("balance: largest rank divided by the mean") + balance_table(planned),
         heading("step, modelled") + time_table(config, planned),
         heading("verdict") + verdict(planned),
     ]
@@ -135,14 +135,14 @@ def traffic_table(planned: Plan) -> str:
     }
     rows = {kind: [sizes.get(kind, 0) for sizes in sent] for kind in large}
     if any(sizes.keys() - large for sizes in sent):
-        rows["all others"] = [sum(n for k, n in sizes.items() if k not in large) for sizes in sent]
+        rows["other kinds"] = [sum(n for k, n in sizes.items() if k not in large) for sizes in sent]
     rows["all"] = totals
-    rows["of these to other nodes"] = [
+    rows["all to other nodes"] = [
         sum(each.size * each.across for each in stage.traffic) for stage in planned.stages
     ]
     texts = {name: [f"{size / 2**20:,.1f}" for size in sizes] for name, sizes in rows.items()}
     ratios = [f"{stage.sent_ratio:.4f}" for stage in planned.stages]
-    return by_stage(planned, texts | {"optimizer's, over AdamW with ZeRO-1": ratios})
+    return by_stage(planned, texts | {"optimizer traffic / AdamW's with ZeRO-1": ratios})
 
 
 def balance_table(planned: Plan) -> str:
@@ -161,7 +161,7 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
-    top = ("stage (* needs most)", *names) if count > 1 and header else [""] * (len(shown) + 1)
+    top = ("stage (* needs the most)", *names) if count > 1 and header else [""] * (len(shown) + 1)
     return table(top, [(name, *(texts[i] for i in shown)) for name, texts in rows.items()])
 
 

@@ -47,26 +47,26 @@ def check_figures(printed: str, planned: dict[str, Any]) -> None:
     memory, sent = shown["memory per rank (GiB)"], next(
         rows for name, rows in shown.items() if name.startswith("sent per step (MiB)")
     )  # fmt: skip
-    names = memory.pop("stage (* needs most)", ["0"])
+    names = memory.pop("stage (* needs the most)", ["0"])
     stages = [planned["stages"][int(name.rstrip("*"))] for name in names]
-    sent.pop("stage (* needs most)", None)
+    sent.pop("stage (* needs the most)", None)
     assert {"weights", "total"} <= memory.keys()
     for name, cells in memory.items():
         sizes = [each["memory"][MEMORY[name]] / 2**30 for each in stages]
         assert numbers(cells) == pytest.approx(sizes, abs=0.0051), name
-    ratios = sent.pop("optimizer's, over AdamW with ZeRO-1")
+    ratios = sent.pop("optimizer traffic / AdamW's with ZeRO-1")
     expected = [each["sent_max"] / max(1, each["sent_adamw"]) for each in stages]
     assert numbers(ratios) == pytest.approx(expected, abs=1e-4)
-    sums = {"all": "sent", "of these to other nodes": "sent_across_nodes"}
+    sums = {"all": "sent", "all to other nodes": "sent_across_nodes"}
     for name, cells in sent.items():
         if name in sums:
             sizes = [sum(each[sums[name]].values()) for each in stages]
-        elif name == "all others":
+        elif name == "other kinds":
             sizes = [sum(v for k, v in each["sent"].items() if k not in sent) for each in stages]
         else:
             sizes = [each["sent"].get(name, 0) for each in stages]
         assert numbers(cells) == pytest.approx([size / 2**20 for size in sizes], abs=0.051), name
-    balance, step = shown["largest rank over the mean"], shown["step, modelled"]
+    balance, step = shown["balance: largest rank divided by the mean"], shown["step, modelled"]
     for name, kind in {"load of the rules": "load", "masters and state": "state"}.items():
         expected = [each[f"{kind}_max"] / max(1, each[f"{kind}_mean"]) for each in stages]
         assert numbers(balance[name]) == pytest.approx([x or 1 for x in expected], abs=1e-3), name
