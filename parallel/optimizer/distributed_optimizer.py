@@ -345,5 +345,5 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         if waits is not None:
             raise ValueError(
                 f"{waits} of rule {stack.assigned.rule_name} must be False "
-                "with cuda_graph, because it waits for the device, got True"
+                "with cuda_graph, because this option waits for the device, got True"
             )
