@@ -166,7 +166,7 @@ def owned_stacks(
 ) -> list[OwnedStack]:
     """Group the transfers into stacks without state.
 
-    Units of a stack have equal shapes, rules, rates, and maps to effective weights.
+    Units of a stack have equal shapes, rules and rates, and the same map to effective weights.
     """
 
     def kind(transfer: UnitTransfer) -> tuple[object, ...]:
