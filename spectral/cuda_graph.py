@@ -117,7 +117,7 @@ class CapturedStep:
             if now.get(name) != first.get(name):
                 raise RuntimeError(
                     f"{name} must not move or change after the first captured step: clear "
-                    "gradients by zero_grad(set_to_none=False), or start again by release()"
+                    "gradients by zero_grad(set_to_none=False), or call release() to record again"
                 )
 
     def _fixed(self) -> dict[str, object]:

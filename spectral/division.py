@@ -62,7 +62,7 @@ class Division:
             raise TypeError(f"units must be a mapping such as {{'rows': [64]}}, got {value!r}")
         if unknown := value.keys() - cls.__dataclass_fields__.keys():
             keys = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"units has no key {', '.join(sorted(unknown))}, only {keys}")
+            raise ValueError(f"units has no key {', '.join(sorted(unknown))}; its keys are {keys}")
         rows = value.get("rows", ())
         if not isinstance(rows, Sequence) or not all(map(_is_count, rows)):
             raise ValueError(f"rows of units must be a list of positive integers, got {rows!r}")

@@ -133,7 +133,7 @@ def modified_condition_number_of(values: Tensor) -> Tensor:
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` has any shape. If all its numbers are nonfinite or not positive, the mean is NaN.
+    `numbers` has any shape. If no number is finite and positive, the mean is NaN.
     Source: "PC Layer", where GMCN is the mean over the q, k, v, o, gate, up and down matrices of
     all layers; in PC layers the matrix is the effective weight.
     """

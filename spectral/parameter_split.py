@@ -164,7 +164,8 @@ def split_parameters(
         rows.append(Row(name, shape, rule, len(matrices), matrices[0], reason))
     if unused:
         raise ValueError(
-            f"each pattern of units must match a parameter, got {', '.join(sorted(unused))}"
+            "each pattern of units must match a parameter, but no parameter matches "
+            f"{', '.join(sorted(unused))}"
         )
     if not groups:
         raise ValueError(

@@ -410,7 +410,8 @@ def is_bounded(
     """Return whether each matrix's iterates stayed bounded, bool `[batch]`; see `Polar`.
 
     `gram` `[batch, rows, rows]` is R before the last of `steps` and is overwritten. `p` is
-    `shift I + b R + c R^2` with the coefficients of the last step. Both give the Schatten-8 norm.
+    `shift I + b R + c R^2` with the coefficients of the last step. The Schatten-8 norm is computed
+    from `gram` and `p`.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
     limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)

@@ -97,5 +97,5 @@ def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Col
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Return whether two lists contain the same objects in the same order; compare no tensor."""
+    """Return whether two lists contain the same objects in the same order (compared by `is`)."""
     return len(first) == len(second) and all(map(is_, first, second))

@@ -99,7 +99,7 @@ class Use:
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if self.idle and not self.inputs:
-            raise ValueError("the pass used it for no token")
+            raise ValueError("no token of the pass used it")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
         if _overlap(frozenset(self.sets.get(INNER, ()))):

@@ -115,7 +115,7 @@ def register_rule(name: str, rule: type[Rule]) -> None:
     if problem := next(class_problems(rule), None):
         raise TypeError(f"rule {name!r} {problem}")
     if RULES.data.setdefault(name, rule) is not rule:
-        raise ValueError(f"rule {name!r} is registered already, as {RULES[name].__name__}")
+        raise ValueError(f"rule {name!r} is already registered, as {RULES[name].__name__}")
 
 
 __all__ = [

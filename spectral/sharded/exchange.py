@@ -138,8 +138,8 @@ class Exchange:
     ) -> None:
         """Copy the parts of each matrix to `whole[matrix]` at its owner.
 
-        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype` or, if
-        it is None, in the dtype of `like`, from the device of `like`.
+        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype`; None
+        means the dtype of `like`. The device is the device of `like`.
         """
         side = self.inward
         copy_all_(local_pairs([pair for pair in side.local if pair[0] in whole], whole, held))

@@ -107,7 +107,7 @@ class TensorLayout:
     """Each rank's part of a tensor.
 
     boxes   each rank's part, by rank of the group
-    copies  the copy of the tensor to which each rank's part belongs, by rank of the group
+    copies  number of the tensor's copy that contains each rank's part, by rank of the group
     """
 
     boxes: tuple[Box, ...]

@@ -922,7 +922,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             ),
             "expert 12 8, out 12 8",
         ),
-        "^expert.weight: the pass used it for no token",
+        "^expert.weight: no token of the pass used it",
     ),
     "sparse tensors": (
         Module(lambda m, x: m.out(EDGES @ m.first(x[0])), "first 12 8, out 8 4"),
