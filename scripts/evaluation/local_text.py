@@ -29,8 +29,8 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task: large enough for a standard error accurate to one eighth, small
-enough that few tokens are the first of a document."""
+"""Number of documents of a task: enough for a standard error accurate to one eighth, but far fewer
+than tokens, because the first token of a document is scored differently."""
 
 MAX_DIFFERENT = 16
 """Maximum number of tokens that may differ if a text is decoded and encoded again: words that are

@@ -188,7 +188,7 @@ class Trainer:
             for log in [*self._logs]
         ]
         lines = (f"{name}: {(text.splitlines() or ['starts'])[-1]:.80}" for name, text in logs)
-        return "; ".join(lines) or "this process trains no run now"
+        return "; ".join(lines) or "no run is in progress in this process"
 
     def begin(self, runs: Iterable[Run]) -> None:
         """Queue the runs without a record, in order, and return immediately.

@@ -133,7 +133,10 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
         again = ["import", str(out), str(tmp_path / "again"), "--config", str(config)]
         assert main([*again, "train.sequence_length=32", "train.sequence_length=64"]) == 0
         said, replaced = capsys.readouterr()
-        assert f"{dtype} weights" in said and "=64 replaces train.sequence_length=32" in replaced
+        assert (
+            f"{dtype} weights" in said
+            and "=64 replaces override train.sequence_length=32" in replaced
+        )
         assert "would have 64, because train.sequence_length is 64" in said
         stored = [read_checkpoint(place).tensors() for place in (run, tmp_path / "again")]
         assert stored[0].keys() == stored[1].keys()

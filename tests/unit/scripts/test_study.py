@@ -233,7 +233,7 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
         ),
         (
             {"overrides": ["train.steps=4", "train={steps: 5}"]},
-            "must set each key once: the override train={steps: 5} replaces train.steps=4",
+            "once: override train={steps: 5} replaces override train.steps=4",
         ),
         ({"overrides": ["seed=3"]}, "overrides must not set seed, which the study sets from seeds"),
         (
