@@ -103,7 +103,7 @@ data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@
 
-corpus-large: data/corpus_large/manifest.json  ## prepare this corpus with the Linux manuals, 76 MB, in data/corpus_large
+corpus-large: data/corpus_large/manifest.json  ## prepare the same corpus plus the Linux manuals, 76 MB, in data/corpus_large
 
 data/corpus_large/manifest.json: examples/data/corpus_large.yaml examples/data/corpus.yaml | $(SETUP)
 	$(PY) scripts/make_corpus.py data/corpus_large_texts --corpus examples/data/corpus_large.yaml
@@ -147,7 +147,7 @@ reproduce: $(SETUP)  ## run the papers' synthetic experiments and check their nu
 pages: $(SETUP)  ## update the generated pages and tables
 	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) > $(page).new; mv $(page).new $(page);)
 
-site: $(SETUP)  ## build a searchable site from the pages in site/
+site: $(SETUP)  ## build a searchable site of the pages in the folder site/
 	$(PY) -m mkdocs build --strict
 
 lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and generated pages
