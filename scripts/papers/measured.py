@@ -257,7 +257,7 @@ def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
-    """Return a row for each variant of a study, or for each series of each run and seed.
+    """Return a row for each variant of a study, and for each series of each run and seed.
 
     Column `early` is the mean over the first fifth of the steps, `settled` over the second half.
     """
