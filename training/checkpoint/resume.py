@@ -55,7 +55,7 @@ class Start:
             else None
         )
         if named not in (None, path.name):
-            print(f"{latest} named {named!r:.80}, not {path.name}", flush=True)
+            print(f"{latest} contained {named!r:.80} instead of {path.name}", flush=True)
         if self.resume != "latest":
             later = checkpoints.set_aside_after(run_dir, self.info.step)
             if later is not None:

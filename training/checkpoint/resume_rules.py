@@ -234,7 +234,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
         lines.append(f"{place} differs in its {kind}: {shown}{more}")
     every = [change for changed in different.values() for change in changed]
     if any(change.key == "weights" for change in every):
-        todo = "its weights do not fit this model: set another run.dir"
+        todo = "the weights do not fit this model: set another run.dir"
     elif any(change.of_state for change in every):
         todo = f"the checkpoint cannot be loaded: {new_run(place, pc)}"
     else:

@@ -173,7 +173,7 @@ def time_table(config: Config, planned: Plan) -> str:
         "recomputation": time.recompute,
         "sending activations": time.activations,
         "pipeline bubble": time.bubble,
-        "gradients and weights not hidden": time.gradients + time.weights,
+        "gradients and weights not overlapped": time.gradients + time.weights,
         "exchange": time.exchange,
         "optimizer": time.optimizer,
     }
