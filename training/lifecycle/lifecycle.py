@@ -67,7 +67,7 @@ class Lifecycle:
     def after_step(self, step: int) -> None:
         """Advance a save that all ranks have written, and exchange stop requests.
 
-        Raises CheckpointError if a save failed for the last time.
+        Raises CheckpointError after the last failed attempt to save.
         """
         self.step = step
         self.watchdog.beat(step)
