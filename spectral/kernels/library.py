@@ -32,7 +32,7 @@ def product(
     diagonal: float = 0.0,
     symmetric: bool = False,
 ) -> Tensor:
-    """Compute `A B + diagonal I` or, with `c`, `alpha A B + beta C + diagonal I`, of stacks.
+    """Compute `A B + diagonal I` or, with `c`, `alpha A B + beta C + diagonal I` for stacks.
 
     Without `b`, B is `A^T`. A stack of one matrix uses the faster unbatched call.
 

@@ -127,7 +127,7 @@ class Rule(ABC):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Compute the input of `update` in the buffers of `grads`; by default, `grads` unchanged.
+        """Compute the input of `update` in the buffers of `grads`; by default, return `grads`.
 
         The computation is elementwise, so it may run on any slice of a matrix. It reads and writes
         only the state entries in `elementwise_state`.
@@ -152,9 +152,10 @@ class Rule(ABC):
         """
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`; by default, elementwise passes.
+        """Count the FLOPs of one step on a unit of logical `shape`.
 
-        Placement and plans use the count; see `costs_are_counted`.
+        By default only elementwise passes are counted. Placement and plans use the count; see
+        `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 
