@@ -218,7 +218,10 @@ class Watch(TorchDispatchMode):
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
         # Storages whose values depend on parameters or on the example, not only on positions.
         self.live = WeakKeyDictionary(self.parameters)
+        inputs = [*inputs]
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
+        # Storages whose values depend on the example, unlike those of computed weights.
+        self.activations = WeakKeyDictionary((t.untyped_storage(), None) for t in inputs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -262,6 +265,8 @@ class Watch(TorchDispatchMode):
             return
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
+        if tracked or any(t.untyped_storage() in self.activations for t in operands):
+            self.activations.update((t.untyped_storage(), None) for t in results)
         if not weights and not tracked:
             return
         if in_place := bool(re.search("[^_]_$", name)):
@@ -339,8 +344,11 @@ class Watch(TorchDispatchMode):
         full = [sides[i] for i in whole] or sides
         distinct = _distinct(sides)
         if not distinct:
-            for weight in [operands[i] for i in whole if operands[i] in self.weights][:1]:
-                self.weights.copy(out, weight)
+            terms = [operands[i] for i in whole]
+            computed = [t for t in terms if t in self.weights]
+            if computed and all(t.untyped_storage() not in self.activations for t in terms):
+                self.weights.copy(out, computed[0])
+                self.activations.pop(out.untyped_storage(), None)
             return
         computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
         matrices = [s for s in sides if s.is_parameter and sum(n > 1 for n in s.shape) > 1]

@@ -657,6 +657,44 @@ def test_a_step_equals_steps_on_the_matrices_apart(name: str) -> None:
         if pieces is not None:
             _compare(model.get_parameter(weight).detach().double(), units[weight], pieces)
     assert all(row.reason for row in split.rows)
+    # One sequence shows the same matrices; the view in place has fixed sizes.
+    if isinstance(example, Tensor) and len(example) > 1 and name != "a view in place":
+        one = split_parameters(model, example=example[:1])
+        assert {n: g.get("units") for g in one for n, _ in g["params"]} == units
+
+
+SCORES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "added": lambda m, scores: scores + m.table,
+    "subtracted": lambda m, scores: m.table - scores,
+    "multiplied": lambda m, scores: m.table * scores,
+    "added in place": lambda m, scores: scores.softmax(-1).add_(m.table),
+    "where positive": lambda m, scores: torch.where(scores > 0, scores, m.table),
+    "looked up": lambda m, scores: (
+        scores + m.table.flatten()[torch.arange(m.table.numel())].view_as(scores)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["tensor", "function"])
+@pytest.mark.parametrize("combine", SCORES)
+def test_a_table_of_the_shape_of_one_sequence_is_no_weight(combine: str, form: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x + m.start), 4) for layer in (m.q, m.k, m.v))
+        scores = SCORES[combine](m, q @ k.mT)
+        return m.head(m.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+    one = x[:1]
+    table, start = torch.randn(1, 3, one.shape[1], one.shape[1]), torch.randn_like(one)
+    model = Module(
+        forward, "q 12 12, k 12 12, v 12 12, out 12 12, head 12 2", table=table, start=start
+    )
+    split = split_parameters(model, example=one if form == "tensor" else lambda: model(one))
+    found = {n: g.get("units", {}).get("rows") for g in split for n, _ in g["params"]}
+    assert found == {
+        **dict.fromkeys(("table", "start", "head.weight")),
+        **dict.fromkeys(("q.weight", "k.weight", "v.weight"), [4]),
+        "out.weight": [],
+    }
 
 
 SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
