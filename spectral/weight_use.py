@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -119,6 +119,9 @@ class Use:
             return Seen(None, "its columns are used one at a time: scalars")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
+        used = len(set().union(*chain.from_iterable(self.sets.values())))
+        if 0 < used < self._count and not self.ended:
+            raise ValueError(f"nothing used {self._count - used} of its {self._count} outputs")
         if not reached:
             if not self.ended:
                 raise ValueError("nothing used its outputs, and the pass did not return them")

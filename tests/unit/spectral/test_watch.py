@@ -915,6 +915,18 @@ UNUSED = Module(lambda m, x: m.used(x), "used 12 4, unused 12 4")
 EDGES = torch.eye(x.shape[1]).to_sparse()
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "not used": (UNUSED, "^unused.weight: the pass did not use it\n.*units.*elementwise.*example"),
+    "a part that is dropped": (
+        Module(lambda m, x: m.out(m.both(x)[..., :8]), "both 12 12, out 8 4"),
+        "^both.weight: nothing used 4 of its 12 outputs\n",
+    ),
+    "distances larger than the example's": (
+        Module(
+            lambda m, x: m.out((m.q(x) @ m.k(x).mT + (x @ m.far)[..., :9]).softmax(-1) @ m.v(x)),
+            "q 12 12, k 12 12, v 12 12, out 12 4",
+            far=torch.randn(12, 20),
+        ),
+        "^far: nothing used 11 of its 20 outputs\n",
+    ),
     "sets": (
         Module(two_ways, "both 12 16, a 8 4, b 8 4"),
         "both.weight: .*: 0-3, 8-11; 4-7, 12-15",
