@@ -79,7 +79,7 @@ class MoEConfig(Section):
     shared_gate: bool = False
     """Multiply the shared experts' output by a learned sigmoid gate of the token."""
     dense_layers: Whole = 0
-    """Number of first layers with a dense feed-forward block of hidden size `ffn` instead of
+    """Number of leading layers with a dense feed-forward block of hidden size `ffn` instead of
     experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score function of the router; if top_k > 1, the chosen experts' scores are divided by their
@@ -94,8 +94,8 @@ class MoEConfig(Section):
     """Factor that multiplies the sum of the routed experts' outputs; null = the SSO paper's factor,
     which gives this sum the variance of the shared experts' sum."""
     expert_bias: bool = True
-    """Balance the experts' load without an auxiliary loss: add a bias per expert to the scores for
-    the choice of experts."""
+    """Balance the experts' load without an auxiliary loss: add a bias per expert to the scores that
+    select experts."""
     expert_bias_rate: AtLeast0 = 1e-3
     """Amount by which an expert's bias rises or falls in each optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
@@ -134,10 +134,10 @@ class LatentConfig(Section):
     kv_rank: Size
     """Size of the latent of keys and values."""
     nope_head_dim: Size
-    """Number of dimensions of a query or key head without rotary positions."""
+    """Number of non-rotary dimensions of a query or key head."""
     rope_head_dim: Annotated[Size, Field(multiple_of=2)]
-    """Number of dimensions of a query or key head with rotary positions; all heads share these
-    dimensions of the key."""
+    """Number of rotary dimensions of a query or key head; all heads share these dimensions of the
+    key."""
     value_head_dim: Size
     """Dimension of a value head."""
 
@@ -163,8 +163,8 @@ class RopeScalingConfig(Section):
     beta_fast: Positive = 32.0
     """yarn: frequencies with more rotations than this over the original length are unchanged."""
     truncate: bool = True
-    """yarn: round the first and last dimension of the transition between unchanged and low
-    frequencies to integers."""
+    """yarn: round the bounds of the transition between unchanged and low frequencies to whole
+    dimensions."""
     attention_factor: Positive | None = None
     """yarn: factor that multiplies rotated queries and rotated keys; null = 0.1 ln(factor) + 1."""
 
@@ -241,8 +241,8 @@ class ModelConfig(Section):
     """Soft cap c of the logits, `c * tanh(logit / c)`; null = none. Must be null for most
     families."""
     sliding_window: Count | None = None
-    """Number of tokens, including itself, to which a token attends in layers 0, 2, 4, ...; null =
-    all previous tokens. Must be null for most families."""
+    """Number of tokens to which a token attends in layers 0, 2, 4, ..., itself included; null = all
+    previous tokens. Must be null for most families."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; required for families with latent attention, null for others."""
     moe: MoEConfig | None = None

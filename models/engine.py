@@ -47,7 +47,7 @@ def engine_version() -> str:
         return Version(importlib.import_module("megatron.core.package_info").__version__).public
     except ImportError as error:
         raise EngineError(
-            f"megatron-core {TESTED[0]} to {TESTED[1]} must be installed, got: {error}"
+            f"megatron-core {TESTED[0]} to {TESTED[1]} must be installed: {error}"
         ) from error
 
 

@@ -341,8 +341,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     tokenizer.add_argument(
         "--eod",
-        help="end-of-document token of --tokenizer (default: its end-of-sequence token or only "
-        "special token)",
+        help="end-of-document token of --tokenizer (default: its EOS token, else its sole special "
+        "token)",
     )
     tokenizer.add_argument(
         "--allow-lossy",

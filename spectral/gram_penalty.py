@@ -103,8 +103,8 @@ def gram_penalty(
 ) -> Tensor:
     """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments and ValueError are as in `gram_penalty_and_grad`, whose gradient is used in the
-    backward pass. Raises RuntimeError when the penalty is differentiated twice.
+    Take the arguments and raise the errors of `gram_penalty_and_grad`, whose gradient is used in
+    backward. Raises RuntimeError when the penalty is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

@@ -240,7 +240,7 @@ class KnownWeights:
         if scopes and outputs == _first(scopes[0][1], f"{HEAD_COUNTS} num_v_heads"):
             return False, "one output per head of attention"
         why = f"no layer uses its {outputs} outputs"
-        raise _unclear(weight, f" looks like several matrices in one, or a head: {why}")
+        raise _unclear(weight, f" looks like several matrices, or an output head: {why}")
 
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.

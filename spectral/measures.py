@@ -44,7 +44,7 @@ def eigenvalue_roots(gram: Tensor) -> Tensor:
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide; return 0 where numerator and denominator are 0."""
+    """Return numerator / denominator, and 0 where both are 0."""
     both = (numerator == 0) & (denominator == 0)
     return torch.where(both, 0, numerator / torch.where(both, 1, denominator))
 

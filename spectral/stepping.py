@@ -41,7 +41,7 @@ class Units(ABC):
 
     @abstractmethod
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store the stack after its step, with the rule's report."""
+        """Store a stepped stack; `report` is the rule's report."""
 
 
 def step_units(
@@ -61,7 +61,7 @@ def step_units(
         updated = rule.update(stacks)
         if not (isinstance(updated, list) and len(updated) == len(stacks)):
             raise TypeError(
-                f"update of {type(rule).__name__} must return a list of {len(stacks)} reports, one "
+                f"{type(rule).__name__}.update must return a list of {len(stacks)} reports, one "
                 f"per stack, got {type(updated).__name__}"
             )
         for (i, part), stack, report in zip(batch, stacks, updated, strict=True):

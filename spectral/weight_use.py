@@ -38,7 +38,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """Uses of the outputs of a weight; the weight's elements are numbered from `start`."""
+    """How a weight's outputs are used; the weight's elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]

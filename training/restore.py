@@ -67,8 +67,8 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     if progress.read is None and progress.sample:
         raise ResumeError(
             f"{info.path} was saved by an earlier version and does not state how much of each "
-            "set was read: continue with the same data until the next checkpoint, and then change "
-            "the data"
+            "set was read: restore the former data until the next checkpoint, and change the data "
+            "then"
         )
     phase = present.phase_after(progress.sample, progress.read or {})
     return replace(progress, phase=phase)

@@ -113,7 +113,7 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
         reason = first_line(error)
         raise UnsafeIndexError(f"{path} is not trusted: {reason}") from None
     if not isinstance(plain, dict) or not isinstance(plain.get("extra"), dict):
-        raise UnsafeIndexError(f"{path} must be a mapping with a mapping 'extra'")
+        raise UnsafeIndexError(f"{path} must map 'extra' to a mapping")
     return plain
 
 

@@ -279,7 +279,7 @@ def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
 
 
 def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of the weights of a domain, except PC layers."""
+    """Yield this rank's part of a domain's weights, except those of PC layers."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:

@@ -40,7 +40,7 @@ class Domain:
 
     name       "dense", or "expert" for the routed experts of mixture-of-experts layers
     tensor     the ranks that share each matrix
-    replicas   the ranks with copies, over which gradients are reduced and state is sharded
+    replicas   ranks with equal parameters, over which gradients are reduced and state is sharded
     stage      tensor x replicas; a rank's index is its tensor rank + tensor size x replica rank
     divisor    number by which a summed gradient is divided to get the mean over the global batch
     ends       the two ranks, on the first and last pipeline stage, with the copies of this rank's
@@ -133,7 +133,7 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
     rest = layers - (first or 0) - (last or 0)
     if rest < middle or (middle and rest % middle) or (not middle and rest):
         raise ValueError(
-            f"{layers} layers minus {first or 0} of the first and {last or 0} of the last stage "
+            f"{layers} layers minus {first or 0} on the first and {last or 0} on the last stage "
             f"must divide into equal, nonzero parts for the other {middle} stages, got {rest}"
         )
     shared = [rest // middle] * middle if middle else []

@@ -168,7 +168,7 @@ class _SteppedWeights(Units):
 
 
 class MaterializedUnits:
-    """The PC layers of one step group that this rank owns."""
+    """This rank's own PC layers in one step group."""
 
     def __init__(
         self,

@@ -358,7 +358,7 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
 
 
 def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
-    """Return the time in seconds after a stage's backward pass, without rules and exchange."""
+    """Return the seconds of a stage's optimizer phase, excluding rule products and exchange."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}

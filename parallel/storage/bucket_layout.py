@@ -218,7 +218,7 @@ def local_ranges(unit: Unit) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanner:
-    """Planner of the buckets of one rank's pipeline stage.
+    """Bucket planner for one rank's pipeline stage.
 
     Attributes:
         ranks: data-parallel size.
@@ -299,8 +299,8 @@ def _numel(units: Sequence[Unit]) -> int:
 def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
     """Return the parameter names of each bucket, in backward order.
 
-    A bucket contains whole layers, and parameters outside layers, up to `bucket_numel` elements and
-    two layers.
+    A bucket has at most two layers and about `bucket_numel` elements, or one larger run of other
+    parameters.
     """
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)

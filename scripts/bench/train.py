@@ -217,7 +217,7 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
     }
     for name, config in configs.items():
         if config.parallel != configs[CONFIG].parallel:
-            raise InputError(f"--variant must not change the section parallel, got {name}")
+            raise InputError(f"--variant must not change the parallel section, got {name}")
         # A run always logs its last step, so the last step must come after the measured steps.
         # Without a batch ramp all steps have the full batch.
         steps = max(config.train.steps, WARM_UP + options.steps + 3)

@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"--device {options.device} needs a CUDA device, and torch finds none")
+        raise InputError(f"--device {options.device} needs a CUDA device, but torch finds none")
     entries, right = [], True
     for problem in options.problems:
         for dtype in options.dtypes:

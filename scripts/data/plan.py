@@ -28,7 +28,7 @@ BLOCK: Final = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard `number` of `count` of the work.
+    """Shard `number` of `count`.
 
     Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, the
     inputs are `cut`: every shard reads all inputs and encodes every `count`-th block of `BLOCK`

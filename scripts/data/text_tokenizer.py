@@ -190,9 +190,11 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
         return named
     if len(special) == 1:
         return str(special[0])
+    if not special:
+        raise DataError(f"{source} has no special token to end documents with; add one")
     raise DataError(
-        f"the end-of-document token of {source} is ambiguous; give --eod TOKEN, one of its special "
-        f"tokens: {', '.join(special) or 'it has none'}"
+        f"the end-of-document token of {source} is ambiguous; give --eod TOKEN, one of "
+        f"{', '.join(special)}"
     )
 
 

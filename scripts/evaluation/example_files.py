@@ -70,7 +70,7 @@ def score_checkpoint(
     damaged.
     """
     if dtype not in PRECISIONS:
-        raise InputError(f"--dtype of a run must be float32 or bfloat16, got {dtype}")
+        raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")
     from models.engine import import_engine  # imported here because these imports take seconds
 
     import_engine()

@@ -63,7 +63,7 @@ def random_features(
 
 @dataclass(frozen=True)
 class Descent:
-    """A run: figures of the iterate before each step."""
+    """A run: values at the iterate before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient

@@ -103,7 +103,7 @@ def _manifest(config: Config) -> Manifest | None:
 def tokenizer_source(info: CheckpointInfo) -> Path | None:
     """Return the file or folder of a checkpoint's tokenizer, or None if it is unknown.
 
-    It is an imported checkpoint's own folder, else the path in the config or the data's manifest.
+    The order is: an imported checkpoint's own folder, the config's path, the data manifest's path.
     """
     if (info.path / TOKENIZER_FILE).is_file():
         return info.path
@@ -135,7 +135,7 @@ def settings_of(
 ) -> bytes:
     """Return a tokenizer_config.json for transformers 4 and 5.
 
-    `trained` states that the model was trained on tokens of tokenizer.json, so the class must be
+    If `trained`, the model was trained on tokens of tokenizer.json, so the class must be
     PreTrainedTokenizerFast: other classes would change the tokenization.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}

@@ -46,7 +46,7 @@ def plot_losses(path: Path, key: str) -> Figure:
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
-        raise InputError(f"--by must be one of the searched {', '.join(keys)}, got {key}")
+        raise InputError(f"--by must be a searched key ({', '.join(keys)}), got {key}")
     frame = loss_by(content, key)
     if frame.empty:
         raise InputError(f"{path} contains no losses for values of {key} yet")

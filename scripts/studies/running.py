@@ -31,8 +31,8 @@ def run_study(
 ) -> dict[str, Any]:
     """Tune the variants, train all seeds, then train the curve; return the content of results.json.
 
-    results.json is updated after each part. `begin_runs` gets all runs after the tuning, so that no
-    processor or GPU is idle at the end of a part.
+    results.json is updated after each part. After the tuning, `begin_runs` is called with all
+    remaining runs, so that nothing is idle between parts.
     """
     study, start = begin(study, ROOT)
     given = list(extra)

@@ -127,9 +127,9 @@ class MuonPlusPlusRule(RadiusRule):
     def track(self, stack: Stack) -> tuple[Report, Tensor]:
         """Refresh both singular pairs.
 
-        Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and whether
-        each unit is sound, `[batch]`: the squares of its norm and of its cached vectors are finite.
-        The vectors of an unsound unit are reset.
+        Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and a mask
+        `[batch]` of units whose squared norm and cached vectors are finite. The vectors of other
+        units are reset.
         """
         weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)

@@ -204,7 +204,7 @@ def local_pairs(
 
 
 def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate the elements of `sources` to `[elements]`, in `dtype` or the dtype of `like`.
+    """Concatenate the elements of `sources` as `[elements]`, in `dtype` or the dtype of `like`.
 
     The result is on the device of `like`, even if there are no sources.
     """

@@ -152,8 +152,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     if numel_of(box) != local.numel() or layout.numel != parameter.numel():
         raise ValueError(
             f"placements {parameter.placements} of a parameter of shape {tuple(parameter.shape)} "
-            f"are not supported: this rank holds {tuple(local.shape)}, expected "
-            f"{sizes_of(box)}"
+            f"are not supported: the local shape must be {sizes_of(box)}, got {tuple(local.shape)}"
         )
     return layout
 

@@ -40,7 +40,7 @@ def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
         SLOW("batches_stay_on_the_host", "device", {}),
         (
             "step_reads_in_a_graph",
-            "while a graph is recorded",
+            "during CUDA graph capture",
             {
                 "optimizer__distributed__cuda_graph": True,
                 "optimizer__distributed__overlap_gather": False,

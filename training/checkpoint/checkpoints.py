@@ -341,7 +341,7 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move the checkpoints after `step` to a new folder and return it; None if there are none.
+    """Move the checkpoints after `step` to a new folder; return it, or None if there are none.
 
     A run that returned to `step` must never continue from later checkpoints.
     """

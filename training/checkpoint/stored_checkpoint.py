@@ -257,7 +257,7 @@ class CheckpointWeights:
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Return the shape in which units view each parameter.
 
-        If all axes but the last are flattened, it is the shape of the parameter itself.
+        Flattening all axes but the last gives the parameter's own shape.
         """
         return {name: units[0].view_shape for name, units in self._units.items()}
 

@@ -45,7 +45,7 @@ class DataPhase(Section):
     """Fraction of `train.steps` before the phase, rounded to a step; null = another key sets where
     the phase begins."""
     with_decay: bool = False
-    """Begin the phase when the decay of `schedule.kind` wsd begins."""
+    """Begin the phase when the decay of a wsd schedule begins."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
     """Weight of each set, by name in `data.train`; the phase does not read sets without weight."""
 
@@ -157,15 +157,14 @@ class ValidationConfig(Section):
     """Interval and size of validation."""
 
     interval: Whole = 0
-    """Steps between validations; 0 validates only after the last step. Every run validates after
-    the last step."""
+    """Steps between validations; 0 = none. Every run also validates after its last step."""
     samples: Count | None = None
     """Number of sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
     """Steps between samples of text, written to metrics.jsonl and shown in report.html. A sample
     continues the first tokens of a validation set by greedy decoding. 0 writes no samples."""
     samples_tokens: Count = 32
-    """Number of generated tokens per sample; each token needs a forward pass of one sequence per
+    """Number of tokens generated per sample; each costs a forward pass on one sequence of every
     set."""
 
     @staticmethod

@@ -148,7 +148,7 @@ class TrainConfig(Section):
 
     @property
     def last(self) -> int:
-        """Step after which the run ends: `exit_step` or `steps`."""
+        """Step after which the run ends: `exit_step` if set, else `steps`."""
         return self.exit_step or self.steps
 
     @property

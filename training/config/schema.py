@@ -55,7 +55,7 @@ class RunConfig(Section):
 
 
 class PlanConfig(Section):
-    """Default machine of plans; it does not affect the run."""
+    """Default machine for plans; no effect on the run."""
 
     gpus: Count | None = None
     """Number of GPUs for `--dry-run` if `--gpus` is not given; null = the smallest number that the
@@ -137,7 +137,7 @@ class GramPenaltyConfig(Section):
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice, 1e-3
     if model.hidden is below 1024 (as in the paper's 160M model), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Initial fraction of the run in which the penalty is active, in (0, 1]."""
+    """Fraction of the run, from step 1, with an active penalty, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
     """2: penalise the squared Frobenius norm of the off-diagonal part; 1: penalise the norm."""
     side: Side = "in"

@@ -80,7 +80,7 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
     """Return (source, mapping) of each file and override of a config, in ascending priority."""
     files = list(islice(_files(path), MOST_FILES + 1))
     if len(files) > MOST_FILES:
-        raise InvalidConfigError([f"{_shown(path)} has more than {MOST_FILES} base files"])
+        raise InvalidConfigError([f"{_shown(path)} and its bases exceed {MOST_FILES} files"])
     return [*files, *((text, _override(text)) for text in overrides)]
 
 
@@ -325,7 +325,9 @@ def _checked(text: str) -> yaml.Node | None:
         elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal (quote strings), got {node.value}")
         elif node.style is None and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
-            raise yaml.YAMLError(f"a number must be 0 or at least 1e-323, got {node.value}")
+            raise yaml.YAMLError(
+                f"a number must be 0 or at least 1e-323 in magnitude, got {node.value}"
+            )
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:

@@ -114,7 +114,7 @@ def check_tokenizer(manifest: Manifest) -> None:
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(
             f"{path} must have sha256 {stated} as stated in {MANIFEST_FILE}, got {found}: restore "
-            "the tokenizer of the tokens, or prepare the data again"
+            "the tokenizer that made the tokens, or prepare the data again"
         )
 
 

@@ -189,7 +189,7 @@ class TokenSet:
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
         """Yield the documents that overlap tokens `start` to `stop` of the stream.
 
-        Yields (the document's tokens up to `stop`, the number of these before `start`).
+        Yields pairs: the document's tokens up to `stop`, and how many precede `start`.
         """
         size = self._dtype.itemsize
         places = self._dataset.index.sequence_pointers

@@ -126,7 +126,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return (backend of torch.compile on a device or None for no compilation, description).
+    """Return torch.compile's backend on a device, or None for eager mode, and a description.
 
     If auto selects no compilation on a GPU, the description states the reason.
     """

@@ -393,10 +393,10 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector of units until all rows of their whole matrix are complete.
+    """Collector of units that yields each whole matrix once it has all rows.
 
-    The rows of a whole matrix are the rows of all units of a role in a parameter. Their order does
-    not affect singular values.
+    A whole matrix stacks the rows of all units with the same parameter and role. Row order does not
+    affect singular values.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:

@@ -165,8 +165,8 @@ def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the seconds of a step for the Gram matrices of all inputs and for measuring the
-    residual stream."""
+    """Return the seconds per step spent on all inputs' Gram matrices and on measuring the residual
+    stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
     products = sum(

@@ -269,7 +269,7 @@ def overlay(
 
     The config includes the `overrides` of the command line, so that it describes the same run.
 
-    device     name or file of the device, a value of `plan.device`
+    device     value for `plan.device`: a device's name or YAML file
     """
     config = layouts.config
     changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}

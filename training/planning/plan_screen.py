@@ -166,7 +166,7 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
 
 
 def time_table(config: Config, planned: Plan) -> str:
-    """Return a table of the parts of the modelled step, and of the time of the run."""
+    """Return a table of the modelled step's parts and the run's total time."""
     time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,

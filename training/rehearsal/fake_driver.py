@@ -53,7 +53,7 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Return the folder for libraries, in the user's cache or else a temporary folder.
+    """Return the folder of the compiled library: in the user's cache, or a temporary folder.
 
     A new temporary folder is created if other users can write to the existing temporary folder.
     """

@@ -27,7 +27,7 @@ MATHEMATICS = (OPTIMIZER, "monitors")
 
 
 class CaptureError(RuntimeError):
-    """A call that CUDA does not permit while a graph is recorded."""
+    """A call that CUDA does not permit during graph capture."""
 
 
 Splits = tuple[int, ...]
@@ -271,7 +271,7 @@ class Trace:
 
     def _refuse_while_recording(self, name: str) -> None:
         if self.recording is not None:
-            raise CaptureError(f"{name} at {place()} is not permitted while a graph is recorded")
+            raise CaptureError(f"{name} at {place()} is not permitted during CUDA graph capture")
 
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int

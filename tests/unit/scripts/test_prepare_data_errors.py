@@ -192,6 +192,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; give --eod TOKEN.*<.endoftext.>, <s0>"),
+    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token to end documents with"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; give --eod"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),
@@ -229,6 +230,9 @@ def test_bad_command_is_one_line(tokenizer, tmp_path, command, message, capsys) 
     content["model"]["dropout"] = 0.1
     (tmp_path / "dropout.json").write_text(json.dumps(content))
     size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    hugging_face_folder(tokenizer, tmp_path / "none", 0, {})
+    content = json.loads((tmp_path / "none/tokenizer.json").read_text()) | {"added_tokens": []}
+    (tmp_path / "none/tokenizer.json").write_text(json.dumps(content))
     many = {"config.json": {"eos_token_id": [size, size + 1]}}
     hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
     arguments = command.replace("{}", str(tmp_path)).split()

@@ -209,7 +209,7 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
     [
         (["--tasks", "piqa"], "a run or checkpoint can be scored only on .jsonl tasks"),
         (["--tasks", "{words}", "--device", "cuda"], "needs an exported model"),
-        (["--tasks", "{words}", "--dtype", "float16"], "--dtype of a run must be float32 or"),
+        (["--tasks", "{words}", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),
         (["--tasks", "{words}"], "contains no checkpoint"),

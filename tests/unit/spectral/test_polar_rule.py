@@ -40,7 +40,7 @@ def test_an_update_without_one_report_per_stack_is_named(reports: Any) -> None:
         weight = torch.nn.Parameter(torch.ones(3, 2))
         weight.grad = torch.ones_like(weight)
         optimizer = SpectralOptimizer([weight], rule="forgetful", lr=0.1)
-        with pytest.raises(TypeError, match=r"update of ForgetfulRule must return a list of 1"):
+        with pytest.raises(TypeError, match=r"ForgetfulRule.update must return a list of 1"):
             optimizer.step()
     finally:
         del RULES.data["forgetful"]
