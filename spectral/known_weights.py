@@ -98,7 +98,8 @@ class KnownWeights:
         self.repeated = {x.module for block in self.blocks for x in self.layers.within(block)}
         self.single = sum(p.numel() > max(p.shape, default=0) for p in model.parameters()) == 1
         self.headed = [module for module in model.modules() if self._divides_inputs(module)]
-        self.heads = {id(p) for head in _heads(model) for p in head.parameters()}
+        heads = [head for head in _heads(model) if head in self.layers.slices]
+        self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
         """Return the division of each weight; raises ValueError if a division is unclear."""
@@ -352,6 +353,7 @@ class KnownWeights:
         """Return whether a module may multiply heads of inputs that it does not project."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
+        grouped = _first(module, KEY_COUNTS) not in (0, _first(module, HEAD_COUNTS))
         members = chain(module.named_modules(), module.named_parameters(recurse=False))
         parts = set[str]()
         for name, member in members:
@@ -359,7 +361,9 @@ class KnownWeights:
             own = name.rpartition(".")[2]
             one = layer is not None and layer.inputs == layer.outputs == size < widest
             if not one:  # a layer that maps one head to one head is no projection
-                parts |= {*("qkv" if is_fused(own) else projection_of(own) or "")}
+                part = projection_of(own) or ("qkv" if is_fused(own) else "")
+                twice = layer is not None and layer.outputs == 2 * layer.inputs
+                parts |= {*("kv" if part == "qkv" and twice and not grouped else part)}
         products = sum(word in PRODUCTS for word in words)
         return (
             not parts >= {*"qkv"}
@@ -463,7 +467,8 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
             heads: object = None
             with suppress(AttributeError, NotImplementedError, TypeError):
                 heads = getattr(module, name)()
-            for head in heads if isinstance(heads, (tuple, list)) else [heads]:
+            heads = [*heads.values()] if isinstance(heads, (dict, nn.ModuleDict)) else heads
+            for head in heads if isinstance(heads, (tuple, list, nn.ModuleList)) else [heads]:
                 if isinstance(head, nn.Module):
                     yield head
 

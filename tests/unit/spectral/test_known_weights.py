@@ -363,13 +363,25 @@ ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "head that timm names": (lambda: named_head("get_classifier"), "backbone.out"),
     "head that transformers name": (lambda: named_head("get_output_embeddings"), "backbone.out"),
+    "last of the layers of a named head": (
+        lambda: named_head("get_classifier", nn.Sequential(linear(6, 6), nn.ReLU(), linear(6, 9))),
+        "backbone.out.2",
+    ),
+    "heads in a named list": (
+        lambda: named_head("get_classifier", nn.ModuleList([linear(6, 9), linear(6, 2)])),
+        "backbone.out.0",
+    ),
+    "heads in a named mapping": (
+        lambda: named_head("get_classifier", nn.ModuleDict({"a": linear(6, 9), "b": linear(6, 2)})),
+        "backbone.out.a",
+    ),
 }
 
 
-def named_head(getter: str) -> nn.Module:
+def named_head(getter: str, head: nn.Module | None = None) -> nn.Module:
     """A model that names its head by a method, inside another model."""
     model: nn.Module = type("Named", (nn.Module,), {getter: lambda self: self.out})()
-    model.out = linear(6, 9)
+    model.out = head or linear(6, 9)
     return holder(backbone=model, neck=linear(6, 6))
 
 
@@ -383,6 +395,13 @@ def test_what_is_no_matrix_goes_to_adamw(name: str) -> None:
     }
     assert rows[weight].rule == "adamw"
     assert {rows["other.0"].rule, rows["other.1"].rule} == {"spectral"}
+
+
+def test_inner_layers_of_a_named_head_are_matrices() -> None:
+    model = named_head("get_classifier", nn.Sequential(linear(6, 5), nn.ReLU(), linear(5, 9)))
+    rules = {row.name: row.rule for row in split_parameters(model).rows}
+    assert rules["backbone.out.0.weight"] == "spectral"
+    assert rules["backbone.out.2.weight"] == "adamw"
 
 
 def parts(forward: Any) -> nn.Module:
@@ -422,6 +441,11 @@ def heads_of(x: Tensor) -> Tensor:
 def scored(m: Any, x: Tensor) -> Tensor:
     scores = heads_of(m.q(x)) @ heads_of(m.k(x)).mT
     return (scores.softmax(-1) @ heads_of(x)).transpose(1, 2).flatten(2)
+
+
+def queried(m: Any, x: Tensor) -> Tensor:
+    k, v = next(m.children())(x).chunk(2, -1)
+    return F.scaled_dot_product_attention(*map(heads_of, (x, k, v))).transpose(1, 2).flatten(2)
 
 
 def per_head(m: Any, x: Tensor) -> Tensor:
@@ -646,6 +670,22 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(
             enter=MLP(8, 8),
             mix=holder("Core", per_head, head_dim=4, **projections(4), out=linear(8, 8)),
+        ),
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
+    ),
+    "queries that are inputs beside fused keys and values": (
+        lambda: holder(
+            enter=MLP(8, 8),
+            mix=holder("Core", queried, head_dim=4, qkv=linear(8, 16)),
+            out=linear(8, 3),
+        ),
+        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
+    ),
+    "queries that are inputs beside a layer of keys and values": (
+        lambda: holder(
+            enter=MLP(8, 8),
+            mix=holder("Core", queried, heads=2, kv=linear(8, 16)),
+            out=linear(8, 3),
         ),
         "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
     ),
