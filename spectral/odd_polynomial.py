@@ -46,7 +46,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
     """
     if isinstance(level, str):
         if level not in COMPOSITES:
-            raise ValueError(f"a named level must be one of {sorted(COMPOSITES)}, got {level!r}")
+            raise ValueError(f"level must be 0 to 4 or one of {sorted(COMPOSITES)}, got {level!r}")
         return COMPOSITES[level]
     if isinstance(level, int):
         if level not in PRESETS:
