@@ -206,7 +206,7 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     assert main(options) == 0
     said = capsys.readouterr()
     assert "out.preparing was made from other inputs or options" in said.err
-    assert "goes on" not in said.out
+    assert "resuming" not in said.out
     assert hashes(tmp_path / "out") == whole("trained")
 
 
