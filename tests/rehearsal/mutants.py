@@ -13,7 +13,7 @@ from parallel.optimizer.owned_stacks import Streams
 from parallel.storage.domain_model import DomainModel
 from spectral.ieee_products import ieee_products
 from training.data import batches
-from training.rehearsal.program import put, replace
+from training.rehearsal.program import put, replace_everywhere
 from training.step import Trainer
 
 
@@ -71,7 +71,9 @@ def host_looks_at_the_loss() -> None:
 def batches_are_pageable() -> None:
     """Copy batches to the device from pageable memory, for which the host waits."""
     # a clone of pinned memory is pageable
-    replace(batches.on_device, lambda tensor, device: tensor.clone().to(device, non_blocking=True))
+    replace_everywhere(
+        batches.on_device, lambda tensor, device: tensor.clone().to(device, non_blocking=True)
+    )
 
 
 def pipelines_wait_for_the_device() -> None:
@@ -113,7 +115,7 @@ def norm_of_this_rank_alone() -> None:
 
 def batches_stay_on_the_host() -> None:
     """Mix operands of two devices."""
-    replace(batches.on_device, lambda tensor, device: tensor)
+    replace_everywhere(batches.on_device, lambda tensor, device: tensor)
 
 
 def step_reads_in_a_graph() -> None:
@@ -136,4 +138,4 @@ def user_wants_tf32() -> None:
 def optimizer_in_tf32() -> None:
     """Run the optimizer's products in the precision of the forward pass."""
     user_wants_tf32()
-    replace(ieee_products, contextlib.nullcontext)
+    replace_everywhere(ieee_products, contextlib.nullcontext)

@@ -10,8 +10,7 @@ from parallel.plan.devices import DEVICES
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.config import Config, check
-from training.rehearsal.rank import Job, RankReport, described, install
-from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.rank import PLAIN_STEP, Job, RankReport, described, install
 from training.rehearsal.trace import Trace
 
 H100 = DEVICES["h100"]

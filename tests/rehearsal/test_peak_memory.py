@@ -8,8 +8,7 @@ import pytest
 from tests.rehearsal.programs import H100, program
 from training.config import Config
 from training.dry_run import plan_run
-from training.rehearsal.rank import Job, RankReport
-from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.rank import PLAIN_STEP, Job, RankReport
 from training.rehearsal.trace import Call
 
 # Large enough that the parts without a plan (a number per row or head) are small.

@@ -5,7 +5,7 @@ import pytest
 from tests.rehearsal.programs import ALLOWED_READS, MONITORED, program, sound
 from tests.slow_cases import slow_but
 from tests.tiny_families import SETTINGS
-from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.rank import PLAIN_STEP
 
 # Two ranks share the optimizer's work.
 WORLD = 2

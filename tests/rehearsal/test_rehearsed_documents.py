@@ -10,8 +10,7 @@ from parallel.plan.devices import DEVICES
 from tests.rehearsal.programs import H100, Perform, called, program, sound
 from training.config import Config
 from training.dry_run import attended_length, plan_run
-from training.rehearsal.rank import Job
-from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.rank import PLAIN_STEP, Job
 
 MASKED = {"data__document_mask": True, "data__first_token_loss": False, "data__mock": True}
 LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_batch": 2}

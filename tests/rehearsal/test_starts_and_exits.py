@@ -19,7 +19,7 @@ from training.machine.device import Gpus, gpus_here
 from training.rehearsal import processes
 from training.rehearsal.process_groups import RehearsedGroup
 from training.rehearsal.processes import RehearsalError
-from training.rehearsal.program import place, put, replace
+from training.rehearsal.program import place, put, replace_everywhere
 from training.step import Trainer
 
 
@@ -38,7 +38,7 @@ def device_error(config: Config) -> None:
         assert b"the last line of the log" in out.buffer.getvalue()  # flushed
         happened.append(f"abort {dist.get_backend(group)}")
 
-    replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
+    replace_everywhere(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
     put(Trainer, "compute_gradients", failing)
     put(RehearsedGroup, "abort", abort)
     for waits in ("destroy_process_group", "barrier"):
@@ -89,4 +89,4 @@ def test_hosts_have_one_group_of_their_own(perform):
 
 def test_what_only_the_rehearsal_imports_is_not_replaced_in_silence():
     with pytest.raises(LookupError, match="no module of the project has <function place"):
-        replace(place, None)
+        replace_everywhere(place, None)

@@ -19,10 +19,11 @@ def prepare() -> None:
     torch.set_num_threads(1)
     # Functions that are compiled when imported are rehearsed operation by operation.
     setattr(torch, "compile", uncompiled)  # noqa: B010
+    from training.machine.backends import has_liger
     from training.rehearsal import rank  # noqa: F401
-    from training.rehearsal.triton_launches import liger_installed, liger_kernels
+    from training.rehearsal.fake_kernels import liger_kernels
 
-    if liger_installed():
+    if has_liger():
         liger_kernels()
     gc.freeze()  # excludes objects that are shared with forks from garbage collection
     gc.enable()

@@ -18,7 +18,7 @@ from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import check_fits
 from parallel.checkpoint.state_writer import StatePlanner
 from training.monitor import matrix_figures as figures
-from training.rehearsal.program import place, put, replace
+from training.rehearsal.program import place, put, replace_everywhere
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
@@ -303,12 +303,12 @@ def _install_exchanges(trace: Trace) -> None:
     for module in (dist, c10d):
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
-    replace(state_writer.first_rank, first_rank)
+    replace_everywhere(state_writer.first_rank, first_rank)
     # Skip the check that all ranks together write all tensors.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
     # Skip the check that all ranks together request all tensors of a checkpoint.
-    replace(check_fits, lambda *_, **__: None)
+    replace_everywhere(check_fits, lambda *_, **__: None)
     # Skip figures that combine matrices inspected by other ranks.
     put(figures, "pair", lambda units: None)
 

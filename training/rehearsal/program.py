@@ -50,7 +50,7 @@ def put(owner: object, name: str, thing: object) -> None:
     setattr(owner, name, thing)
 
 
-def replace(old: object, new: object) -> None:
+def replace_everywhere(old: object, new: object) -> None:
     """Replace a function by `new` in all modules of the project that have imported the function.
 
     Raises LookupError if only modules of the rehearsal have imported it.

@@ -14,8 +14,7 @@ from training.errors import ConfigError
 from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches
 from training.rehearsal.processes import perform
-from training.rehearsal.rank import Job
-from training.rehearsal.scenario import with_known_kernels
+from training.rehearsal.rank import Job, with_known_kernels
 from training.rehearsal.verdict import Report, combined, described
 
 

@@ -6,10 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from parallel.plan.devices import RESERVE, Device
-from training.rehearsal.counts import Counts, merged
-from training.rehearsal.rank import RankReport
-from training.rehearsal.scenario import PLAIN_STEP
-from training.rehearsal.trace import OPTIMIZER, PHASES, SETUP, STEP
+from training.rehearsal.rank import PLAIN_STEP, RankReport
+from training.rehearsal.trace import OPTIMIZER, PHASES, SETUP, STEP, Counts, merged
 from training.report.table import table
 
 SHOWN: Final = 8

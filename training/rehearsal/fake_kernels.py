@@ -1,11 +1,15 @@
-"""Imitation of model parts that differ on a GPU: fused kernels and tensor types.
+"""Imitation of kernels and tensor types that differ on a GPU.
 
 Without a GPU, PyTorch does not choose the attention kernel of a GPU, and a build without CUDA runs
-a norm as five operations.
+a norm as five operations. Launches of Spectrain's Triton kernels and of liger-kernel's loss kernels
+are recorded; if requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,9 +19,12 @@ from torch.nn.attention import SDPBackend, bias
 
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.experts import Counts, SortedDispatcher
+from parallel.plan.devices import SYMMETRIC, Work
+from training.machine.backends import has_liger
 from training.rehearsal.device_tensors import DeviceTensors
-from training.rehearsal.program import put
-from training.rehearsal.trace import Launch, Trace
+from training.rehearsal.operations import OPERANDS
+from training.rehearsal.program import place, put
+from training.rehearsal.trace import Launch, Trace, size_of
 
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
@@ -34,14 +41,18 @@ class LowerRight:
     keys: int
 
 
-def install(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace attention and its kernel choice, norms, compiled functions, expert routing and
-    `Module.to` until this process ends."""
+def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> None:
+    """Replace attention and its kernel choice, norms, compiled functions, Triton kernels, expert
+    routing and `Module.to` until this process ends; if `compiled` is true, compile each
+    specialisation of Spectrain's Triton kernels for the simulated device."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
     put(bias, "causal_lower_right", LowerRight)
     install_fused(trace, mode)
+    install_triton(trace, compiled=compiled)
+    if has_liger():
+        install_liger(trace)
     install_experts(trace)
     put(nn.Module, "to", moved)
 
@@ -140,7 +151,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
                 results = fused.function(*arguments)
             reads = [x for x in arguments if isinstance(x, Tensor)]
             writes = list(results) if isinstance(results, tuple) else [results]
-            numbers = [row_numbers(reads[0])] if fused.per_row else []
+            rows = (*reads[0].shape[:-1], 1)
+            numbers = [reads[0].new_empty(rows, dtype=torch.float32)] if fused.per_row else []
             trace.launch(Launch.moving(fused.name, reads, writes + numbers))
             ctx.fused, ctx.places = fused, [isinstance(x, Tensor) for x in arguments]
             ctx.save_for_backward(*reads, *numbers)
@@ -162,7 +174,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
             )
 
     def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        fused = FusedFunction(kernel_name(function), function)
+        name = getattr(function, "__name__", type(function).__name__)
+        fused = FusedFunction(f"compiled_{name}", function)
 
         def call(*arguments: Any) -> Any:
             if not any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
@@ -191,11 +204,6 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     put(F, "rms_norm", rms_norm)
 
 
-def row_numbers(x: Tensor) -> Tensor:
-    """Allocate one number per row of `x` `[..., d]`: float32 `[..., 1]`."""
-    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
 def is_gated(function: Callable[..., Any]) -> bool:
     """Return whether a function is a gated activation, with or without a scale."""
     gated = [a for a in ACTIVATIONS.values() if a.gated]
@@ -209,11 +217,6 @@ def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
     gate, which is half of `wide` `[..., 2 d]`, a second time.
     """
     return [gradient, wide.chunk(2, -1)[0]]
-
-
-def kernel_name(function: Callable[..., Any]) -> str:
-    """Return the name of a function's kernel."""
-    return f"compiled_{getattr(function, '__name__', type(function).__name__)}"
 
 
 def install_experts(trace: Trace) -> None:
@@ -259,3 +262,77 @@ def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
             if buffer is not None and buffer.device.type != device.type:
                 each._buffers[name] = buffer.to(device)
     return module
+
+
+class HostArgumentError(RuntimeError):
+    """A host tensor passed to a device kernel."""
+
+
+def install_triton(trace: Trace, *, compiled: bool) -> None:
+    """Record launches of Spectrain's Triton kernels until this process ends; if `compiled` is true,
+    compile each specialisation for the simulated device."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from spectral.kernels import launches
+
+    major, minor = trace.device.capability
+    compiled_kinds: set[object] = set()
+
+    def on_launch(launch: launches.Launch) -> None:
+        for tensor in launch.read:
+            if not tensor.is_cuda:
+                raise HostArgumentError(
+                    f"{launch.name} at {place()} needs device tensors, got one on {tensor.device}"
+                )
+        if compiled and launch.specialisation not in compiled_kinds:
+            compiled_kinds.add(launch.specialisation)
+            launch.compile_for(10 * major + minor)
+        written = launch.written
+        read = [x for x in launch.read if not any(x is w for w in written)]
+        kind = OPERANDS.get((read or written)[0].dtype, "fp32")
+        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products on tensor cores
+        work = Work(
+            sum(size_of(x) for x in (*read, *written, *launch.changed)),
+            launch.flops * (3 if thrice else 1),
+            "tf32" if kind == "fp32" and thrice else kind,
+            share=SYMMETRIC,
+        )
+        trace.launch(Launch(launch.name, read, written, work, triton=True))
+
+    launches.observe(on_launch)
+
+
+class Kernel:
+    """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
+
+    `made` contains the names of tensors that the kernel only writes, `changed` the names of tensors
+    that the kernel reads and writes.
+    """
+
+    def __init__(
+        self, trace: Trace, name: str, made: tuple[str, ...] = (), changed: tuple[str, ...] = ()
+    ) -> None:
+        self.trace, self.name, self.made, self.changed = trace, name, made, changed
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, **arguments: Any) -> None:
+        """Record a launch that reads or writes each tensor in `arguments` once."""
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        read = [x for name, x in tensors.items() if name not in self.made]
+        written = [tensors[name] for name in (*self.made, *self.changed)]
+        self.trace.launch(replace(Launch.moving(self.name, read, written), triton=True))
+
+
+def liger_kernels() -> ModuleType:
+    """Return the module of liger-kernel's loss, whose import takes seconds."""
+    return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
+
+
+def install_liger(trace: Trace) -> None:
+    """Record launches of liger-kernel's loss until this process ends."""
+    made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
+    for part, names in (("forward", {"made": made}), ("backward", {"changed": ("EXP_ptr",)})):
+        name = f"liger_vocab_parallel_ce_{part}_kernel"
+        put(liger_kernels(), name, Kernel(trace, name, **names))
