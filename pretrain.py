@@ -316,7 +316,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         from training.checkpoint.saving import CheckpointError
         from training.config import check
         from training.data.build_data import with_vocabulary
-        from training.lifecycle.preemption import FAILED, INTERRUPT, REASONS
+        from training.lifecycle.lifecycle import FAILED, INTERRUPT, REASONS
         from training.lifecycle.terminal import CODE
         from training.nonfinite import NonFiniteError
         from training.run import train as train_ranks

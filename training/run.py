@@ -44,9 +44,8 @@ from training.data.order import TrainingData
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
 from training.errors import InputError
-from training.lifecycle.lifecycle import Lifecycle
+from training.lifecycle.lifecycle import Lifecycle, StopRequests, Watchdog
 from training.lifecycle.pace import collected_at_steps
-from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import (
     FolderError,
     HeldFolder,
@@ -56,7 +55,6 @@ from training.lifecycle.run_folder import (
     starts_again,
 )
 from training.lifecycle.terminal import Interrupts
-from training.lifecycle.watchdog import Watchdog
 from training.loop import Hooks, Loop, Outcome, ignore, unigram_comparison
 from training.machine.backends import (
     check_backends,

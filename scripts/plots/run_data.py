@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from training.config.yaml_files import read_saved
 from training.errors import InputError, near_name
 from training.json_file import check_shape, read_json
-from training.lifecycle.run_folder import DONE, LOCK, began
-from training.lifecycle.watchdog import HEARTBEAT
+from training.lifecycle.run_folder import DONE, HEARTBEAT, LOCK, began
 from training.report.log_lines import read_lines
 
 Line = dict[str, Any]

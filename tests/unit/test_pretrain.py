@@ -17,7 +17,7 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from training import errors
-from training.lifecycle.preemption import REASONS
+from training.lifecycle.lifecycle import REASONS
 from training.lifecycle.terminal import _stop_with_launcher
 from training.loop import Outcome
 

@@ -1,13 +1,178 @@
-"""Saving, stop requests and heartbeat of a run."""
+"""Saving, stop requests and heartbeat of a run.
 
+A stop request is Ctrl-C, a signal, a STOP file, or the SLURM time limit. Hanging ranks write stack
+traces.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Final, ParamSpec
 
 from parallel.comm.collectives import Agreement
+from parallel.disk import replace_file
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
-from training.lifecycle.preemption import REASONS, StopRequests
-from training.lifecycle.watchdog import Watchdog
+from training.config.schema import StopConfig, WatchdogConfig
+from training.errors import Aid
+from training.lifecycle.run_folder import HEARTBEAT, STOP
+from training.lifecycle.terminal import Interrupts
+
+STACKS: Final = "stacks"
+PAUSE: Final = 10.0
+"""Seconds between updates of the heartbeat."""
+
+
+class Watchdog:
+    """Watchdog of one rank; `beat` records progress.
+
+    Rank 0 updates `heartbeat.json`, which contains step, time (seconds since 1970) and process id.
+    After `hang_seconds` without progress, a thread of each rank writes Python stack traces to
+    `stacks/rank_00000.txt` and so on; later the timeout of the process groups ends the run. If a
+    file cannot be written, the run continues.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
+    ) -> None:
+        """`timeout_seconds` is the timeout of the process groups; stacks are written earlier."""
+        self.folder = Path(run_dir)
+        self.rank = rank
+        self.limit: float | None = None
+        if config.hang_seconds is not None:
+            self.limit = min(config.hang_seconds, timeout_seconds / 2)
+        self.stacks = self.folder / STACKS / f"rank_{rank:05d}.txt"
+        self._file: IO[bytes] | None = None
+        self._stacks_aid = Aid("no stack traces will be written")
+        self._heartbeat_aid = Aid(f"{HEARTBEAT} is not up to date")
+        self._written = -float("inf")
+        self._armed = -float("inf")
+
+    def __enter__(self) -> "Watchdog":
+        if self.limit is not None:
+            with self._stacks_aid:
+                self.stacks.parent.mkdir(exist_ok=True)
+                replace_file(self.stacks, "")
+                self._file = self.stacks.open("ab")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        with self._stacks_aid, self._file:
+            hung = os.fstat(self._file.fileno()).st_size
+            if not hung:
+                self.stacks.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # other ranks have files in the folder
+                    self.stacks.parent.rmdir()
+            elif self.rank == 0:
+                print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
+
+    def beat(self, step: int) -> None:
+        """Record progress after `step` steps."""
+        now = time.monotonic()
+        if self.limit and self._file is not None and now - self._armed > self.limit / 10:
+            # Not called after every step, because each call starts a thread.
+            self._armed = now
+            faulthandler.dump_traceback_later(self.limit, file=self._file)
+        if self.rank == 0 and now - self._written > PAUSE:
+            self._written = now
+            content = {"step": step, "time": time.time(), "pid": os.getpid()}
+            with self._heartbeat_aid:
+                replace_file(self.folder / HEARTBEAT, json.dumps(content) + "\n")
+
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+"""Signals that schedulers and shells send before SIGKILL; SIGXCPU reports that the CPU time limit
+is exceeded."""
+INTERRUPT: Final = 4
+FAILED: Final = 5
+REASONS: Final = {
+    1: "the SLURM time limit",
+    2: "a STOP file",
+    3: "a signal",
+    INTERRUPT: "Ctrl-C",
+    FAILED: "an error between steps",
+}
+
+
+class StopRequests:
+    """Stop requests of this rank: signals on all ranks, other requests only on rank 0."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: StopConfig,
+        *,
+        first: bool,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        """If `first` is true, this rank checks the STOP file and the time limit. `interrupts`
+        handles Ctrl-C."""
+        self.interrupts = interrupts
+        self.stop_file = Path(run_dir) / STOP
+        self.first = first
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        margin = config.slurm_margin_seconds
+        self.deadline = None
+        if margin is not None and end is not None and re.fullmatch("[0-9]{1,12}", end):
+            half = max(0.0, int(end) - time.time()) / 2
+            self.deadline = int(end) - min(margin, half)
+            if first and margin > half:
+                print(
+                    f"warning: stop.slurm_margin_seconds = {margin:g} is more than half of the "
+                    f"job's remaining {2 * half:.0f} seconds: the run will stop {half:.0f} "
+                    "seconds before the job ends"
+                )
+        elif first and margin is not None and (end is not None or "SLURM_JOB_ID" in os.environ):
+            problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
+            print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores the SLURM time limit")
+        self.error: Exception | None = None
+        """Error between steps on this rank; the run saves and then ends with this error."""
+        self._signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def wanted(self) -> int:
+        """Return this rank's stop request as a key of `REASONS`, or 0 if there is no request."""
+        if self.error is not None:
+            return FAILED
+        if self.interrupts is not None and self.interrupts.requested:
+            return INTERRUPT
+        if self._signalled:
+            return 3
+        if self.first and os.path.exists(self.stop_file):  # False if the disk does not respond
+            return 2
+        if self.first and self.deadline is not None and time.time() >= self.deadline:
+            return 1
+        return 0
+
+    def obeyed(self) -> None:
+        """Remove the STOP file, so that the run can continue later."""
+        if self.first:
+            with Aid(f"{STOP} could not be removed; later starts ignore this file"):
+                self.stop_file.unlink(missing_ok=True)
+
 
 P = ParamSpec("P")
 

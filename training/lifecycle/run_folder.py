@@ -4,6 +4,7 @@ lock     locked by the run that uses the folder; contains the run's host and pro
 STOP     created by a user or a script to stop the run, which then saves and removes the file
 DONE     created after the last step of the run
 started  id of the command that started the run
+heartbeat.json   step, time and process id of the run, updated every few seconds
 """
 
 import contextlib
@@ -23,6 +24,7 @@ LOCK: Final = "lock"
 STOP: Final = "STOP"
 DONE: Final = "DONE"
 STARTED: Final = "started"
+HEARTBEAT: Final = "heartbeat.json"
 NO_ID: Final = "none"
 """torchrun's default run id."""
 

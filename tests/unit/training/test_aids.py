@@ -22,10 +22,9 @@ from training.checkpoint.checkpoints import steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig, WatchdogConfig
 from training.errors import InputError
-from training.lifecycle.preemption import StopRequests
+from training.lifecycle.lifecycle import StopRequests, Watchdog
 from training.lifecycle.run_folder import FolderError, locked
 from training.lifecycle.terminal import LastingFile
-from training.lifecycle.watchdog import Watchdog
 from training.loop import ignore
 from training.report.log_lines import LogFile
 from training.run import train
@@ -116,7 +115,7 @@ def test_the_limit_of_processor_time_is_a_stop_request(tmp_path):
 
 
 def test_a_watchdog_that_cannot_write_warns_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.lifecycle.watchdog.PAUSE", -1.0)
+    monkeypatch.setattr("training.lifecycle.lifecycle.PAUSE", -1.0)
     with Watchdog(
         tmp_path / "gone", WatchdogConfig(hang_seconds=100.0), rank=0, timeout_seconds=600
     ) as watchdog:

@@ -23,7 +23,7 @@ from training.checkpoint.checkpoints import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig
 from training.data.build_data import build_data
-from training.lifecycle.preemption import StopRequests
+from training.lifecycle.lifecycle import StopRequests
 from training.lifecycle.run_folder import FolderError, locked
 from training.nonfinite import NonFiniteError, SpikeDetector
 from training.run import train
