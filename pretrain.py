@@ -36,7 +36,7 @@ from training.errors import (
     own_rank,
 )
 from training.lifecycle.terminal import Interrupts, outlive_readers
-from training.report.progress import progress
+from training.report.text import progress
 
 if TYPE_CHECKING:
     from training.config import Config

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 from scripts.command import command, new_parser, whole_number
 from training.errors import BrokenCheckpointError, InputError, near_name
 from training.json_file import real_path
-from training.report.progress import progress
+from training.report.text import progress
 
 if TYPE_CHECKING:
     from training.checkpoint.stored_checkpoint import CheckpointInfo

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from scripts.command import check_free, command, new_parser, warn_replaced
 from training.errors import fail
-from training.report.progress import progress
+from training.report.text import progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -22,7 +22,7 @@ from scripts.evaluation.example_files import named_files, score_checkpoint, writ
 from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
 from scripts.huggingface.model_folder import load_whole
 from training.errors import InputError, Parser
-from training.report.progress import progress
+from training.report.text import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
 """Keys of lm-eval's output that are written to results.json: results, and facts that identify the

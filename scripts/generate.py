@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from scripts.command import command, new_parser, require, whole_number
 from training.errors import InputError, near_name, printable
-from training.report.progress import progress
+from training.report.text import progress
 
 DEFAULT_TOKENS = 40
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scripts.command import add_json, command, new_parser, whole_number, write_whole
-from training.report.table import table
+from training.report.text import table
 
 SLOW = 0.8
 """Fraction of the median rate below which a rank is listed as slow."""

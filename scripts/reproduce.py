@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.section import named
 from scripts.command import command, new_parser, require
 from training.errors import InputError
-from training.report.table import markdown_table, table
+from training.report.text import markdown_table, table
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

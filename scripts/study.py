@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command, new_parser, whole_number
-from training.report.progress import progress
+from training.report.text import progress
 
 
 @command

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, new_parser
 from training.errors import DataError, InputError, near_name
-from training.report.progress import progress
-from training.report.table import table
+from training.report.text import progress, table
 
 if TYPE_CHECKING:
     from torch import Tensor

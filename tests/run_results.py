@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from training.data.order import build_blend, repeats
 from training.data.token_set import TokenSet
 from training.errors import ConfigError
 from training.machine.backends import DTYPES, exchange_dtype
-from training.report.table import table
+from training.report.text import table
 
 
 @dataclass(frozen=True)

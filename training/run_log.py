@@ -21,8 +21,7 @@ from training.data.run_progress import Counts, Progress
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.console import console_line, next_commands, sample_lines
-from training.report.log_lines import LogFile, drop_later_lines
-from training.report.metrics import MetricsWriter
+from training.report.log_lines import LogFile, MetricsWriter, drop_later_lines
 from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"

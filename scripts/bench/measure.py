@@ -20,7 +20,7 @@ import torch
 from scripts.command import write_whole
 from spectral.kernels.dispatch import device_name
 from training.machine.environment import versions
-from training.report.table import table
+from training.report.text import table
 
 FLUSHED_BYTES = 1 << 28
 """Bytes written between two calls on a GPU to flush its L2 cache: several times the cache size."""

@@ -57,9 +57,9 @@ from training.build import build_trainer
 from training.config import Config, check, load_config
 from training.data.build_data import build_data, on_mock_tokens, with_vocabulary
 from training.errors import InputError
+from training.lifecycle.pace import performance
 from training.loop import Loop
 from training.machine.backends import check_backends
-from training.report.metrics import performance
 from training.start_groups import start_groups
 from training.step import Trainer
 

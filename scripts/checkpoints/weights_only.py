@@ -39,8 +39,7 @@ from training.checkpoint.stored_checkpoint import (
 from training.config import Config, to_yaml
 from training.errors import InputError
 from training.machine.environment import versions
-from training.report.progress import progress
-from training.report.table import short
+from training.report.text import progress, short
 
 Read = Callable[[str], Tensor]
 """Function that returns the float32 value of a parameter or buffer by name."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from scripts.huggingface.model_folder import read_settings
 from training.errors import InputError
 from training.json_file import read_json
-from training.report.table import markdown_table
+from training.report.text import markdown_table
 
 TaskSet = Mapping[str, tuple[str, ...]]
 """Tasks that a paper reports together, with the metrics of each task. The paper's mean is over the

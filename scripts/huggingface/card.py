@@ -8,7 +8,7 @@ from training.checkpoint.checkpoints import FOLDER
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config import Config
 from training.config.optimizer_section import groups_of
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 HEADER = """---
 library_name: transformers

@@ -22,7 +22,7 @@ from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named
 from training.errors import InputError
-from training.report.progress import progress
+from training.report.text import progress
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
 void; and darkness was upon the face of the deep. PATIENCE, n. A minor form of despair, disguised as

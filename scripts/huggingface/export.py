@@ -28,8 +28,7 @@ from scripts.huggingface.tokenizer_files import find_tokenizer
 from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import CONFIG, CheckpointInfo, CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
-from training.report.progress import progress
-from training.report.table import short
+from training.report.text import progress, short
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}

@@ -13,7 +13,7 @@ from scripts.papers.catalogue import Hours, Item, Paper, Status, key_of
 from scripts.papers.measured import ROOT, runs_of
 from scripts.plots.style import COLORS, new_figure, new_grid
 from training.json_file import read_json
-from training.report.table import markdown_table
+from training.report.text import markdown_table
 
 FOLDER: Final = Path("docs/images/papers")
 

@@ -21,7 +21,7 @@ from scripts.plots.run_figures import FIGURES, RunFigure
 from scripts.plots.style import enlarge_text, mark_single_points
 from training.errors import InputError, printable
 from training.json_file import check_shape, read_json
-from training.report.table import duration, short
+from training.report.text import duration, short
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),

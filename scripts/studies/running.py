@@ -17,7 +17,7 @@ from scripts.studies.tables import markdown
 from scripts.studies.trainer import ROOT, UNKNOWN, Run
 from training.config import Config, load_config
 from training.errors import InputError
-from training.report.progress import progress
+from training.report.text import progress
 
 RESULTS = "results.json"
 

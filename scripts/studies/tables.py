@@ -11,7 +11,7 @@ import pandas as pd
 from scripts.studies.description import Study, first_key, settings
 from training.errors import InputError
 from training.json_file import check_shape, read_json
-from training.report.table import markdown_table
+from training.report.text import markdown_table
 
 Results = Mapping[str, Any]
 

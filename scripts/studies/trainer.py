@@ -28,7 +28,7 @@ from training.data.hashes import file_sha256
 from training.data.manifest import manifest_of
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0

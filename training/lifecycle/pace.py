@@ -24,7 +24,6 @@ from spectral.kernels.dispatch import device_name
 from training.config import Config
 from training.data.order import TrainingData
 from training.data.run_progress import Progress
-from training.report.metrics import performance
 
 
 class Pace:
@@ -88,6 +87,27 @@ class Pace:
             metrics["mem/max_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         self.restart(progress)
         return metrics
+
+
+def performance(
+    *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
+) -> dict[str, float]:
+    """Return the `perf/` metrics of one step, or means over several steps.
+
+    tokens           tokens per step over all devices
+    seconds          seconds per step
+    flops_per_token  FLOPs of the forward and backward passes, without recomputation
+    peak             peak FLOP/s of one device; None omits `perf/mfu`
+    """
+    rate = tokens / seconds
+    achieved = rate * flops_per_token / devices
+    metrics = {
+        "perf/tokens_per_sec": rate,
+        "perf/tokens_per_sec_per_gpu": rate / devices,
+        "perf/step_time_s": seconds,
+        "perf/tflops_per_gpu": achieved / 1e12,
+    }
+    return metrics if peak is None else metrics | {"perf/mfu": 100 * achieved / peak}
 
 
 class Clock:

@@ -23,8 +23,7 @@ from training.config import Config
 from training.config.checks import divisors, fits, holds, layout_checks, run_checks
 from training.config.yaml_files import as_yaml, escaped, merged_overrides, over
 from training.dry_run import step_flops, step_shape
-from training.report.progress import progress
-from training.report.table import table
+from training.report.text import progress, table
 
 Changes = Mapping[str, Any]
 """New values by dotted key; each key has two parts, such as `train.recompute`."""

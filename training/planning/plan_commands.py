@@ -31,7 +31,7 @@ from training.planning.layout_search import (
     search_table,
 )
 from training.planning.plan_screen import describe
-from training.report.table import table
+from training.report.text import table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:

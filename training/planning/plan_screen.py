@@ -20,7 +20,7 @@ from training.config import Config
 from training.dry_run import attended_length, batch_seconds, data_table, documents_known, step_shape
 from training.planning.added_cost import planned_cost, run_hours, task_cost
 from training.report.console import layout
-from training.report.table import table
+from training.report.text import table
 
 SHOWN_STAGES: Final = 8
 """Number of pipeline stages up to which each stage has a column; of more stages, only the first,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from training.rehearsal import fake_driver
 from training.rehearsal.program import ROOT
-from training.report.progress import progress
+from training.report.text import progress
 
 if TYPE_CHECKING:  # imports torch, which must be imported after the device is created
     from training.rehearsal.rank import Job, RankReport

@@ -8,7 +8,7 @@ from typing import Any, Final
 from parallel.plan.devices import RESERVE, Device
 from training.rehearsal.rank import PLAIN_STEP, RankReport
 from training.rehearsal.trace import OPTIMIZER, PHASES, SETUP, STEP, Counts, merged
-from training.report.table import table
+from training.report.text import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66

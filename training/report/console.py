@@ -12,7 +12,7 @@ from training.config import Config
 from training.config.checks import roles_of
 from training.config.optimizer_section import group_of, groups_of
 from training.errors import printable
-from training.report.table import duration, short
+from training.report.text import duration, short
 
 
 def first_line(config: Config) -> str:

@@ -1,11 +1,21 @@
-"""Writing and reading of a run's .jsonl files, which a crash or a full disk may damage."""
+"""Writing and reading of a run's .jsonl files, which a crash or a full disk may damage.
+
+Names of metrics are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
+`val/bpb`, `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`,
+`optim/skipped_steps`, `perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`,
+`perf/tflops_per_gpu`, `perf/mfu` (percent), `moe/max_vio`, `moe/max_vio/<layer>`,
+`moe/<balancing loss>`, `progress/tokens`, `progress/pct`, `progress/eta_s`, `sample/<set>/prompt`,
+`sample/<set>/text`.
+"""
 
 import contextlib
 import io
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,3 +152,34 @@ def _line(raw: bytes) -> dict[str, Any] | None:
         return None
     step = content.get("step") if isinstance(content, dict) else None
     return content if type(step) is int else None
+
+
+class MetricsWriter(LogFile):
+    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on rank 0."""
+
+    def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
+        super().__init__(Path(run_dir) / name)
+        self.flush()  # creates the file
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Write one line `{"step": step, ...}`, with null for NaN and infinities."""
+        self.append({"step": step} | {name: _json_value(value) for name, value in metrics.items()})
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the readable lines of metrics.jsonl in a run folder, in order.
+
+    Raises FileNotFoundError if the file does not exist.
+    """
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
+    return read_lines(path).lines
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _json_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_json_value(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from parallel.error_text import first_line
 from training.config import Config
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 Metrics = Mapping[str, float | int | str | None]
 

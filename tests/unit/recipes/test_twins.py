@@ -10,7 +10,7 @@ import pytest
 
 from tests.commands import output_of
 from tests.launch import environment
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

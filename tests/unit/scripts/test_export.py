@@ -29,7 +29,6 @@ from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError, printable
-from training.report import progress
 from training.run import train
 
 TEXT = (
@@ -98,7 +97,7 @@ def test_an_export_states_its_stage_and_gives_no_false_alarm(run, tmp_path, caps
     handler = logging.Handler()
     handler.emit = records.append
     folder = run()
-    monkeypatch.setattr(progress, "FIRST", 0.001)
+    monkeypatch.setattr("training.report.text.FIRST", 0.001)
     logging.getLogger("transformers").addHandler(handler)
     try:
         assert main(["export", str(folder), str(tmp_path / "out")]) == 0

@@ -20,7 +20,6 @@ from tests.paths import ROOT
 from tests.run_results import json_lines
 from tests.token_files import write_manifest, write_token_set
 from training.config import load_config
-from training.report import progress
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
 
@@ -55,7 +54,7 @@ def study_file(minimal, folder, tmp_path) -> Path:
 
 def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, monkeypatch):
     output = tmp_path / "out"
-    monkeypatch.setattr(progress, "FIRST", 0.05)
+    monkeypatch.setattr("training.report.text.FIRST", 0.05)
     assert main([str(study_file), str(output)]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(f"wrote {output}: results.json, runs.jsonl and table.md\n")

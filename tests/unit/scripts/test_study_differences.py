@@ -15,7 +15,6 @@ from scripts.studies.running import check_candidates, run_study
 from scripts.studies.trainer import Run
 from tests.paths import ROOT
 from training.errors import InputError
-from training.report import progress
 
 ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
 
@@ -106,7 +105,7 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
 def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     """The screen says how many candidates were checked, and names the differences before the first
     run, as does the table."""
-    monkeypatch.setattr(progress, "FIRST", 0.001)
+    monkeypatch.setattr("training.report.text.FIRST", 0.001)
     path = tmp_path / "study.yaml"
     grid = {"search": {"rate": {"grid": {"optimizer.matrix.lr": [0.01, 0.02]}}}}
     variants = {

@@ -3,7 +3,7 @@
 import itertools
 import time
 
-from training.report.progress import pause, progress
+from training.report.text import pause, progress
 
 
 def test_lines_state_time_and_state_while_the_block_runs(capsys):

@@ -13,8 +13,7 @@ from training import build
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.machine.environment import versions
-from training.report.log_lines import read_lines
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_lines, read_metrics
 from training.run import train
 
 STARTS = [

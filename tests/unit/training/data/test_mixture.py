@@ -16,7 +16,7 @@ from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data.batches import GlobalBatchSampler, training_loader
 from training.data.run_progress import Phase
-from training.report.metrics import read_metrics
+from training.report.log_lines import read_metrics
 
 FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}
 THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}

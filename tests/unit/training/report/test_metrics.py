@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training.lifecycle.pace import performance
 from training.report.console import console_line
-from training.report.metrics import MetricsWriter, performance
+from training.report.log_lines import MetricsWriter
 
 
 def refuse(constant: str) -> None:

@@ -1,0 +1,89 @@
+"""Text for a terminal or Markdown: tables, counts and times, and progress lines on stderr while a
+command computes its result."""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+
+def table(
+    header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
+) -> str:
+    """Return a table with left-aligned columns; if `numbers` is true, all columns except the first
+    are right-aligned.
+
+    An empty header is omitted.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    if any(header):
+        cells.insert(0, [str(cell) for cell in header])
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    just = [str.rjust if numbers and i else str.ljust for i in range(len(header))]
+    lines = ("  ".join(j(c, w) for j, c, w in zip(just, row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, with a newline after each line."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def short(count: float) -> str:
+    """Return a count with three digits and a unit, such as 1.84M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return `seconds` as h:mm:ss, or `?` if `seconds` is not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+FIRST: Final = 10.0
+"""Seconds before the first line."""
+GROWTH: Final = 0.1
+"""Time between lines as a share of the elapsed time; at least `FIRST` seconds."""
+
+_open: list[Callable[[], str]] = []
+
+
+@contextmanager
+def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
+    """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
+
+    If blocks are nested, only the innermost block prints. A block that ends within `first` seconds
+    (default: `FIRST`) prints no line.
+    """
+    start, shortest = time.monotonic(), FIRST if first is None else first
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(pause(time.monotonic() - start, shortest)):
+            if _open[-1] is state:
+                passed = duration(time.monotonic() - start)
+                print(f"{passed} {state()}", file=sys.stderr, flush=True)
+
+    _open.append(state)
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _open.remove(state)
+
+
+def pause(passed: float, first: float) -> float:
+    """Return the seconds until the next line, given the seconds `passed` since the start."""
+    return max(first, GROWTH * passed)
