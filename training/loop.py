@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import profiler
 
 from spectral.ieee_products import ieee_products
-from training.data.run_progress import SetCount
+from training.data.order import SetCount
 from training.data.validation_data import ValidationData
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import collect

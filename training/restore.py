@@ -13,13 +13,11 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.error_text import last_line
 from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import checkpoints
-from training.checkpoint.resume import check_content
-from training.checkpoint.resume_rules import new_run
+from training.checkpoint.resume import check_content, new_run
 from training.checkpoint.saving import set_rng_state
 from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, ResumeError
 from training.config.binding import bind
-from training.data.order import TrainingData
-from training.data.run_progress import Progress
+from training.data.order import Progress, TrainingData
 from training.lifecycle.lifecycle import Lifecycle
 from training.nonfinite import NonFiniteError
 from training.run_log import RunLog

@@ -16,14 +16,16 @@ from training.assignments import config_routes
 from training.build import build_trainer
 from training.checkpoint.checkpoints import check_place
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
-from training.checkpoint.resume import check_content, find_start, run_id
-from training.checkpoint.resume_rules import (
+from training.checkpoint.resume import (
     Identity,
     announced,
+    check_content,
     contents_of,
     data_facts,
+    find_start,
     identity,
     modification_times,
+    run_id,
 )
 from training.checkpoint.saving import CheckpointError, Saver
 from training.checkpoint.stored_checkpoint import CheckpointInfo

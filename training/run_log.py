@@ -16,8 +16,7 @@ from parallel.disk import replace_file
 from parallel.optimizer.routing import Route
 from training.config import Config, to_yaml
 from training.config.schedule import TrainConfig
-from training.data.order import TrainingData, repeats
-from training.data.run_progress import Counts, Progress
+from training.data.order import Counts, Progress, TrainingData, repeats
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.console import console_line, next_commands, sample_lines

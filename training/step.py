@@ -30,8 +30,7 @@ from training.config.optimizer_section import groups_of
 from training.config.schedule import step_factor
 from training.config.schema import GramPenaltyConfig
 from training.data.batches import as_batch
-from training.data.order import TrainingData
-from training.data.run_progress import Progress, SetCount, Windows
+from training.data.order import Progress, SetCount, TrainingData, Windows
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
 from training.lifecycle.pace import Pace

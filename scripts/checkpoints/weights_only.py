@@ -28,7 +28,7 @@ from spectral.batching import grouped
 from spectral.singular_triplets import COLD_STEPS, top_singular
 from training.assignments import config_assignments, unit_options
 from training.checkpoint import checkpoints
-from training.checkpoint.resume_rules import changes, settings
+from training.checkpoint.resume import changes, settings
 from training.checkpoint.stored_checkpoint import (
     CONFIG,
     STATE,

@@ -31,7 +31,7 @@ from tests.fuzzed import Keys, changes, damage, damages, replaced
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
-from tests.unit.training.checkpoint.test_resume_rules import EVERY_SECTION
+from tests.unit.training.checkpoint.test_resume import EVERY_SECTION
 from training.config import check, load_config, to_yaml
 from training.errors import InputError
 

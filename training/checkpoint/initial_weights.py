@@ -15,7 +15,7 @@ from parallel.model import ParallelModel
 from parallel.storage.stage_units import named_buffers
 from training.assignments import unit_options
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume_rules import changes, model_facts
+from training.checkpoint.resume import changes, model_facts
 from training.checkpoint.stored_checkpoint import (
     COMPLETE,
     CONFIG,

@@ -1,22 +1,321 @@
-"""The choice of the checkpoint that a run continues from."""
+"""The checkpoint that a run continues from, and the facts that must be equal in both.
+
+These facts are the run's identity.
+"""
 
 import secrets
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
+from models.config import ModelConfig
+from models.families import all_units
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import found_by_any
 from parallel.disk import free_name
+from spectral.rules import RULES
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume_rules import Identity, differences, refusal, saved_identity
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
+from training.config import Config
+from training.config.optimizer_section import GROUPS
+from training.config.yaml_files import flat
+from training.data.hashes import file_sha256
+from training.data.manifest import Manifest
+from training.data.order import TrainingData
+from training.data.token_bytes import tokenizer_file
+from training.data.validation_data import ValidationData
 from training.errors import BrokenCheckpointError
+
+SHOWN: Final = 6
+OF_STATE: Final = {
+    *("qkv_units", "split_gate_up", "momentum_dtype"),
+    *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
+}
+"""Keys that, with the rules of groups and roles, determine the names and types of a checkpoint's
+tensors other than weights."""
+OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
+"""Keys of section `train` that change results, except `steps`, which is part of kind `schedule`."""
+BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
+"""Keys of section `model` that select an implementation and change results only by rounding."""
+ROUNDING: Final = (
+    *(f"model.{key}" for key in sorted(BACKENDS)),
+    *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
+    "train.compile",
+)
+"""All keys that select an implementation and change results only by rounding."""
+
+Identity = dict[str, dict[str, Any]]
+"""Values by kind (such as model or schedule) and dotted key."""
+
+
+class Change(NamedTuple):
+    """A value that differs between a saved and a continuing run; a missing value is "absent"."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {_short(self.before)}, is {_short(self.after)}"
+
+    @property
+    def of_state(self) -> bool:
+        """Whether tensors other than weights are added or removed, or their type changes."""
+        if self.key == "moe.global_aux_loss":
+            return 0.0 in (self.before, self.after)
+        return self.key in OF_STATE or self.key.endswith(".rule")
+
+
+def identity(config: Config, facts: Identity) -> Identity:
+    """Return the facts that must not change when a run continues, by kind.
+
+    `facts` contains the kinds `data` and `tokenizer` from `data_facts`. Layout, micro-batches,
+    backends, paths, logging, validation and `train.exit_step` are not part of an identity, because
+    results do not depend on them.
+    """
+    kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
+    # The start of a phase given by `after_share` or `with_decay` moves if other sections change.
+    kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
+    return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
+
+
+def saved_identity(info: CheckpointInfo) -> Identity:
+    """Return the identity of the run that saved a checkpoint.
+
+    The settings are read from the checkpoint's config. A key that is missing in the config of an
+    earlier version has its default; a renamed key is compared under its current name. Raises
+    BrokenCheckpointError if the config file has changed since it was written.
+    """
+    return identity(info.config, info.meta["identity"])
+
+
+def data_facts(
+    config: Config,
+    data: TrainingData,
+    validation: Iterable[ValidationData],
+    manifest: Manifest | None,
+) -> Identity:
+    """Return the kinds `data` and `tokenizer` of a run's identity: the facts that determine the
+    tokens of training samples and validation sets, and the sha256 of the tokenizer, None if
+    unknown."""
+    facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
+    for each in data.all_sets:
+        facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
+        facts[f"{each.name}.tokens"] = each.tokens
+        facts[f"{each.name}.content"] = each.digest
+        facts[f"{each.name}.sha256"] = each.stated_sha256
+    for held_out in validation:
+        facts[f"validation.{held_out.name}.content"] = held_out.set.digest
+        facts[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
+    for i, (phase, (_, mixture)) in enumerate(zip(config.data.phases, data.later, strict=True)):
+        place = f"phases[{i}]"
+        facts[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
+        for name, share in mixture.shares.items():
+            facts[f"{place}.{name}.share"] = round(share, 6)
+        facts[f"{place}.fingerprint"] = mixture.fingerprint()
+    # The fingerprint also covers order settings that have no key above.
+    facts["fingerprint"] = data.fingerprint()
+    sha256 = None if manifest is None else manifest.tokenizer.sha256
+    if config.data.tokenizer is not None:
+        path = tokenizer_file(config.data.tokenizer)
+        sha256 = file_sha256(path) if path.exists() else None
+    return {"data": facts, "tokenizer": {"sha256": sha256}}
+
+
+def contents_of(facts: Identity) -> dict[str, str | None]:
+    """Return the hash of each set and of the tokenizer in a result of `data_facts`, under the keys
+    NAME for training sets, `validation.NAME` and `tokenizer`."""
+    end = ".content"
+    sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
+    return sets | {"tokenizer": facts["tokenizer"]["sha256"]}
+
+
+def modification_times(data: TrainingData) -> dict[str, str]:
+    """Return the modification times of sets without a hash of all tokens, by key of kind `data`.
+
+    The copies of a set on several nodes may have different times, so one rank must provide the
+    times of all ranks.
+    """
+    times = {f"{each.name}.modified": each.modified for each in data.all_sets}
+    return {key: time for key, time in times.items() if time is not None}
+
+
+def settings(config: Config) -> Identity:
+    """Return the kinds of a run's identity that depend only on the config."""
+    units = all_units(config.model)
+    model = model_facts(config.model)
+    model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
+    if config.pc is not None:  # the evaluator of PC(W) changes no result
+        model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
+    optimizer = _optimizer(config)
+    if config.gram_penalty is not None:
+        penalty = flat(asdict(config.gram_penalty))
+        optimizer |= {f"gram_penalty.{k}": v for k, v in penalty}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": {**asdict(config.schedule), "steps": config.train.steps},
+        "train": {
+            **{key: asdict(config.train)[key] for key in OF_TRAIN},
+            **{f"batch_ramp[{i}]": str(each) for i, each in enumerate(config.train.batch_ramp)},
+        },
+    }
+
+
+def model_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return the model settings that affect results, by dotted key, with each null replaced by the
+    size in use."""
+    scalar = model.query_pre_attn_scalar
+    sizes = {
+        "kv_heads": model.query_groups,
+        "head_dim": model.head_size,
+        "query_pre_attn_scalar": model.head_size if scalar is None else scalar,
+    }
+    return {k: v for k, v in flat(asdict(model) | sizes) if k not in BACKENDS}
+
+
+def differences(
+    saved: Identity, now: Identity, allowed: Collection[str]
+) -> dict[str, list[Change]]:
+    """Return the changes by kind, for each changed kind of `now` not in `allowed`."""
+    found = {
+        kind: list(changes(*comparable(saved.get(kind, {}), values)))
+        for kind, values in now.items()
+        if kind not in allowed
+    }
+    return {kind: changed for kind, changed in found.items() if changed}
+
+
+def announced(
+    info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return a sentence for each accepted change since a checkpoint that affects metrics.
+
+    These are changes of allowed kinds, of validation, tasks and spike detection, and of settings
+    that affect rounding or speed: the layout, the micro-batch, implementations, and the software
+    and device in `machine`.
+    """
+    saved, now = saved_identity(info), identity(config, facts)
+    allowed = config.checkpoint.allow_change
+    kinds = differences(saved, now, now.keys() - allowed).values()
+    beside = changes(*map(_beside, (info.config, config)))
+    around = (
+        changes(*_in_both(info.meta.get(kind), machine[kind]))
+        for kind in ("layout", "device", "versions")
+    )
+    return [str(change) for change in chain(*kinds, beside, *around)]
+
+
+def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both mappings, restricted to their common keys."""
+    common = [key for key in now if isinstance(saved, Mapping) and key in saved]
+    return {key: saved[key] for key in common}, {key: now[key] for key in common}
+
+
+def _beside(config: Config) -> dict[str, Any]:
+    """Return the settings outside the identity that affect a run's metrics."""
+    values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
+    rounding = {key: values[key] for key in ROUNDING if key in values}
+    if config.pc is not None:
+        rounding["pc.evaluator"] = config.pc.evaluator
+    spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
+    sets = {f"validation.{name}": "there" for name in config.data.validation}
+    sets |= {f"tasks.{name}": "there" for name in config.tasks.files}
+    sizes = {
+        "validation.samples": config.validation.samples, "tasks.examples": config.tasks.examples
+    }  # fmt: skip
+    return {**rounding, **spikes, **sizes, **sets}
+
+
+def comparable(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both mappings without optional facts that are in only one mapping.
+
+    Validation sets and tasks may be added or removed. A set has a sha256 only if it has a manifest,
+    and a modification time only if it is large and has no manifest. Settings of a rule that only
+    one run uses are optional, because the rule of a group or role then differs as well.
+    """
+    optional = {
+        key
+        for key in saved.keys() | now.keys()
+        if key.startswith(("validation.", "tasks.")) or key.endswith((".sha256", ".modified"))
+    }
+    dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
+    dropped |= {key for key in saved.keys() ^ now.keys() if key.startswith("rules.")}
+    before, after = (
+        {key: value for key, value in each.items() if key not in dropped} for each in (saved, now)
+    )
+    return before, after
+
+
+def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
+    """Return the error about a run that cannot continue: one line per kind, then the remedy.
+
+    `pc` is true if the run has PC layers.
+    """
+    lines = []
+    for kind, changed in different.items():
+        shown = ", ".join(map(str, changed[:SHOWN]))
+        more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        lines.append(f"{place} differs in its {kind}: {shown}{more}")
+    every = [change for changed in different.values() for change in changed]
+    if any(change.key == "weights" for change in every):
+        todo = "the weights do not fit this model: set another run.dir"
+    elif any(change.of_state for change in every):
+        todo = f"the checkpoint cannot be loaded: {new_run(place, pc)}"
+    else:
+        todo = f"to continue anyway, set checkpoint.allow_change=[{', '.join(different)}]"
+    return "\n".join([*lines, f"{todo}; to start over, use --resume none"])
+
+
+def new_run(place: str, pc: bool) -> str:
+    """Return the remedy for a state that does not fit the run; `pc` is true if it has PC layers."""
+    if pc:  # PC layers refuse checkpoint.initialize_from: they would change the effective weights
+        return "set another run.dir"
+    return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield the changes from `saved` to `now`."""
+    for key in [*saved, *(key for key in now if key not in saved)]:
+        before, after = saved.get(key, "absent"), now.get(key, "absent")
+        if before != after:
+            yield Change(key, before, after)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """Return the optimizer settings that affect results: groups, used rules, distribution."""
+    settings = asdict(config.optimizer)
+    distributed = settings.pop("distributed")
+    del settings["rules"]
+    groups = [settings[name] for name in GROUPS]
+    used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
+    plain = replace(config.optimizer, roles={})
+    for role, overrides in settings["roles"].items():
+        usual = asdict(plain.settings_for(role))  # a role's settings that equal these are dropped
+        settings["roles"][role] = {
+            k: v for k, v in overrides.items() if v not in (None, usual.get(k))
+        }
+    settings["rules"] = {
+        name: config.optimizer.rule(name).settings() for name in RULES if name in used
+    }
+    values = dict(flat(settings))
+    values["tensor_mode"] = distributed["tensor_mode"]
+    values["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
+    return values | {k: distributed[k] or "fp32" for k in ("gradient_dtype", "momentum_dtype")}
 
 
 @dataclass(frozen=True)

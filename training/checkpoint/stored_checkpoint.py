@@ -22,7 +22,7 @@ from parallel.error_text import last_line
 from spectral.batching import grouped
 from training.assignments import unit_options
 from training.config import Config, InvalidConfigError, MissingRuleError, load_saved_config
-from training.data.run_progress import Progress
+from training.data.order import Progress
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 2

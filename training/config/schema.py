@@ -26,7 +26,7 @@ from training.errors import printable
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
-"""Parts of a run's identity; see training/checkpoint/resume_rules.py."""
+"""Parts of a run's identity; see training/checkpoint/resume.py."""
 
 
 class RunConfig(Section):

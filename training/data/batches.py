@@ -18,8 +18,7 @@ from parallel.error_text import last_line
 from parallel.model import Batch
 from training.config import Config
 from training.data.document_index import Borders
-from training.data.order import TrainingData
-from training.data.run_progress import Progress, Windows, batch_start
+from training.data.order import Progress, TrainingData, Windows, batch_start
 from training.errors import ConfigError, DataError
 
 SHARED_MEMORY: Final = "/dev/shm"

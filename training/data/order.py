@@ -1,10 +1,11 @@
-"""The order of training samples.
+"""The order of training samples, and a run's progress in it: steps taken, position, data phase.
 
-Sample k of a phase is a pure function of k, the seed, the weights, and the counts of each set at
-the start of the phase. The weights determine the sample's set; a permutation per epoch determines
-the sample's window in this set. The order does not depend on the number of steps, the batch size or
-the number of ranks, so a run can stop, resume and change its layout at any sample. Every change of
-the mixture begins a new phase.
+A phase consists of consecutive samples from the same mixture of sets. Sample k of a phase is a pure
+function of k, the seed, the weights, and the counts of each set at the start of the phase. The
+weights determine the sample's set; a permutation per epoch determines the sample's window in this
+set. The order does not depend on the number of steps, the batch size or the number of ranks, so a
+run can stop, resume and change its layout at any sample. Every change of the mixture begins a new
+phase.
 
 A stored permutation of a trillion-token set would need gigabytes on every rank, and numpy's
 permutations may change with numpy's version. `Permutation` therefore computes single elements: a
@@ -18,9 +19,10 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +30,92 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from models.section import Whole
 from training.data.document_index import CROSSED, Borders
-from training.data.run_progress import Counts, Phase, SetCount
 from training.data.token_set import OpenSet, TokenSet
 from training.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetCount:
+    """Numbers of samples and tokens that a run has read of a set, including samples left out.
+
+    tokens   number of target tokens in the samples
+    content  digest that distinguishes the set from another set with the same name
+    """
+
+    samples: Whole
+    tokens: Whole
+    content: str
+
+
+Counts = Mapping[str, SetCount]
+"""Counts of each set by name, including removed sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Consecutive samples from one mixture, beginning with `sample`.
+
+    read     counts of each set before the phase
+    mixture  fingerprint of the sets and weights; "" in the first phase, and in checkpoints of
+             earlier versions
+    """
+
+    sample: Whole = 0
+    read: dict[str, SetCount] = field(default_factory=dict)
+    mixture: str = ""
+
+    def tokens(self, name: str) -> int:
+        """Return the number of tokens of a set that were read before the phase."""
+        return self.read[name].tokens if name in self.read else 0
+
+    def samples(self, name: str) -> int:
+        """Return the number of samples of a set that were read before the phase."""
+        return self.read[name].samples if name in self.read else 0
+
+
+Windows = tuple[tuple[int, int], ...]
+"""[first, end) ranges of samples that a run leaves out."""
+
+
+@dataclass
+class Progress:
+    """Progress of a run.
+
+    step        number of optimizer steps taken
+    sample      number of samples consumed so far, used or left out
+    tokens      number of target tokens in the steps taken
+    left_out    [first, end) of the samples that rewinds leave out
+    unreported  metrics of the last step, if the run stopped before it reported them
+    phase       the current phase: its first sample, and the counts of each set before it
+    read        in a checkpoint, counts of each set so far; None if an earlier version saved it
+    """
+
+    step: Whole = 0
+    sample: Whole = 0
+    tokens: Whole = 0
+    left_out: Windows = ()
+    unreported: dict[str, Any] = field(default_factory=dict)
+    phase: Phase = field(default_factory=Phase)
+    read: dict[str, SetCount] | None = None
+
+    def advance(self, global_batch: int, sequence_length: int) -> tuple[int, int]:
+        """Advance by one step and return [first, end) of the step's samples."""
+        first = batch_start(self.sample, global_batch, self.left_out)
+        self.step += 1
+        self.sample = first + global_batch
+        self.tokens += global_batch * sequence_length
+        return first, self.sample
+
+
+def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
+    """Return the first sample, at or after `sample`, of a global batch without left-out samples."""
+    for first, end in sorted(left_out):
+        if sample < end and sample + global_batch > first:
+            sample = end
+    return sample
+
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1

@@ -22,8 +22,7 @@ from parallel.comm.groups import Groups
 from parallel.plan.devices import peak_flops
 from spectral.kernels.dispatch import device_name
 from training.config import Config
-from training.data.order import TrainingData
-from training.data.run_progress import Progress
+from training.data.order import Progress, TrainingData
 
 
 class Pace:

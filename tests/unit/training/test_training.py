@@ -18,7 +18,7 @@ from training.config.binding import bind
 from training.config.optimizer_section import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
-from training.data.run_progress import Progress
+from training.data.order import Progress
 from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError
 from training.run import train

@@ -16,8 +16,7 @@ from tests.token_files import write_manifest
 from tests.unit.training.data.conftest import SIZES
 from training.data import batches
 from training.data.batches import GlobalBatchSampler, training_loader
-from training.data.order import BLEND_PERIOD, Permutation, TrainingData, build_blend
-from training.data.run_progress import batch_start
+from training.data.order import BLEND_PERIOD, Permutation, TrainingData, batch_start, build_blend
 from training.data.token_set import TokenSet
 from training.data.validation_data import ValidationData
 from training.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ from tests.unit.training.data.test_data import training_data
 from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data.batches import GlobalBatchSampler, training_loader
-from training.data.run_progress import Phase
+from training.data.order import Phase
 from training.report.log_lines import read_metrics
 
 FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}

@@ -9,7 +9,7 @@ import pytest
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from training.data.build_data import build_data
-from training.data.run_progress import Progress
+from training.data.order import Progress
 from training.run_log import WARNINGS, RunLog
 
 

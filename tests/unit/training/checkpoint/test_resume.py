@@ -18,7 +18,7 @@ from parallel.comm.groups import Groups
 from spectral.rules import RULES
 from tests.run_configs import tiny_config
 from training.build import build_distributed_optimizer, build_parallel_model
-from training.checkpoint.resume_rules import differences, identity, refusal, settings
+from training.checkpoint.resume import differences, identity, refusal, settings
 from training.config import Config, InvalidConfigError, load_saved_config, to_yaml
 from training.config.binding import bind
 
