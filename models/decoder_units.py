@@ -1,7 +1,7 @@
 """The units of a decoder, declared from its config without megatron-core or process groups."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Literal
 
@@ -78,9 +78,9 @@ def attention_units(
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
-    roles = tuple((role, count, size) for role, count in heads.items())
+    roles = [(role, count, size) for role, count in heads.items()]
     infix = "group." if split.qkv_units == "group" else ""
-    units = HeadParameter(prefix, "qkv", groups, roles, model.hidden, infix).units(split)
+    units = head_units(prefix, "qkv", roles, groups, model.hidden, split, infix)
     if model.attention_bias != "none":
         rows = (model.heads + 2 * groups) * size
         units.append(bias_unit(f"{prefix}attention.qkv_bias", rows, split.tensor_size))
@@ -114,8 +114,8 @@ def latent_attention_units(
     query_size = latent.nope_head_dim + latent.rope_head_dim
 
     def by_heads(name: str, width: int, *roles: tuple[str, int]) -> list[Unit]:
-        parts = tuple((role, 1, rows) for role, rows in roles)
-        return HeadParameter(prefix, name, model.heads, parts, width).units(split)
+        parts = [(role, 1, rows) for role, rows in roles]
+        return head_units(prefix, name, parts, model.heads, width, split)
 
     def gain(name: str, size: int) -> Unit:
         return gain_unit(f"{prefix}attention.{name}", size, start=gain_start)
@@ -139,81 +139,77 @@ def latent_attention_units(
     return units
 
 
-@dataclass(frozen=True)
-class HeadParameter:
-    """An attention parameter `[groups, rows per group, width]`, sharded over ranks by groups.
+def head_units(
+    prefix: str,
+    parameter: str,
+    roles: Sequence[tuple[str, int, int]],
+    groups: int,
+    width: int,
+    split: Split,
+    infix: str = "",
+) -> list[Unit]:
+    """Return the units of an attention parameter `[groups, rows per group, width]` on one rank.
 
-    prefix, name    prefix of the layer's names, and name of the parameter in its attention
-    groups          number of KV heads
-    roles           (role, heads per group, rows per head), in the order of a group's rows
-    width           number of columns
-    infix           text between the role and the number in a unit's name
+    A unit is one head (head), all heads of a role in a group (group), all heads of a role
+    (component), or the whole parameter (fused).
+
+    Args:
+        prefix, parameter: prefix of the layer's names, and name of the parameter in its attention.
+        roles: (role, heads per group, rows per head), in the order of a group's rows.
+        groups: number of KV heads; the parameter is sharded over ranks by groups.
+        width: number of columns.
+        split: `qkv_units` states what a unit is; raises ValueError for a value not in QKVUnits.
+        infix: text between the role and the number in a unit's name.
     """
+    local = groups // split.tensor_size
+    ends = accumulate(heads * rows for _, heads, rows in roles)
+    parts = [(*part, end) for part, end in zip(roles, ends, strict=True)]
+    rows_of_group = parts[-1][-1]
 
-    prefix: str
-    name: str
-    groups: int
-    roles: tuple[tuple[str, int, int], ...]
-    width: int
-    infix: str = ""
+    def draws(role: str, rows: int, heads: range) -> list[tuple[str, int]]:
+        return [(f"{prefix}{role}.{head}", rows) for head in heads]
 
-    def units(self, split: Split) -> list[Unit]:
-        """Return the units on one rank, according to `split.qkv_units`.
+    def unit(
+        role: str, name: str, index: Index, axes: tuple[int, ...], drawn: list[tuple[str, int]]
+    ) -> Unit:
+        return Unit(
+            name=prefix + name,
+            parameter=f"{prefix}attention.{parameter}",
+            role=role,
+            view_shape=(local, rows_of_group, width),
+            index=index,
+            axes=axes,
+            shard_axis=0 if len(axes) > 2 and split.tensor_size > 1 else None,
+            draws=tuple(drawn),
+        )
 
-        A unit is one head (head), all heads of a role in a group (group), all heads of a role
-        (component), or the whole parameter (fused). Raises ValueError for another value.
-        """
-        prefix, local = self.prefix, self.groups // split.tensor_size
-        ends = accumulate(heads * rows for _, heads, rows in self.roles)
-        parts = [(*part, end) for part, end in zip(self.roles, ends, strict=True)]
-        rows_of_group = parts[-1][-1]
-
-        def draws(role: str, rows: int, heads: range) -> list[tuple[str, int]]:
-            return [(f"{prefix}{role}.{head}", rows) for head in heads]
-
-        def unit(
-            role: str, name: str, index: Index, axes: tuple[int, ...], drawn: list[tuple[str, int]]
-        ) -> Unit:
-            return Unit(
-                name=prefix + name,
-                parameter=f"{prefix}attention.{self.name}",
-                role=role,
-                view_shape=(local, rows_of_group, self.width),
-                index=index,
-                axes=axes,
-                shard_axis=0 if len(axes) > 2 and split.tensor_size > 1 else None,
-                draws=tuple(drawn),
-            )
-
-        kind, units = split.qkv_units, []
-        index: Index
-        if kind in ("head", "group"):
-            for i, (role, heads, rows, end) in product(range(local), parts):
-                count = 1 if kind == "group" else heads
-                joined, size = heads // count, heads // count * rows
-                for j in range(count):
-                    number = (split.tensor_rank * local + i) * count + j
-                    start = end - (count - j) * size
-                    drawn = draws(role, rows, range(number * joined, (number + 1) * joined))
-                    index = (i, slice(start, start + size))
-                    name = f"{role}.{self.infix}{number}"
-                    units.append(unit(role, name, index, (size, self.width), drawn))
-        elif kind == "component":
-            for role, heads, rows, end in parts:
-                size, drawn = heads * rows, draws(role, rows, range(self.groups * heads))
-                index, axes = (ALL, slice(end - size, end)), (self.groups, size, self.width)
-                units.append(unit(role, role, index, axes, drawn))
-        elif kind == "fused":
-            drawn = []
-            for group, (role, heads, rows, _) in product(range(self.groups), parts):
-                drawn += draws(role, rows, range(group * heads, (group + 1) * heads))
-            axes = (self.groups, rows_of_group, self.width)
-            units.append(unit(self.name, self.name, (ALL,), axes, drawn))
-        else:
-            raise ValueError(
-                f"qkv_units must be one of head, group, component, fused, got {kind!r}"
-            )
-        return units
+    kind, units = split.qkv_units, []
+    index: Index
+    if kind in ("head", "group"):
+        for i, (role, heads, rows, end) in product(range(local), parts):
+            count = 1 if kind == "group" else heads
+            joined, size = heads // count, heads // count * rows
+            for j in range(count):
+                number = (split.tensor_rank * local + i) * count + j
+                start = end - (count - j) * size
+                drawn = draws(role, rows, range(number * joined, (number + 1) * joined))
+                index = (i, slice(start, start + size))
+                name = f"{role}.{infix}{number}"
+                units.append(unit(role, name, index, (size, width), drawn))
+    elif kind == "component":
+        for role, heads, rows, end in parts:
+            size, drawn = heads * rows, draws(role, rows, range(groups * heads))
+            index, axes = (ALL, slice(end - size, end)), (groups, size, width)
+            units.append(unit(role, role, index, axes, drawn))
+    elif kind == "fused":
+        drawn = []
+        for group, (role, heads, rows, _) in product(range(groups), parts):
+            drawn += draws(role, rows, range(group * heads, (group + 1) * heads))
+        axes = (groups, rows_of_group, width)
+        units.append(unit(parameter, parameter, (ALL,), axes, drawn))
+    else:
+        raise ValueError(f"qkv_units must be one of head, group, component, fused, got {kind!r}")
+    return units
 
 
 def decoder_units(

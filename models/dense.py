@@ -155,8 +155,11 @@ def layer_spec(
     of the output projections of attention and of the feed-forward block.
     """
     if model.latent is None:
-        core = core_attention or plain_attention(model)
-        attention = attention_spec(model, core, row_linear)
+        kernel = model.attention_kernel
+        plain = (
+            SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
+        )
+        attention = attention_spec(model, core_attention or plain, row_linear)
     else:
         attention = ModuleSpec(module=LatentAttention, params={"latent": model.latent})
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
@@ -171,12 +174,6 @@ def layer_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def plain_attention(model: ModelConfig) -> Any:
-    """Return the module of causal attention without soft cap and sliding window."""
-    kernel = model.attention_kernel
-    return SDPACoreAttention if kernel == "auto" else partial(FlashCoreAttention, kernel=kernel)
 
 
 def attention_spec(
@@ -199,18 +196,16 @@ def attention_spec(
     )
 
 
-def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of a pipeline stage with `layers` layers of `model.attention_backend`."""
-    if model.attention_backend == "transformer_engine":
-        return transformer_engine_layer(model.qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * layers, layer_norm=RMSNorm)
-
-
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Return the Megatron model of a chunk; `options` are keyword arguments of `assemble`."""
-    return assemble(model, config, block_spec(model, len(chunk.layers)), chunk, **options)
+    if model.attention_backend == "transformer_engine":
+        spec = transformer_engine_layer(model.qk_norm)
+    else:
+        layers = [layer_spec(model)] * len(chunk.layers)
+        spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return assemble(model, config, spec, chunk, **options)
 
 
 def assemble(

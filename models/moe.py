@@ -52,7 +52,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of `model`; `options` are options of `dense.transformer_config`."""
     moe = mixture(model)
-    kinds, coefficients = auxiliary_losses(moe)
+    losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
+    active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return replace(
         dense.transformer_config(model, dtype=dtype, layout=layout, **options),
         num_moe_experts=moe.experts,
@@ -70,20 +71,13 @@ def transformer_config(
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=moe.expert_bias_rate,
         moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
-        moe_router_load_balancing_type=kinds,
-        moe_aux_loss_coeff=coefficients,
+        moe_router_load_balancing_type=list(active) or "none",
+        moe_aux_loss_coeff=list(active.values()) or 0.0,
         moe_z_loss_coeff=moe.z_loss or None,
         moe_token_dispatcher_type="allgather",  # `build` replaces this dispatcher
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-
-
-def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
-    """Return the enabled load-balancing losses: Megatron's names, and coefficients."""
-    losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
-    active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
-    return (list(active), list(active.values())) if active else ("none", 0.0)
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
@@ -108,23 +102,15 @@ def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def block_spec(
-    model: ModelConfig, config: TransformerConfig, layers: Sequence[int]
-) -> TransformerBlockSubmodules:
-    """Return the spec of a pipeline stage with global layers `layers`."""
-    moe = mixture(model)
-    plain = dense.layer_spec(model)
-    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe, config)))
-    specs = [plain if model.mixture(layer) is None else mixed for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-
-
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Return the model of a chunk; see `models.dense.build`."""
-    spec = block_spec(model, config, chunk.layers)
-    built = dense.assemble(model, config, spec, chunk, **options)
+    plain, moe = dense.layer_spec(model), mixture_spec(mixture(model), config)
+    mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))
+    specs = [plain if model.mixture(layer) is None else mixed for layer in chunk.layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    built = dense.assemble(model, config, block, chunk, **options)
     sort_tokens_(built)
     return built
 

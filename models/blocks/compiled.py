@@ -33,8 +33,6 @@ GRAPHS: Final = 64
 """Largest number of graphs of one function, which has a graph for each shape and gradient mode.
 More graphs are an error, because torch would otherwise silently run the function uncompiled."""
 
-Compile = Callable[..., Callable[..., Any]]
-
 
 def fuse_blocks_(
     chunks: Iterable[torch.nn.Module], backend: str | None, *, backward: bool = False
