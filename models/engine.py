@@ -97,8 +97,8 @@ def import_engine() -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector during imports, when it would visit all modules and free
-    nothing."""
+    """Pause the garbage collector within a context: during imports it would visit all modules and
+    free nothing. Processes that are forked in the context have no collector."""
     automatic = gc.isenabled()
     gc.disable()
     try:

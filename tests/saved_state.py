@@ -14,7 +14,7 @@ def save_state(folder: str | Path, *state: Any) -> None:
     """Save the arguments of `start_save` to a new `folder`; all ranks together."""
     first_rank(lambda: Path(folder).mkdir(parents=True))
     save = start_save(folder, *state)
-    assert save.writer.poll(timeout=600.0), "the writer takes more than ten minutes"
+    assert save.poll(timeout=600.0), "the writer takes more than ten minutes"
     written = save.gather()
     first_rank(lambda: save.finish(written))
 

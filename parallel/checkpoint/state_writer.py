@@ -13,11 +13,10 @@ completes the save after 0.4 s.
 """
 
 import contextlib
-import gc
 import hashlib
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from multiprocessing import get_context
@@ -39,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from models.engine import no_collection
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.state import SCHEMA, StatePart, part_name, sharded_state
 from parallel.comm.collectives import named, on_first
@@ -151,33 +151,41 @@ class Written:
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
-class Writer:
-    """The process that writes a rank's files of one save; a rank without files has no process."""
+class PendingSave:
+    """A running save on this rank, whose files a process writes.
 
-    def __init__(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
+    A rank without files has no process.
+    """
+
+    def __init__(
+        self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
+    ) -> None:
+        self.folder = folder
         self.written: Written | None = Written() if not plan.items else None
+        self._planner, self._plan, self._plain = planner, plan, plain
         self._process: ForkProcess | None = None
         self._problem: WriterError | None = None
         try:
             if plan.items:
-                self._start(folder, planner, plan)
+                self._start()
         except OSError as error:  # no process or pipe is available
             self._problem = WriterError(f"{self._name} failed: {described(error)}")
 
-    def _start(self, folder: Path, planner: StatePlanner, plan: SavePlan) -> None:
+    def _start(self) -> None:
         context = get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
+        save = self.folder, self._planner, self._plan
         self._process = context.Process(
-            target=_write_all, args=(sender, self._receiver, folder, planner, plan), daemon=True
+            target=_write_all, args=(sender, self._receiver, *save), daemon=True
         )
-        with _no_garbage_collection():
+        # The garbage may contain process groups, whose threads do not exist in a forked process.
+        with no_collection():
             self._process.start()
         sender.close()
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the writer process, None if there is none."""
-        return None if self._process is None else self._process.pid
+    def again(self, folder: Path) -> "PendingSave":
+        """Start to write the same state to another folder, from the existing host copies."""
+        return PendingSave(folder, self._planner, self._plan, self._plain)
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Wait up to `timeout` seconds, and return whether all files are written.
@@ -213,20 +221,26 @@ class Writer:
             self._process.kill()
             self._process.join()
 
+    def gather(self) -> list[Written]:
+        """Return the results of all ranks' writers, on rank 0 only.
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection within a context, and in processes that are forked in it.
+        All ranks must call this method together, after all writers are done.
+        """
+        gathered: list[Any] = on_first(self.written)
+        return gathered
 
-    The garbage may contain process groups, whose threads do not exist in a forked process.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
+        """Write the index of all files and the plain values; call this method only on rank 0.
+
+        Returns the facts of every file in the folder. The caller must sync the new files. Raises
+        OSError.
+        """
+        write_plain(self.folder / PLAIN_FILE, self._plain)
+        assert self._planner.index is not None
+        StateWriter(self.folder).finish(self._planner.index, [part.index for part in written])
+        files = {name: facts for part in written for name, facts in part.files.items()}
+        new = (path for path in sorted(self.folder.iterdir()) if path.name not in files)
+        return files | {path.name: file_facts(path) for path in new}
 
 
 def _write_all(
@@ -285,44 +299,6 @@ def file_facts(path: Path) -> FileFacts:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(file.tell(), digest)
-
-
-class PendingSave:
-    """A running save on this rank."""
-
-    def __init__(
-        self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
-    ) -> None:
-        self.folder = folder
-        self._planner = planner
-        self._plan = plan
-        self._plain = plain
-        self.writer = Writer(folder, planner, plan)
-
-    def again(self, folder: Path) -> "PendingSave":
-        """Start to write the same state to another folder, from the existing host copies."""
-        return PendingSave(folder, self._planner, self._plan, self._plain)
-
-    def gather(self) -> list[Written]:
-        """Return the results of all ranks' writers, on rank 0 only.
-
-        All ranks must call this method together, after all writers are done.
-        """
-        gathered: list[Any] = on_first(self.writer.written)
-        return gathered
-
-    def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values; call this method only on rank 0.
-
-        Returns the facts of every file in the folder. The caller must sync the new files. Raises
-        OSError.
-        """
-        write_plain(self.folder / PLAIN_FILE, self._plain)
-        assert self._planner.index is not None
-        StateWriter(self.folder).finish(self._planner.index, [part.index for part in written])
-        files = {name: facts for part in written for name, facts in part.files.items()}
-        new = (path for path in sorted(self.folder.iterdir()) if path.name not in files)
-        return files | {path.name: file_facts(path) for path in new}
 
 
 def write_plain(path: Path, value: object) -> None:

@@ -304,11 +304,12 @@ def write(*_):
     os.write(1, b"| writes\\n")
     time.sleep(3600)
 state_writer._written = write
-writer = state_writer.Writer(None, None, SimpleNamespace(items=[0]))
+writer = state_writer.PendingSave(None, None, SimpleNamespace(items=[0]), {})
 batches = iter(DataLoader(range(10**6), num_workers=1, persistent_workers=True))
 next(batches)
-others = [child.pid for child in multiprocessing.active_children() if child.pid != writer.pid]
-print(" ".join(map(str, ("children", writer.pid, *others))), flush=True)
+pid = writer._process.pid
+others = [child.pid for child in multiprocessing.active_children() if child.pid != pid]
+print(" ".join(map(str, ("children", pid, *others))), flush=True)
 time.sleep(3600)
 """
 

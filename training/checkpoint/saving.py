@@ -131,7 +131,7 @@ class Saver:
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
-                return self._pending.writer.poll(timeout)
+                return self._pending.poll(timeout)
             if self._problem is None and self._sealing is not None:
                 return _result(self._sealing, timeout) is not None
         except WriterError as error:
@@ -243,7 +243,7 @@ class Saver:
         If the checkpoint is already being sealed, it is completed instead.
         """
         if self._pending is not None:
-            self._pending.writer.kill()
+            self._pending.kill()
         if self._sealing is not None:
             wait([self._sealing])
         self._reset()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.checkpoint.state import StatePart, boxes
-from parallel.checkpoint.state_writer import NotFiniteStateError, StatePlanner, Writer
+from parallel.checkpoint.state_writer import NotFiniteStateError, PendingSave, StatePlanner
 
 
 @pytest.mark.parametrize("element", [7, 10, 16])
@@ -28,4 +28,4 @@ def test_an_element_that_is_not_finite_is_named_by_its_place_in_the_whole(elemen
     assert len(plan.items) == 3
     place = re.escape(f"weight/a{[*divmod(element, 4)]} is not finite")
     with pytest.raises(NotFiniteStateError, match=place):
-        Writer(tmp_path, planner, plan).poll(60.0)
+        PendingSave(tmp_path, planner, plan, {}).poll(60.0)
