@@ -9,7 +9,6 @@ Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from parallel.optimizer.owned_stacks import (
     gathered_weights,
     owned_stacks,
 )
-from parallel.optimizer.routing import Assign, PCAssignment
+from parallel.optimizer.routing import Assign
 from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import DomainModel
 from spectral.batching import copy_all_
@@ -34,7 +33,6 @@ CHUNK_NUMEL = 2**24
 """Largest number of weight elements that are mapped at a time, which limits scratch memory."""
 
 
-@dataclass
 class MaterializedStack(OwnedStack):
     """Preconditioned units of one shape and rule, with W and the state of the rule.
 
@@ -47,13 +45,21 @@ class MaterializedStack(OwnedStack):
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
     """
 
-    pc: PCAssignment = field(kw_only=True)
-    weight: Tensor = field(kw_only=True)
-    u: Tensor = field(kw_only=True)
-    v: Tensor = field(kw_only=True)
-    gamma: Tensor = field(kw_only=True)
-    gamma_state: State = field(kw_only=True)
-    gamma_gradient: Tensor = field(kw_only=True)
+    def __init__(
+        self, stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
+    ) -> None:
+        """Create the state of the units of `stack`, whose W is `weight`."""
+        super().__init__(stack.transfers, stack.assigned, stack.rule.init_state(weight))
+        if momentum_dtype is not None:
+            for name in self.rule.elementwise_state:
+                self.state[name] = self.state[name].to(momentum_dtype)
+        assert stack.assigned.pc is not None
+        self.pc, self.weight = stack.assigned.pc, weight
+        self.u, self.v = self.pc.preconditioner.cold_pair(weight)
+        gamma = self.pc.preconditioner.initial_gamma(weight, self.u, self.v)
+        self.gamma, rule = gamma[:, None], self.pc.gamma_rule
+        self.gamma_state: State = {} if rule is None else rule.init_state(self.gamma)
+        self.gamma_gradient = torch.zeros_like(self.gamma)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that persist between steps."""
@@ -190,7 +196,7 @@ class MaterializedUnits:
         stacks = owned_stacks(self.owned, assign)
         weights = gathered_weights(stacks, self.exchange, self.buffers)
         self.stacks = [
-            materialized_stack(stack, weights.assembled(stack.transfers), options.momentum_dtype)
+            MaterializedStack(stack, weights.assembled(stack.transfers), options.momentum_dtype)
             for stack in stacks
         ]
         self._gradients: dict[str, Tensor] | None = None
@@ -263,30 +269,3 @@ class MaterializedUnits:
             before = torch.cat(targets)
             new = torch.where(received.isfinite(), received.to(before.dtype), before)
             copy_all_(zip(targets, unpacked(new, targets), strict=True))
-
-
-def materialized_stack(
-    stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
-) -> MaterializedStack:
-    """Create a stack from `weight`, W `[batch, rows, cols]` of its units."""
-    pc = stack.assigned.pc
-    assert pc is not None
-    preconditioner = pc.preconditioner
-    u, v = preconditioner.cold_pair(weight)
-    gamma = preconditioner.initial_gamma(weight, u, v)[:, None]
-    state = stack.rule.init_state(weight)
-    if momentum_dtype is not None:
-        for name in stack.rule.elementwise_state:
-            state[name] = state[name].to(momentum_dtype)
-    return MaterializedStack(
-        stack.transfers,
-        stack.assigned,
-        state,
-        pc=pc,
-        weight=weight,
-        u=u,
-        v=v,
-        gamma=gamma,
-        gamma_state={} if pc.gamma_rule is None else pc.gamma_rule.init_state(gamma),
-        gamma_gradient=torch.zeros_like(gamma),
-    )
