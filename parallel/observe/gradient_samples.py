@@ -7,8 +7,6 @@ replicas receive all samples, and only the products `[samples, samples]` of each
 Expert-parallel experts are skipped, because their gradients mix micro-batches of several ranks.
 """
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,6 @@ from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
-
-OBSERVER: Final = "gradient samples"
-"""Name of the observer. Because the name is constant, the next step's samples replace samples that
-were never read."""
 
 
 class GradientSamples:
@@ -48,7 +42,7 @@ class GradientSamples:
         self.model = model
         model.sum_in_products(False)
         for part in self.parts:
-            part.reducer.observers[OBSERVER] = self._observe
+            part.reducer.observe = self._observe  # replaces samples that were never read
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -66,7 +60,7 @@ class GradientSamples:
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)
         for part in self.parts:
-            part.reducer.observers.pop(OBSERVER, None)
+            part.reducer.observe = None
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):
                 samples = self._samples(part, name)
                 for unit in part.units:

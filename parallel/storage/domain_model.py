@@ -117,7 +117,7 @@ class GradientReducer:
     at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
     the bucket's last gradient is complete; otherwise all reduce-scatters start in `finish`.
 
-    observers     callbacks for each micro-batch's gradient of each parameter, by observer name
+    observe       called with each micro-batch's gradient of each parameter; None: no observer
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks, such as gains under
                   sequence parallelism
     tied          a tied embedding with a copy on another pipeline stage; the gradients of both
@@ -145,7 +145,7 @@ class GradientReducer:
         self._pending = [set(names) for names in self._names]
         self._handles: dict[int, Pending | None] = {}
         self._syncing = True
-        self.observers: dict[str, Observer] = {}
+        self.observe: Observer | None = None
         bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name, bucket_of[name]))
@@ -179,8 +179,8 @@ class GradientReducer:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is not None:  # None: the matrix product has accumulated the gradient
-                for observe in self.observers.values():
-                    observe(name, gradient)
+                if self.observe is not None:
+                    self.observe(name, gradient)
                 parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
                 parameter.grad = None
             if self._syncing and self.overlap:
