@@ -141,7 +141,8 @@ class Trainer:
                     self.penalty.add(index)
                 factor = self.rate_factor(index)
                 usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
-                norm, active = self.update(factor, usable)
+                norm = self.update(factor, usable)
+                active = norm.active
                 self.spikes.record(loss, active)
                 self.experts.step(active)
                 if self.weights is not None:

@@ -278,18 +278,17 @@ class Update:
         self.max_norm = max_norm
         self.device = optimizer.domains[0].buffers.master.device
 
-    def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
-        """Clip and step; return the norm before clipping, and whether weights were updated, a 0-d
-        bool.
+    def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
+        """Clip and step; return the norm before clipping.
 
         `factor` multiplies every unit's peak learning rate. Weights are updated only if `sound`, a
-        0-d bool, is True on all ranks and the norm is finite.
+        0-d bool, is True on all ranks and the norm is finite: if the norm is `active`.
         """
         if not isinstance(factor, Tensor):  # float32, so that a captured step uses equal rates
             factor = torch.full((), factor, device=self.device)
         norm = self.optimizer.clip(self.max_norm, sound)
         self.optimizer.step(factor, norm.active)
-        return norm, norm.active
+        return norm
 
     def release(self) -> None:
         """Free resources that must be freed before the process groups are destroyed."""
@@ -306,10 +305,10 @@ class CapturedUpdate(Update):
         self.factor = torch.ones((), device=self.device)
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
-        self._done: tuple[GradientNorm, Tensor] | None = None
+        self._done: GradientNorm | None = None
         self._sent = CommVolume()  # bytes of the captured call, and so of every replay
 
-    def __call__(self, factor: float | Tensor, sound: Tensor) -> tuple[GradientNorm, Tensor]:
+    def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
         """Clip and step as `Update` does."""
         self.factor.fill_(factor)
         self.sound.copy_(sound)
@@ -319,10 +318,10 @@ class CapturedUpdate(Update):
             self._sent = comm_volume - before
         else:
             comm_volume.update(self._sent)
-        assert self._done is not None
-        norm, active = self._done  # the next replay overwrites the results
-        copied = GradientNorm(norm.total.clone(), norm.coefficient.clone(), active.clone())
-        return copied, copied.active
+        norm = self._done
+        assert norm is not None
+        # The next replay overwrites the results.
+        return GradientNorm(norm.total.clone(), norm.coefficient.clone(), norm.active.clone())
 
     def release(self) -> None:
         """Free the CUDA graph; must be called before the graph's process groups are destroyed."""

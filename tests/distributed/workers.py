@@ -21,7 +21,6 @@ from parallel.optimizer.distributed_optimizer import (
     build_optimizer,
     check_agreement,
 )
-from parallel.storage.stage_units import named_buffers
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
