@@ -25,7 +25,7 @@ from models.huggingface.architectures import (
     Architecture,
     deepseek_limits,
 )
-from models.layout import ChunkSpec, QKVUnits, Split
+from models.layout import ChunkSpec, Layout, QKVUnits, Split
 from models.section import Check, named
 from models.units import Unit
 
@@ -219,6 +219,28 @@ class ModelSize:
 def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
     """Return the units of the whole model; `split` are fields of `Split`."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
+
+
+def declare_stage_units(
+    model: ModelConfig, chunks: Sequence[ChunkSpec], layout: Layout, **split: Any
+) -> list[list[Unit]]:
+    """Declare the units of each tensor-parallel rank of a stage, in forward order.
+
+    `chunks` are the chunks of the stage's ranks, in forward order; `split` are further fields of
+    `Split`, such as this rank's `expert_rank`.
+    """
+    family = FAMILIES[model.family]
+    split |= {"expert_size": layout.expert, "expert_tensor": layout.expert_tensor}
+    return [
+        [
+            unit
+            for chunk in chunks
+            for unit in family.units(
+                model, **vars(chunk), tensor_rank=rank, tensor_size=layout.tensor, **split
+            )
+        ]
+        for rank in range(layout.tensor)
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -126,6 +126,11 @@ def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
     return (prod(axes[:-1]), axes[-1]) if len(axes) > 1 else tuple(axes)
 
 
+def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[list[Unit]]:
+    """Return the units of one domain, "dense" or "expert", of each tensor-parallel rank."""
+    return [[unit for unit in units if unit.domain == name] for units in stage_units]
+
+
 def gated_mlp_units(
     layer: int, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
 ) -> list[Unit]:

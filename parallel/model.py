@@ -1,7 +1,7 @@
 """The model of one rank: Megatron's chunks, their units and gradients, forward and backward."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,17 +17,16 @@ from models.blocks.in_graph_pc import UnitWeight, gathered, precondition_, with_
 from models.blocks.self_attention import RotatedSelfAttention
 from models.config import ModelConfig
 from models.engine import without_advice
-from models.families import FAMILIES
+from models.families import FAMILIES, declare_stage_units
 from models.initialize import initialize_
 from models.layout import ChunkSpec
 from models.pc_config import PCConfig
-from models.units import Unit, check_coverage
+from models.units import Unit, check_coverage, units_of_domain
 from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
 from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer, sum_in_products_
-from parallel.storage.stage_units import declare_stage_units, named_parameters, units_of_domain
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -308,6 +307,37 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     set_weights_(built, model, options)
     install_hooks(built)
     return built
+
+
+def named_parameters(
+    names: Callable[[torch.nn.Module, Sequence[int]], dict[str, str]],
+    modules: Sequence[torch.nn.Module],
+    specs: Sequence[ChunkSpec],
+) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of the chunks by declared global name."""
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for module, spec in zip(modules, specs, strict=True):
+        declared = names(module, spec.layers)
+        for name, parameter in module.named_parameters():
+            parameters[declared[name]] = parameter
+    return parameters
+
+
+def named_buffers(
+    chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of the chunks' persistent buffers, which are equal on all ranks of a
+    pipeline stage.
+
+    The first part of a name is the name of a parameter of the same module:
+    `layers.0.router.expert_bias`.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name, value in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value
 
 
 def build_chunks(

@@ -39,12 +39,11 @@ from parallel.checkpoint.safe_index import Reader, UnsafeIndexError, read_index,
 from parallel.comm.collectives import found_by_any, from_all
 from parallel.comm.groups import Axis
 from parallel.error_text import last_line
-from parallel.model import ParallelModel
+from parallel.model import ParallelModel, named_buffers
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
 from parallel.storage.bucket_layout import Span
 from parallel.storage.domain_model import DomainModel
-from parallel.storage.stage_units import named_buffers
 from spectral.batching import grouped
 from spectral.division import Box, sizes_of, span_of
 

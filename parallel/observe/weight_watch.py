@@ -11,10 +11,9 @@ from torch import Tensor
 
 from parallel.comm.collectives import MAX, CommVolume, all_reduce_, found_by_any
 from parallel.comm.groups import Axis
-from parallel.model import ParallelModel
+from parallel.model import ParallelModel, named_buffers
 from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from parallel.storage.bucket_layout import Slot
-from parallel.storage.stage_units import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED = 1 << 22

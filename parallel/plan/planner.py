@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from models.families import declare_stage_units
 from models.units import Unit
 from parallel.optimizer.routing import Assign
 from parallel.plan.activation_costs import Memory, Traffic, activation_traffic, stage_activations
@@ -20,7 +21,6 @@ from parallel.plan.domain import DomainPlan, Owners
 from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
 from parallel.storage.domain_model import TIED_SUM
-from parallel.storage.stage_units import declare_stage_units
 from spectral.sharded.placement import Placement, place
 
 

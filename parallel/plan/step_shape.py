@@ -12,10 +12,9 @@ from models.config import ModelConfig
 from models.dense import Recompute
 from models.families import FAMILIES
 from models.layout import ChunkSpec, Layout
-from models.units import Unit
+from models.units import Unit, units_of_domain
 from parallel.comm.groups import chunk_specs
 from parallel.plan.devices import Device, Links
-from parallel.storage.stage_units import units_of_domain
 from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
 

@@ -16,8 +16,7 @@ from torch.nn.utils import parametrize
 from models.families import FAMILIES, all_units
 from models.layout import ChunkSpec
 from parallel.comm import groups as process_groups
-from parallel.model import install_in_graph
-from parallel.storage.stage_units import named_buffers, named_parameters
+from parallel.model import install_in_graph, named_buffers, named_parameters
 from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named

@@ -12,7 +12,7 @@ from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_, from_all
 from parallel.comm.groups import Axis
-from parallel.model import ParallelModel
+from parallel.model import ParallelModel, named_buffers
 from parallel.observe import weight_watch
 from parallel.observe.weight_watch import check_replicas
 from parallel.optimizer.distributed_optimizer import (
@@ -302,7 +302,7 @@ def units_after(
                 extra["penalty"] = torch.tensor(astuple(figures), dtype=torch.float64)
         if refused:
             allowed = torch.tensor(dist.get_rank() != dist.get_world_size() - 1)
-            assert not Update(optimizer, max_norm=1.0)(1.0, allowed)[1]
+            assert not Update(optimizer, max_norm=1.0)(1.0, allowed).active
         optimizer.clip(1.0)
         optimizer.step(1.0, torch.tensor(True))
     return extra | {unit.name: whole_unit(parallel, layout_groups, unit) for unit in parallel.units}

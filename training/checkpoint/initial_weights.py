@@ -11,8 +11,7 @@ from torch import Tensor
 from models.families import all_units
 from models.units import Unit
 from parallel.checkpoint.state_writer import first_rank
-from parallel.model import ParallelModel
-from parallel.storage.stage_units import named_buffers
+from parallel.model import ParallelModel, named_buffers
 from training.assignments import unit_options
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume import changes, model_facts

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from heapq import nsmallest
 from typing import Any, Final
 
+from models.families import declare_stage_units
 from parallel.plan.devices import GIB, Device
 from parallel.plan.planner import Plan, StagePlan, assemble, completed, plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import fits_at_best, least_seconds
-from parallel.storage.stage_units import declare_stage_units
 from training.assignments import config_assignments, config_units, unit_options
 from training.config import Config
 from training.config.checks import divisors, fits, holds, layout_checks, run_checks

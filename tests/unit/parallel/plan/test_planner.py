@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.config import ModelConfig, MoEConfig
-from models.families import all_units
+from models.families import all_units, declare_stage_units
 from models.layout import ChunkSpec
 from parallel.plan.activation_costs import activation_bytes, stage_activations
 from parallel.plan.devices import DEVICES
@@ -20,7 +20,6 @@ from parallel.plan.domain import (
 from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import least_permanent, stage_elements
-from parallel.storage.stage_units import declare_stage_units
 from spectral.rules import RULES
 from spectral.singular_triplets import NEARBY
 from tests.paths import ROOT

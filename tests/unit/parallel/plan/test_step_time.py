@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import ModelConfig
-from models.families import model_size
+from models.families import declare_stage_units, model_size
 from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import ATTENTION, DEVICES, EXPLICIT_ATTENTION, peak_flops
 from parallel.plan.planner import completed, plan_stage
@@ -17,7 +17,6 @@ from parallel.plan.step_time import (
     optimizer_parts,
     step_time,
 )
-from parallel.storage.stage_units import declare_stage_units
 from spectral.rules import RULES
 from tests.stepped_models import assign_to
 from tests.tiny_families import MODELS, mixture
