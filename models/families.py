@@ -253,7 +253,12 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
     + value head dimension) FLOPs per layer and visible key.
     """
     units = all_units(model)
-    active = active_by_role(model, units)
+    active = Counter[str]()
+    for unit in units:
+        active[unit.role] += unit.numel
+    if model.moe is not None:  # one token uses only some of the routed experts
+        for role in {unit.role for unit in units if unit.domain == "expert"}:
+            active[role] = active[role] // model.moe.experts * model.moe.top_k
     products = {unit.role for unit in units if unit.is_matrix}
     products -= set() if model.tie_embeddings else {"embedding"}
     matrices = sum(active[role] for role in products)
@@ -273,14 +278,3 @@ def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
     """
     window = min(model.window(layer) or sequence_length, sequence_length)
     return window - window**2 / (2 * sequence_length)
-
-
-def active_by_role(model: ModelConfig, units: Sequence[Unit]) -> Counter[str]:
-    """Return, for each role, the number of parameters that one token uses."""
-    counts: Counter[str] = Counter()
-    for unit in units:
-        counts[unit.role] += unit.numel
-    if model.moe is not None:
-        for role in {unit.role for unit in units if unit.domain == "expert"}:
-            counts[role] = counts[role] // model.moe.experts * model.moe.top_k
-    return counts

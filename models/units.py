@@ -106,6 +106,11 @@ class Unit:
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens
 
+    def counts_on(self, tensor_rank: int) -> bool:
+        """Return whether a tensor-parallel rank saves and measures its part of the unit; ranks with
+        other copies do not."""
+        return not self.is_copy and (not self.replicated or tensor_rank == 0)
+
     def view(self, parameter: Tensor) -> Tensor:
         """Return this rank's piece of the unit: a strided view of `parameter`, never a copy."""
         return parameter.view(self.view_shape)[self.index]

@@ -109,7 +109,12 @@ def load_state(
             must be equal differ.
     """
     model.wait_for_weights()
-    index, plain = _read_together(folder)
+    problems: list[str] = []
+    try:
+        index, plain = read_index(folder), read_plain(folder)
+    except UnsafeIndexError as error:
+        problems.append(str(error))
+    _raise_together(problems)
     state = sharded_state(model, optimizer)
     prefix = f"checkpoint {folder}: "
     if plain.get("schema") != SCHEMA:
@@ -124,17 +129,6 @@ def load_state(
         domain.model.all_gather_weights()
     extra: dict[str, Any] = plain["extra"]
     return extra
-
-
-def _read_together(folder: str | Path) -> tuple[Metadata, dict[str, Any]]:
-    """Read index and plain values of a state; raises StateError on all ranks if one rank fails."""
-    problems: list[str] = []
-    try:
-        index, plain = read_index(folder), read_plain(folder)
-    except UnsafeIndexError as error:
-        problems.append(str(error))
-    _raise_together(problems)
-    return index, plain
 
 
 def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
@@ -267,8 +261,7 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
         if cut is not None:
             offset[cut] += tensor.rank * axes[cut]
         value = flat.narrow(0, position, prod(sizes)).view(sizes)
-        written = not unit.is_copy and (not unit.replicated or tensor.rank == 0)
-        yield StatePart(key, value, unit.axes, tuple(offset), written)
+        yield StatePart(key, value, unit.axes, tuple(offset), unit.counts_on(tensor.rank))
         position += value.numel()
 
 

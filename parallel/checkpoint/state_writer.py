@@ -69,22 +69,18 @@ class StatePlanner(DefaultSavePlanner):
         All ranks must call this method together, with the same tensors in `state` in every call.
         """
         if self._items is None:
-            self._make(state)
-        assert self._items is not None
+            written = {name: part for name, part in state.items() if part.written}
+            self._items = [_item(part) for part in written.values()]
+            self._copies = {name: _host_buffer(part.value) for name, part in written.items()}
+            plans = on_first(SavePlan(self._items))
+            if plans:
+                _, self.index = self.create_global_plan(plans)
         for name, copy in self._copies.items():
             value = state[name].value  # the copy may be running if the tensor is on a GPU
             copy.copy_(value.detach(), non_blocking=value.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return SavePlan(self._items)
-
-    def _make(self, state: Mapping[str, StatePart]) -> None:
-        written = {name: part for name, part in state.items() if part.written}
-        self._items = [_item(part) for part in written.values()]
-        self._copies = {name: host_buffer(part.value) for name, part in written.items()}
-        plans = on_first(SavePlan(self._items))
-        if plans:
-            _, self.index = self.create_global_plan(plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the host copy of a plan item's tensor."""
@@ -102,7 +98,7 @@ def _item(part: StatePart) -> WriteItem:
     )
 
 
-def host_buffer(tensor: Tensor) -> Tensor:
+def _host_buffer(tensor: Tensor) -> Tensor:
     """Return an uninitialised tensor like `tensor` in host memory, pinned for a GPU tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
@@ -117,11 +113,6 @@ class StateWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Return the writer's entry of the index."""
         return StorageMeta(save_id=self.save_id)
-
-    def own_plan(self, plan: SavePlan) -> SavePlan:
-        """Return `plan` with this rank's number, which torch uses in file names."""
-        before = [SavePlan([])] * dist.get_rank()
-        return self.prepare_global_plan([*before, plan])[-1]
 
 
 Result = TypeVar("Result")
@@ -289,7 +280,9 @@ def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
             place = [a + b for a, b in zip(first, item.index.offset or (), strict=True)]
             raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
     storage = StateWriter(folder)
-    index = storage.write_data(storage.own_plan(plan), planner).wait()
+    # torch uses this rank's number, which is the position of its plan, in file names.
+    plans = storage.prepare_global_plan([*[SavePlan([])] * dist.get_rank(), plan])
+    index = storage.write_data(plans[-1], planner).wait()
     names = sorted({result.storage_data.relative_path for result in index})
     return Written(index, {name: file_facts(folder / name) for name in names})
 

@@ -14,7 +14,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from models.units import Unit
 from parallel.comm.groups import Domain
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import (
@@ -258,10 +257,11 @@ class DomainOptimizer:
     def _new_regions(self, bucket: int) -> Iterator[Region]:
         """Yield the regions of this rank's shard of a bucket."""
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
+        tensor_rank = self.domain.tensor.rank
         first = rank * shard.numel()
         bucket_layout = self.buffers.bucket_layout
         spans = [
-            (span.start - first, span.length, self.assign(unit), self._counts(unit))
+            (span.start - first, span.length, self.assign(unit), unit.counts_on(tensor_rank))
             for unit in self.model.units
             if bucket_layout.slots[unit.parameter][0].index == bucket
             if self.assign(unit).pc is None
@@ -278,11 +278,6 @@ class DomainOptimizer:
             else:
                 state = rule.init_state(weight)
             yield Region(bucket, start, length, assigned, in_norm, state)
-
-    def _counts(self, unit: Unit) -> bool:
-        """Return whether this rank counts its part of a unit in the gradient norm; ranks with other
-        copies do not."""
-        return not unit.is_copy and (not unit.replicated or self.domain.tensor.rank == 0)
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from models.blocks.attention import ROWS
-from models.config import ModelConfig
 from models.families import FAMILIES
 from models.layout import ChunkSpec
 from parallel.plan.devices import Links
@@ -133,21 +132,16 @@ def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
     return routed if routed_only else routed + moe.expert_ffn * moe.shared_experts // tensor
 
 
-def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
-    """Return the temporary bytes of attention scores without a fused kernel.
-
-    The backward pass needs four float32 copies of one block's scores; `tokens` is the number of
-    tokens of a micro-batch.
-    """
-    if not model.explicit_scores:
-        return 0
-    return 4 * 4 * model.heads // tensor * min(ROWS, tokens) * tokens
-
-
 def stage_activations(shape: StepShape, stage: int) -> int:
-    """Return the bytes of activations on a rank of a stage."""
-    scores = score_bytes(shape.model, tokens=shape.tokens, tensor=shape.inputs.tensor)
-    return activation_bytes(shape, shape.chunks(stage), shape.in_flight(stage)) + scores
+    """Return the bytes of activations on a rank of a stage.
+
+    Attention without a fused kernel needs four float32 copies of one block's scores for backward.
+    """
+    size = activation_bytes(shape, shape.chunks(stage), shape.in_flight(stage))
+    if shape.model.explicit_scores:
+        heads, tokens = shape.model.heads // shape.inputs.tensor, shape.tokens
+        size += 4 * 4 * heads * min(ROWS, tokens) * tokens
+    return size
 
 
 @dataclass(frozen=True)
