@@ -8,8 +8,7 @@ from typing import Any, Final
 from models.families import model_size
 from parallel.optimizer.routing import Route
 from parallel.plan.devices import GIB, RESERVE
-from parallel.plan.domain import element_state_bytes, pc_bytes, state_of_matrix
-from parallel.plan.planner import Plan
+from parallel.plan.planner import Plan, element_state_bytes, pc_bytes, state_of_matrix
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import rule_seconds
 from spectral.batching import grouped

@@ -11,13 +11,13 @@ from models.families import all_units, declare_stage_units
 from models.layout import ChunkSpec
 from parallel.plan.activation_costs import activation_bytes, stage_activations
 from parallel.plan.devices import DEVICES
-from parallel.plan.domain import (
+from parallel.plan.planner import (
     DomainPlan,
     element_state_bytes,
     owned_state_bytes,
+    plan_stage,
     state_of_matrix,
 )
-from parallel.plan.planner import plan_stage
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import least_permanent, stage_elements
 from spectral.rules import RULES
