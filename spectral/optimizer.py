@@ -33,7 +33,9 @@ from .options import FIXED, check_options, fields_of, rate_of, rename_
 from .parameter_split import ParameterSplit, check_name
 from .parameter_state import (
     MASTER,
+    Columns,
     Kind,
+    Snapshot,
     check_entries,
     check_kinds,
     complete_numbers,
@@ -47,13 +49,12 @@ from .parameter_state import (
     loaded,
     members_of,
     rule_of,
+    same,
     saved_problems,
 )
-from .parameter_units import ParameterUnits
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.base import Rate, check_fields, check_rates, check_value
-from .snapshot import Columns, Snapshot, same
-from .stepping import step_units
+from .rules.base import Rate, check_fields, check_rate, check_value
+from .stepping import ParameterUnits, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -678,9 +679,8 @@ def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
     for name in ("lr", "weight_decay"):
         rate = group[name]
         if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
-            group[name] = rate.view(())  # torch's optimizers accept such tensors too
-    check_rates(group["lr"], group["weight_decay"])
-    for name in ("lr", "weight_decay"):
-        check_value(name, Rate, group[name])
-        if not isinstance(group[name], Tensor) and group[name] < least:
-            raise ValueError(f"{name} must not be negative, got {group[name]}")
+            rate = group[name] = rate.view(())  # torch's optimizers accept such tensors too
+        check_rate(name, rate)
+        check_value(name, Rate, rate)
+        if not isinstance(rate, Tensor) and rate < least:
+            raise ValueError(f"{name} must not be negative, got {rate}")

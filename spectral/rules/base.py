@@ -30,7 +30,10 @@ import torch
 from torch import Tensor
 
 from ..batching import concat
-from ..cost import ELEMENTWISE_FLOPS
+
+ELEMENTWISE_FLOPS = 16
+"""FLOPs per element of momentum, decay, update and their norms; for AdamW, correct to a factor of
+1.5."""
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -191,19 +194,17 @@ def take_step(
 
     Raises ValueError for a rate that is a tensor with dimensions.
     """
-    check_rates(lr, weight_decay)
+    check_rate("lr", lr)
+    check_rate("weight_decay", weight_decay)
     (momentum,) = rule.accumulate([grad], [state], active)
     (report,) = rule.update([Stack(weight, momentum, state, Step(lr, weight_decay, active))])
     return report
 
 
-def check_rates(lr: Rate, weight_decay: Rate) -> None:
-    """Raise ValueError for rates that are tensors with dimensions."""
-    for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
-        if isinstance(rate, Tensor) and rate.ndim:
-            raise ValueError(
-                f"{name} must be a number or a 0-d tensor, got shape {tuple(rate.shape)}"
-            )
+def check_rate(name: str, rate: Rate) -> None:
+    """Raise ValueError for a rate that is a tensor with dimensions."""
+    if isinstance(rate, Tensor) and rate.ndim:
+        raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(rate.shape)}")
 
 
 def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
