@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .cost import product_flops, triplet_cost
 from .ieee_products import without_autocast
+from .kernels.library import product_flops
 from .odd_polynomial import Level, apply_stage, inner, stage_vjp, stages
-from .singular_triplets import cold_start, top_singular
+from .singular_triplets import cold_start, top_singular, triplet_cost
 
 
 class _Refusal(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import kernels
 from .batching import concat, split_like
 from .device_values import constant_result, is_known
-from .kernels.library import product
+from .kernels.library import product, product_flops
 
 Coefficients = tuple[float, float, float]
 
@@ -401,6 +401,23 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     plain = count * (4 * ratio + 2)
     gram = segments * 4 * ratio + 2 * (4 * count - 3 * segments)
     return gram < plain
+
+
+def msign_cost(
+    short: int, long: int, *, steps: int, dtype: torch.dtype, schedule: str = "polar_express"
+) -> float:
+    """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
+
+    K steps with sides m <= n take K (4 m^2 n + 2 m^3) FLOPs in the plain form and, with r restarts,
+    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in the Gram form; `prefers_gram` chooses the form.
+    """
+    square = product_flops(short, short, short)
+    to_gram, from_gram = product_flops(short, long, short), product_flops(short, short, long)
+    polynomials = coefficients(schedule, steps, dtype)
+    if not prefers_gram(short, long, polynomials, dtype):
+        return steps * (to_gram + square + from_gram)
+    segments = 1 + len(restart_steps(polynomials, dtype))
+    return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
 
 
 @torch.no_grad()

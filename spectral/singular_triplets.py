@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from .batching import concat, images, preimages, split_like
 from .device_values import constant_result, is_known
 from .kernels.dispatch import VECTORS, device_name, small_problem
+from .kernels.library import product_flops
 from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
@@ -317,6 +318,23 @@ def cycle(count: int) -> int:
     One program computes each orthogonalisation.
     """
     return max(1, min(CYCLE, VECTORS // count))
+
+
+def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> float:
+    """Count the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
+
+    Every step except the first takes two products with the matrix. After each cycle the new vectors
+    are orthogonalised twice; at the end the Gram matrices of the basis and of its image are
+    computed.
+    """
+    size = basis_size(short, steps, vectors=vectors)
+    passes = size // vectors - 1
+    total = passes * (product_flops(vectors, short, long) + product_flops(vectors, long, short))
+    for earlier in range(0, size, vectors * cycle(vectors)):
+        new = min(vectors * cycle(vectors), size - earlier)
+        total += product_flops(new, short, new)
+        total += 2 * (product_flops(new, short, earlier) + product_flops(new, earlier, short))
+    return total + product_flops(size, short, size) + product_flops(size, long, size + short)
 
 
 def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from . import kernels
 from .batching import concat, images, preimages, split_like
 from .device_values import constant, constant_result, is_known
 from .kernels.dispatch import device_name, small_problem
+from .kernels.library import product_flops
 from .polar import CACHE_ELEMENTS, Coefficients, workspace_units
 from .singular_triplets import DEPENDENT, orthonormal, unit
 
@@ -99,13 +100,6 @@ class Model(NamedTuple):
     norm: Tensor  # [batch], Frobenius norm of M
 
 
-class Reduced(NamedTuple):
-    """`N N^T`, `u` and `q` in an orthonormal basis, float64."""
-
-    gram: Tensor  # [batch, size, size]
-    pair: Tensor  # [batch, size, 2], u and q
-
-
 @constant_result
 def partial_fractions(
     steps: tuple[Coefficients, ...],
@@ -155,8 +149,9 @@ def build(
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
     scale = scale.masked_fill(scale == 0, 1)
     pair = torch.stack((u, q), dim=1)  # [matrices, 2, rows]
+    # In an orthonormal basis: N N^T, small `[matrices, size, size]`, and the columns u and q.
     if rows <= DIRECT_ROWS:
-        reduced = Reduced(gram, pair.mT)
+        small, columns = gram, pair.mT
     else:
         most = max(rows * m.shape[2] for m in stacks)
         basis = _basis(gram, unit(pair), scale, SPACES[dtype], most)
@@ -165,14 +160,14 @@ def build(
         else:
             del gram  # free it before the products with M
             small = _projected(stacks, v, w, basis)
-        reduced = Reduced(small, basis @ pair.mT)
+        columns = basis @ pair.mT  # [matrices, size, 2]
     # |lambda* - centre| <= hypot(centre, p + |q|), by pinching, with p^2 = u^T N N^T u.
-    first = reduced.pair[:, :, :1]
-    p = (first.mT @ reduced.gram @ first)[:, 0, 0].clamp(min=0).sqrt()
+    first = columns[:, :, :1]
+    p = (first.mT @ small @ first)[:, 0, 0].clamp(min=0).sqrt()
     reach = p + torch.linalg.vector_norm(q, dim=-1)
     residues, nodes = (constant(x, torch.float64, device) for x in partial_fractions(steps))
     return Model(
-        block=_blocks(reduced, (scale[:, None] * nodes).square()),
+        block=_blocks(small, columns, (scale[:, None] * nodes).square()),
         weight=scale[:, None] * residues,
         centre=centre,
         half=torch.hypot(centre, reach),
@@ -320,19 +315,22 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
     return concat(products)
 
 
-def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
-    """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`."""
+def _blocks(gram: Tensor, pair: Tensor, shift: Tensor) -> Tensor:
+    """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`.
+
+    T is `gram` `[batch, size, size]`, and `pair` `[batch, size, 2]` contains u and q; all float64.
+    """
     if is_known(shift):  # on a GPU, the host would wait for an eigensolver
-        values, vectors = torch.linalg.eigh(reduced.gram.nan_to_num(0, 0, 0))
-        u, q = (vectors.mT @ reduced.pair).unbind(-1)
+        values, vectors = torch.linalg.eigh(gram.nan_to_num(0, 0, 0))
+        u, q = (vectors.mT @ pair).unbind(-1)
         inverse = (values.clamp(min=0)[:, :, None] + shift[:, None]).reciprocal_()
         return torch.bmm(torch.stack((u * u, u * q, q * q), dim=1), inverse).transpose(0, 1)
     batch, nodes = shift.shape
-    k = reduced.gram[:, None].repeat(1, nodes, 1, 1)
+    k = gram[:, None].repeat(1, nodes, 1, 1)
     k.diagonal(dim1=-2, dim2=-1).add_(shift[:, :, None])
     factor = torch.linalg.cholesky_ex(k).L
-    pair = reduced.pair[:, None].expand(-1, nodes, -1, -1)
-    x = torch.linalg.solve_triangular(factor, pair, upper=False)
+    pairs = pair[:, None].expand(-1, nodes, -1, -1)
+    x = torch.linalg.solve_triangular(factor, pairs, upper=False)
     block = x.mT @ x  # [batch, nodes, 2, 2]
     return torch.stack((block[..., 0, 0], block[..., 0, 1], block[..., 1, 1]))
 
@@ -484,3 +482,38 @@ def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
         factor.mT, identity[:n, :n].expand_as(factor), upper=False
     )
     return inverse
+
+
+def tangent_cost(
+    short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
+) -> float:
+    """Count the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
+
+    Building the model requires a Gram matrix, a factorisation per shift, and a projection onto the
+    model's basis. `dtype` is the dtype of msign's products.
+    """
+    shifts, resolvents, products = SPACES[dtype]
+    model = gram_cost(short, long) + len(shifts) * factorization_cost(short)
+    vectors = 2 * (len(shifts) * resolvents + products)
+    model += product_flops(vectors, short, short) + product_flops(2 + vectors, short, long)
+    return model + evaluations * msign
+
+
+def factorization_cost(rows: int) -> float:
+    """Count the FLOPs of factorising a positive definite matrix in blocks."""
+    total = 0.0
+    for part in blocks_of(rows):
+        size, rest = part.stop - part.start, rows - part.stop
+        # A Cholesky factor costs 1/6 of a product; its inverse by a triangular solve costs 1/2.
+        total += product_flops(size, size, size) * 2 / 3
+        total += product_flops(size, part.start, rows - part.start)
+        total += product_flops(size, size, rest)
+        joined = part.start % (JOINED * BLOCK)  # earlier rows of the same joined block
+        total += product_flops(size, joined, joined) + product_flops(size, size, joined)
+    return total
+
+
+def gram_cost(rows: int, cols: int) -> float:
+    """Count the FLOPs of a symmetric product of which only half is computed."""
+    parts = blocks_of(rows, TRIANGLE)
+    return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.storage.bucket_layout import BucketLayout
-from spectral.cost import product_flops
 from spectral.effective_weight import Preconditioner
 from spectral.gram_penalty import Normalize, Side
+from spectral.kernels.library import product_flops
 from spectral.rules.base import Rate, Rule, Step
 from spectral.sharded.placement import Work
 

@@ -99,3 +99,13 @@ def _mirror_(x: Tensor) -> None:
 def is_slow(x: Tensor) -> bool:
     """Return whether the library multiplies in this dtype more slowly than in float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU
+
+
+def product_flops(rows: int, inner: int, cols: int) -> float:
+    """Count the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of the product's speed.
+
+    A multiply-add is two FLOPs. The costs of algorithms count the products that the code runs; the
+    small dense algebra of Krylov spaces, which matters only below about 100 rows, is not counted.
+    Placement balances FLOPs; parallel/plan/devices.py models the time.
+    """
+    return 2.0 * rows * inner * cols

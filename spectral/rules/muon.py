@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import kernels
 from ..batching import concat, numbers, split_figures, split_like
-from ..cost import msign_cost
 from ..device_values import unless_all
 from ..polar import (
     CACHE_ELEMENTS,
@@ -22,6 +21,7 @@ from ..polar import (
     Polar,
     cache_slices,
     coefficients,
+    msign_cost,
     normalized_,
     polars_of,
 )

@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..cost import triplet_cost
 from ..measures import correlation
 from ..polar import Polar, coefficients, newton_schulz
-from ..singular_triplets import cold_start, top_singular
+from ..singular_triplets import cold_start, top_singular, triplet_cost
 from ..sphere import hard_factor
 from ..tangent import EVALUATIONS, Solver, bisected
 from .base import Report, Stack, State, require, store_, taken

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..batching import concat, numbers, split_like
-from ..cost import tangent_cost, triplet_cost
 from ..polar import coefficients, is_tall, newton_schulz, normalized_
-from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs
+from ..singular_triplets import BLOCK, NEARBY, cold_start, top_pairs, triplet_cost
 from ..sphere import Scale, dynamic_factor, hard_factor, radius
 from ..tangent import Solver, TangentProblem, tolerance_for
+from ..tangent_model import tangent_cost
 from .base import Report, Stack, State, rate_of_stacks, require, store_
 from .muon import PolarRule, momentum_of, split_report
 

@@ -7,13 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectral import singular_triplets, tangent_model
-from spectral.cost import ELEMENTWISE_FLOPS, factorization_cost, gram_cost, msign_cost
 from spectral.effective_weight import Preconditioner
-from spectral.polar import msign
+from spectral.polar import msign, msign_cost
 from spectral.rules import RULES
-from spectral.rules.base import take_step
+from spectral.rules.base import ELEMENTWISE_FLOPS, take_step
 from spectral.rules.spectral_sphere import MEAN_EARLY_EXIT_EVALUATIONS
 from spectral.tangent import EVALUATIONS
+from spectral.tangent_model import factorization_cost, gram_cost
 
 STEPS = [
     ("muon", {"msign_dtype": "bfloat16"}),
