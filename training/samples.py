@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.blocks.document_attention import documents_of
+from models.blocks.attention import documents_of
 from models.layout import context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups

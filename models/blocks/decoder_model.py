@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from models.blocks.document_attention import Documents
+from models.blocks.attention import Documents
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:

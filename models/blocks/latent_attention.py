@@ -13,8 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from models.blocks.attention import SDPACoreAttention
-from models.blocks.document_attention import Documents
+from models.blocks.attention import Documents, SDPACoreAttention
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import rotate_pairs
 from models.config import LatentConfig

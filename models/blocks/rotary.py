@@ -10,7 +10,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from torch import Tensor
 
-from models.blocks.document_attention import Documents
+from models.blocks.attention import Documents
 from models.config import LLAMA3_KEYS, RopeScalingConfig
 from models.layout import context_part
 

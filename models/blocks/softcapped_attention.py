@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from models.blocks.attention import (
     CoreAttention,
+    DocumentRange,
     hidden_keys,
     largest_causal_score,
     other_documents,
     score_blocks,
 )
 from models.blocks.decoder_model import softcap_
-from models.blocks.document_attention import DocumentRange
 
 
 class SoftcappedCoreAttention(CoreAttention):

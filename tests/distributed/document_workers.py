@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.blocks.document_attention import documents_of
+from models.blocks.attention import documents_of
 from models.layout import context_part
 from models.pc_config import PCConfig
 from parallel.comm import groups as process_groups

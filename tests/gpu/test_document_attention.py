@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.attention import causal_attention
-from models.blocks.document_attention import DocumentRange, lengths_of
+from models.blocks.attention import DocumentRange, causal_attention, lengths_of
 
 LENGTH, CHUNK = 512, 128
 DOCUMENTS = [[1, 200, 63, 248], [512], [1] * 512]

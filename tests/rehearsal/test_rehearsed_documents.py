@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.blocks.document_attention import documents_of
+from models.blocks.attention import documents_of
 from parallel.plan.devices import DEVICES
 from tests.rehearsal.programs import H100, Perform, called, program, sound
 from training.config import Config

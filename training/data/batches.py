@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from models.blocks.document_attention import documents_of
+from models.blocks.attention import documents_of
 from models.layout import context_part
 from parallel.comm.groups import Groups
 from parallel.error_text import last_line

@@ -12,13 +12,11 @@ from models.blocks import attention
 from models.blocks.attention import (
     FUSED,
     ROWS,
+    DocumentRange,
     attention_kernel,
     causal_attention,
-    largest_causal_score,
-)
-from models.blocks.document_attention import (
-    DocumentRange,
     documents_of,
+    largest_causal_score,
     lengths_of,
     varying_attention,
 )
