@@ -140,7 +140,7 @@ class ParallelModel:
     def zero_gradients(self) -> None:
         """Clear the gradient buckets."""
         for part in self.domains:
-            part.buffers.zero_gradients()
+            torch._foreach_zero_(part.buffers.gradients)
 
     def wait_for_weights(self) -> None:
         """Wait until all new weights of the last step have arrived."""

@@ -151,12 +151,6 @@ class Preconditioner:
         s = (u[..., None, :] @ w @ v[..., None]) + self.epsilon
         return _Normalized(w / s, s, u, v)
 
-    def _forward(self, x: "_Normalized", gamma: Tensor) -> Tensor:
-        y = x.x
-        for coefficients in stages(self.level):
-            y = apply_stage(y, coefficients)
-        return y * (gamma * x.s if self.norm_recovery else gamma)
-
     def _backward(self, grad: Tensor, x: "_Normalized", gamma: Tensor) -> tuple[Tensor, Tensor]:
         """Compute dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
         *first, last = stages(self.level)
@@ -257,7 +251,11 @@ class _EffectiveWeight(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(w, u, v, gamma)
         ctx.pc = pc
-        return pc._forward(pc._normalize(w, u, v), gamma)
+        x = pc._normalize(w, u, v)
+        y = x.x
+        for coefficients in stages(pc.level):
+            y = apply_stage(y, coefficients)
+        return y * (gamma * x.s if pc.norm_recovery else gamma)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -260,18 +260,14 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
         entries = saved["state"].get(key, {})
         if not entries and entry_names(member.rule):
             yield f"parameter {key} of the state must have entries, got none"
-        yield from _saved_entry_problems(member, entries, f"parameter {key}")
-
-
-def _saved_entry_problems(member: Member, entries: dict[str, Any], name: str) -> Iterator[str]:
-    parameter, shapes = member.parameter, member.shapes
-    numbers = complete_numbers(entries, shapes, local_of(parameter).device)
-    yield from entry_problems(numbers, shapes, parameter, name)
-    for entry in (entry for entry in shapes if entry in numbers):
-        if not are_finite([local_of(numbers[entry])]):
-            yield f"{entry} of {name} must be finite"
-        elif entry in NON_NEGATIVE and bool((local_of(numbers[entry]) < 0).any()):
-            yield f"{entry} of {name} must not be negative"
+        shapes = member.shapes
+        numbers = complete_numbers(entries, shapes, local_of(member.parameter).device)
+        yield from entry_problems(numbers, shapes, member.parameter, f"parameter {key}")
+        for entry in (entry for entry in shapes if entry in numbers):
+            if not are_finite([local_of(numbers[entry])]):
+                yield f"{entry} of parameter {key} must be finite"
+            elif entry in NON_NEGATIVE and bool((local_of(numbers[entry]) < 0).any()):
+                yield f"{entry} of parameter {key} must not be negative"
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:

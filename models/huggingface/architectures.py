@@ -116,19 +116,16 @@ def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     """Yield (rule, value) for each setting of experts that neither DeepSeek's nor GLM's class
-    supports."""
+    supports.
+
+    Both classes rank expert groups by their two best experts.
+    """
     if moe.score != "sigmoid":
         yield "score must be sigmoid", moe.score
     if moe.shared_gate:
         yield "shared_gate must be false", "true"
     if moe.shared_experts < 1:
         yield "shared_experts must be at least 1", str(moe.shared_experts)
-    yield from _group_limits(moe)
-
-
-def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for settings under which expert groups are not ranked by their two best
-    experts, as in transformers."""
     groups, used = moe.expert_groups, moe.top_groups
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)

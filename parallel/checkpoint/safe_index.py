@@ -55,7 +55,8 @@ class UnsafeIndexError(ValueError):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()) or (module == "torch" and _is_dtype(name)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
@@ -68,10 +69,6 @@ def _member(enumeration: Any, name: Any) -> Any:
     if is_enumeration and name in enumeration.__members__:
         return enumeration[name]
     raise UnsafeIndexError(f"it refers to the attribute {name!r:.60} of {enumeration!r:.60}")
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def read_index(folder: str | Path) -> Metadata:

@@ -139,8 +139,8 @@ def stage_activations(shape: StepShape, stage: int) -> int:
     """
     size = activation_bytes(shape, shape.chunks(stage), shape.in_flight(stage))
     if shape.model.explicit_scores:
-        heads, tokens = shape.model.heads // shape.inputs.tensor, shape.tokens
-        size += 4 * 4 * heads * min(ROWS, tokens) * tokens
+        scores = min(ROWS, shape.tokens) * shape.tokens
+        size += 4 * 4 * shape.model.heads // shape.inputs.tensor * scores
     return size
 
 

@@ -92,15 +92,6 @@ class Buffers:
         """Return views of this rank's shards of the gradient buckets."""
         return [self.shard(flat) for flat in self.gradients]
 
-    def write_parameters(self, buckets: Sequence[int]) -> None:
-        """Round this rank's master shards of `buckets` into its shards of the parameters."""
-        both = [(self.parameters[bucket], self.masters[bucket]) for bucket in buckets]
-        copy_all_((self.shard(flat), master) for flat, master in both if master.dtype != flat.dtype)
-
-    def zero_gradients(self) -> None:
-        """Clear every gradient bucket."""
-        torch._foreach_zero_(self.gradients)
-
 
 TIED_SUM: Final = "sum of a tied embedding"
 """Kind of communication between the first and the last pipeline stage."""
@@ -173,7 +164,9 @@ class GradientReducer:
             if self.domain.divisor > 1:
                 self.buffers.shard(flat).div_(self.domain.divisor)
         for axis, kind, parts in self._partial:
-            self._sum(axis, kind, parts)
+            packed = torch.cat(parts)
+            all_reduce_(packed, axis, self.comm_volume, kind)
+            torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
 
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
@@ -211,12 +204,6 @@ class GradientReducer:
                 parts = [flats[s.bucket].narrow(0, s.start, s.length) for s in spans]
                 partial.append((axis, kind, parts))
         return partial
-
-    def _sum(self, axis: Axis, kind: str, parts: list[Tensor]) -> None:
-        """All-reduce the packed parts over an axis."""
-        packed = torch.cat(parts)
-        all_reduce_(packed, axis, self.comm_volume, kind)
-        torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -281,9 +268,14 @@ class DomainModel:
     @torch.no_grad()
     def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
         """Round the masters of `buckets` into the parameters, and start their all-gathers."""
-        self.buffers.write_parameters(buckets)
-        for bucket in buckets:
-            flat = self.buffers.parameters[bucket]
+        flats = [self.buffers.parameters[bucket] for bucket in buckets]
+        masters = [self.buffers.masters[bucket] for bucket in buckets]
+        copy_all_(
+            (self.buffers.shard(flat), master)
+            for flat, master in zip(flats, masters, strict=True)
+            if master.dtype != flat.dtype
+        )
+        for bucket, flat in zip(buckets, flats, strict=True):
             self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
 
     def all_gather_weights(self) -> None:
