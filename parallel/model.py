@@ -288,7 +288,8 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
     in_graph: list[UnitWeight] = []
     if pc is not None and pc.evaluator == "in_graph":
         plain = named_parameters(code.parameter_names, chunks, specs)
-        in_graph = install_in_graph(pc, chunks, plain, stage_units[groups.tensor.rank], groups)
+        tensor = {domain.name: domain.tensor.group for domain in (groups.dense, groups.experts)}
+        in_graph = precondition_(chunks, plain, stage_units[groups.tensor.rank], pc, tensor)
         stage_units = [with_gammas(units, pc) for units in stage_units]
     parameters = named_parameters(code.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
@@ -432,24 +433,6 @@ def in_shares(
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
     return all_reduce_(figures, axis, CommVolume(), "norms of initial weights")
-
-
-def install_in_graph(
-    pc: PCConfig,
-    chunks: Sequence[torch.nn.Module],
-    parameters: Mapping[str, torch.nn.Parameter],
-    units: Sequence[Unit],
-    groups: Groups | None = None,
-) -> list[UnitWeight]:
-    """Insert PC layers into the graph of the chunks and return the PC layers.
-
-    `units` are this rank's units; without `groups` they must be whole.
-    """
-    members = grouped(units, lambda unit: id(parameters[unit.parameter]))
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    domains = () if groups is None else (groups.dense, groups.experts)
-    tensor = {domain.name: domain.tensor.group for domain in domains}
-    return precondition_(modules, members, pc, tensor)
 
 
 def install_hooks(model: ParallelModel) -> None:

@@ -147,27 +147,29 @@ def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 
 def precondition_(
-    modules: Iterable[torch.nn.Module],
-    weights: Mapping[int, Sequence[Unit]],
+    chunks: Iterable[torch.nn.Module],
+    parameters: Mapping[str, torch.nn.Parameter],
+    units: Sequence[Unit],
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
     """Parametrize the weights that contain preconditioned units; return the parametrizations.
 
-    `weights` maps the `id` of each parameter to its units; `tensor` maps each domain to the process
-    group of the ranks that share its weights.
+    `units` are this rank's units, and `parameters` their parameters by name; `tensor` maps each
+    domain to the process group of the ranks that share its weights, if units are not whole.
     """
+    units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []
-    for module in modules:
+    for module in [module for chunk in chunks for module in chunk.modules()]:
         weight = getattr(module, "weight", None)
-        units = [
+        members = [
             (unit, preconditioner)
-            for unit in weights.get(id(weight), ())
+            for unit in units_of.get(id(weight), ())
             if (preconditioner := pc.preconditioner(unit)) is not None
         ]
-        if weight is not None and units:
-            shared = tensor.get(units[0][0].domain)
-            layer = UnitWeight(units, weight, pc.learnable_gamma, shared)
+        if weight is not None and members:
+            shared = tensor.get(members[0][0].domain)
+            layer = UnitWeight(members, weight, pc.learnable_gamma, shared)
             # unsafe=True skips a validity check, which would run collectives.
             parametrize.register_parametrization(module, "weight", layer, unsafe=True)
             layers.append(layer)

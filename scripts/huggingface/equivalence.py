@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from models.blocks.in_graph_pc import precondition_
 from models.families import FAMILIES, all_units
 from models.layout import ChunkSpec
 from parallel.comm import groups as process_groups
-from parallel.model import install_in_graph, named_buffers, named_parameters
+from parallel.model import named_buffers, named_parameters
 from scripts.huggingface.model_folder import load_whole
 from training.assignments import unit_options
 from training.checkpoint.stored_checkpoint import CheckpointWeights, StoredTensors, named
@@ -190,7 +191,7 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
         stored.read_into({f"weight/{unit.name}": unit.view(parameters[unit.parameter])})
     if config.pc is None:
         return
-    for effective in install_in_graph(config.pc, [chunk], parameters, units):
+    for effective in precondition_([chunk], parameters, units, config.pc, {}):
         for i, unit in enumerate(effective.units):
             u, v = effective.pair(i)
             gamma = effective.gamma.data[i : i + 1]
