@@ -232,17 +232,17 @@ class ModelConfig(Section):
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
-    """Attention scores are divided by the square root of this number; null = head_dim. Must be null
-    for most families."""
+    """Attention scores are divided by the square root of this number; null = head_dim. Only family
+    gemma2 supports other values."""
     attention_softcap: Positive | None = None
-    """Soft cap c of attention scores, `c * tanh(score / c)`; null = none. Must be null for most
-    families."""
+    """Soft cap c of attention scores, `c * tanh(score / c)`; null = none. Only family gemma2
+    supports other values."""
     final_softcap: Positive | None = None
-    """Soft cap c of the logits, `c * tanh(logit / c)`; null = none. Must be null for most
-    families."""
+    """Soft cap c of the logits, `c * tanh(logit / c)`; null = none. Only family gemma2 supports
+    other values."""
     sliding_window: Count | None = None
     """Number of tokens to which a token attends in layers 0, 2, 4, ..., itself included; null = all
-    previous tokens. Must be null for most families."""
+    previous tokens. Only family gemma2 supports other values."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; required for families with latent attention, null for others."""
     moe: MoEConfig | None = None

@@ -20,9 +20,9 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Largest number of elements in a batch of norm computations: half a GiB in float64."""
+"""Maximum number of elements in a batch of norm computations: half a GiB in float64."""
 THREADS = 8
-"""Largest number of units that a rank draws in parallel."""
+"""Maximum number of units that a rank initializes in parallel."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
 """Function that returns one number per unit."""

@@ -33,7 +33,7 @@ class PolynomialConfig(Section):
     alpha: AtLeast0 = 4.0
     """Exponent of the weight x^alpha of the squared error in the fit."""
     upper: Number = 1.1
-    """End of the interval [0, upper] of the fit."""
+    """Upper end of the interval [0, upper] of singular values in the fit."""
 
     def checks(self) -> Iterator[Check]:
         """Check the interval of the fit."""
@@ -61,7 +61,7 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
+    """Roles whose matrices are preconditioned; null = o, gate (if there is one), up and down."""
     level: PresetLevel | None = None
     """Strength of the preset: level 4 raises singular values above 0.3 times the largest to the
     largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
@@ -92,7 +92,7 @@ class PCConfig(Section):
 
     @property
     def roles(self) -> Sequence[str]:
-        """Roles that are PC layers, if the model has them."""
+        """Roles whose matrices are preconditioned, if the model has these roles."""
         return BLOCKS if self.blocks is None else self.blocks
 
     def covers(self, unit: Unit) -> bool:

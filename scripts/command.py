@@ -52,7 +52,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def check_free(target: Path) -> None:
     """Raise InputError if `target` exists."""
     if target.exists() or target.is_symlink():
-        raise InputError(f"target {target} exists already; give another folder")
+        raise InputError(f"target {target} already exists; choose another folder")
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:

@@ -107,7 +107,7 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     info = read_checkpoint(options.run)
     tokenizer = options.model / "tokenizer.json"
     if not tokenizer.is_file():
-        raise InputError(f"{options.model} must contain tokenizer.json; export with a tokenizer")
+        raise InputError(f"{options.model} must contain tokenizer.json; export it with a tokenizer")
     return write_tasks(folder, info.config, tokenizer, info.meta["identity"].get("data", {}))
 
 

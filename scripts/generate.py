@@ -53,7 +53,7 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         if tokenizer is not None:
             raise InputError(f"--tokenizer needs a run or checkpoint, got the export {source}")
         if not (source / "tokenizer.json").is_file():
-            raise InputError(f"{source} must contain tokenizer.json; export with a tokenizer")
+            raise InputError(f"{source} must contain tokenizer.json; export it with a tokenizer")
         yield source
         return
     if not source.is_dir():
@@ -122,7 +122,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
     if missing:
-        raise InputError(f"the model generated token {min(missing)}, which its tokenizer lacks")
+        raise InputError(f"the model generated token {min(missing)}, unknown to its tokenizer")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

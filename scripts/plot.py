@@ -64,9 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     study = kinds.add_parser("study", parents=[output], help="draw loss differences of a study")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument(
-        "--by", help="draw the losses by this searched setting on the horizontal axis"
-    )
+    shown.add_argument("--by", help="draw the losses over the values of this searched key")
     shown.add_argument(
         "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
     )
@@ -121,7 +119,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
                 raise InputError(f"{run.folder} has not logged a step yet")
         folder = options.output or options.runs[0] / "figures"
         if options.output is None and folder.is_symlink():
-            raise InputError(f"{folder} must not be a link; give its target with --output")
+            raise InputError(f"{folder} must not be a link; pass its target as --output")
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:

@@ -128,7 +128,7 @@ def _check_export(tokenizer: Path | None) -> None:
     except DifferentError as error:
         raise DataError(
             f"{error}; a model with this tokenizer cannot be exported: correct "
-            "tokenizer_config.json, or give only tokenizer.json"
+            "tokenizer_config.json, or pass only tokenizer.json"
         ) from None
     except Exception as error:  # transformers raises errors of many types
         print(
@@ -202,8 +202,8 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        text = "--corpus must be given without inputs, --validation and --train-tokenizer; "
-        raise InputError(f"{text}to replace the tokenizer of the corpus, give --tokenizer PATH")
+        text = "--corpus excludes inputs, --validation and --train-tokenizer; "
+        raise InputError(f"{text}to replace the tokenizer of the corpus, pass --tokenizer PATH")
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
@@ -224,11 +224,11 @@ def _demo() -> Preparation:
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
     """Return the plans of the sets, and --tokenizer, or None to train a tokenizer."""
     if not options.inputs:
-        raise InputError("no input: give NAME=INPUT, --corpus NAME or --demo")
+        raise InputError("no input: pass NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
-        raise InputError("--from needs --corpus; NAME=INPUT already contains the source")
+        raise InputError("--from needs --corpus; NAME=INPUT already names the source")
     if (options.train_tokenizer is None) == (options.tokenizer is None):
-        raise InputError("give exactly one of --train-tokenizer VOCABULARY and --tokenizer PATH")
+        raise InputError("pass exactly one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
         raise InputError("--eod needs --tokenizer; a trained tokenizer always has its own EOD")
     train, validation = _named(options.inputs), _named(options.validation)
@@ -328,7 +328,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="maximum number of tokens per set, such as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: no limit, or the corpus's number)",
+        "(default: the corpus's number, else no limit)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(

@@ -36,10 +36,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--small",
         action="store_true",
-        help="use tiny sizes; skip the comparison with recorded numbers",
+        help="use tiny sizes and skip the comparison with recorded numbers",
     )
     parser.add_argument(
-        "--format", choices=("svg", "png", "pdf"), default="svg", help="format of the figures"
+        "--format", choices=("svg", "png", "pdf"), default="svg", help="image format of the figures"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
     return parser.parse_args(arguments)

@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("output", type=Path, help="folder of the runs")
     parser.add_argument(
-        "--results", type=Path, help="folder of runs.jsonl and the results (default: output)"
+        "--results", type=Path, help="folder for runs.jsonl and the results (default: output)"
     )
     add_places(parser)
     parser.add_argument("override", nargs="*", help="key=value override of every run's config")

@@ -117,7 +117,7 @@ class CapturedStep:
             if now.get(name) != first.get(name):
                 raise RuntimeError(
                     f"{name} must not move or change after the first captured step: clear "
-                    "gradients by zero_grad(set_to_none=False), or call release() to record again"
+                    "gradients with zero_grad(set_to_none=False), or call release() to recapture"
                 )
 
     def _fixed(self) -> dict[str, object]:
@@ -154,7 +154,7 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
     """Raise ValueError if a step of the optimizer cannot be recorded."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
-            "nonfinite must be 'skip' in a captured step, because 'raise' waits for the device"
+            "nonfinite must be 'skip' in a captured step, because 'raise' must wait for the device"
         )
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:

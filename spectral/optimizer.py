@@ -238,7 +238,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             warnings.warn(
                 f"no step uses the gradients of {named}, because these parameters were frozen when "
-                "split_parameters made the groups; add them by add_param_group",
+                "split_parameters made the groups; add them with add_param_group",
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
@@ -255,8 +255,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "a parameter of a group with names must be added by add_param_group, with "
-                        f"its name, got an unnamed parameter of shape {tuple(parameter.shape)}"
+                        "a parameter of a group with names must be added with add_param_group and "
+                        f"a name, got an unnamed parameter of shape {tuple(parameter.shape)}"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
@@ -616,7 +616,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             # the host waits for this check whenever the set of gradients has changed.
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
-                raise ValueError("all ranks must have gradients of the same parameters")
+                raise ValueError("all ranks must have gradients for the same parameters")
             self._present = present
         if raises:
             if not finite:
@@ -652,7 +652,7 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
     """Raise ValueError for a parameter without a matrix that the rule can step."""
     shape = tuple(parameter.shape)
     if not parameter.numel():
-        raise ValueError(f"{name or 'a parameter'} must have elements, got shape {shape}")
+        raise ValueError(f"{name or 'a parameter'} must not be empty, got shape {shape}")
     if parameter.ndim < 2:
         try:
             rule.init_state(torch.empty(1, *shape, device="meta"))

@@ -109,7 +109,7 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)
     for name in sorted({*WHOLE} & options.keys()):
-        raise TypeError(f"{name!r} is not an option of a group; pass it to the optimizer")
+        raise TypeError(f"{name!r} is not a group option; pass it to the optimizer")
     for name in sorted(CHOICES & unknown):
         raise TypeError(f"{name!r} does not choose a rule here; set rule='adamw' or another rule")
     for name in sorted(FIXED.keys() & unknown):

@@ -195,8 +195,8 @@ def check_name(name: str) -> None:
         )
     if is_fused(last):
         raise ValueError(
-            f"{name} looks like several matrices in one; set the units of its group by "
-            "split_parameters, or by units={'rows': [n], ...} with the rows of each matrix"
+            f"{name} looks like several matrices in one; set its group's units with "
+            "split_parameters, or to {'rows': [n], ...} with the number of rows of each matrix"
         )
 
 

@@ -218,8 +218,8 @@ def check_kinds(
         old = before.get(parameter, kind)
         if kind != old and state.get(parameter):
             raise ValueError(
-                f"rule and units of a parameter must stay {old[0]!r} and {old[1].settings()}, for "
-                f"which its state was created, got {kind[0]!r} and {kind[1].settings()}; create a "
+                f"a parameter with state must keep its rule {old[0]!r} and units "
+                f"{old[1].settings()}, got {kind[0]!r} and {kind[1].settings()}; create a "
                 "new optimizer or group for the parameter"
             )
 

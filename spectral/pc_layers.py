@@ -131,8 +131,8 @@ class DividedWeight(EffectiveWeight):
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
-                f"a PC layer of level {self.preconditioners[0].level} cannot load the state of "
-                f"another level, with coefficients {saved.tolist()}"
+                f"a PC layer of level {self.preconditioners[0].level} cannot load a state with "
+                f"other coefficients, {saved.tolist()}"
             )
 
 
@@ -183,10 +183,10 @@ def preconditioned(
         unused -= matching
         if parametrized:
             raise ValueError(
-                f"{layer} must have no parametrization of its weight, such as a PC layer"
+                f"the weight of {layer} must not be parametrized, for example by a PC layer"
             )
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
-            raise ValueError(f"{layer} is already sharded; make PC layers before fully_shard")
+            raise ValueError(f"{layer} is already sharded; call preconditioned before fully_shard")
         _refuse_shared(model, weight.parameter)
         weights[layer] = weight
     if not weights or (unused and not optional):

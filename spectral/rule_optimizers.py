@@ -357,7 +357,7 @@ class SpectralSphere(SpectralOptimizer):
             2e-4, or the rounding error of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16
             bits the step subtracts the direction's component along u v^T if it is at most 0.05
             (float16) or 0.1 (bfloat16), as rounding errors are; a larger component remains.
-        max_evaluations (default None): Largest number of msign evaluations per unit and step;
+        max_evaluations (default None): Maximum number of msign evaluations per unit and step;
             without early exit, exactly this number. None means 8 with early exit; without early
             exit 1, or 2 for float32 matrices of more than 256 rows on a GPU whose float64 is slow
             (consumer cards, B300).

@@ -117,7 +117,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             watched.put_back()
         if made := [name for name, _ in model.named_parameters() if name not in known]:
             raise ValueError(
-                f"the pass creates the parameters {', '.join(made)}: run the model before the split"
+                f"the forward pass creates {', '.join(made)}: run the model before the split"
             )
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]

@@ -87,7 +87,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
     if source is None:
         path = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"validation.samples_interval needs data.tokenizer, because no {MANIFEST_FILE} is "
+            f"validation.samples_interval needs data.tokenizer, because no {MANIFEST_FILE} exists "
             f"next to {path}"
         )
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in

@@ -30,7 +30,7 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Largest number of graphs of one function, which has a graph for each shape and gradient mode.
+"""Maximum number of graphs of one function, which has a graph for each shape and gradient mode.
 More graphs are an error, because torch would otherwise silently run the function uncompiled."""
 
 

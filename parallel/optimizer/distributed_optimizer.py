@@ -336,7 +336,7 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
     reason."""
     if optimizer.overlap_gather:
         raise ValueError(
-            "overlap_gather must be False with cuda_graph, because a graph must contain the "
+            "overlap_gather must be False with cuda_graph, because the graph includes the "
             "all-gather, got True"
         )
     for stack in optimizer.stacks:
@@ -344,5 +344,5 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         if waits is not None:
             raise ValueError(
                 f"{waits} of rule {stack.assigned.rule_name} must be False "
-                "with cuda_graph, because this option waits for the device, got True"
+                "with cuda_graph, because it synchronizes host and device, got True"
             )

@@ -183,7 +183,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="BxD:W:S[:PRECISION]",
         help="tiles to try (default: all candidates)",
     )
-    parser.add_argument("--repeats", type=int, default=25, help="timed calls a tile (default: 25)")
+    parser.add_argument(
+        "--repeats", type=int, default=25, help="timed calls per tile (default: 25)"
+    )
     parser.add_argument(
         "--output",
         type=Path,

@@ -97,7 +97,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
         if blank == number > 0 and each.has_keys:
             raise DataError(
                 f"{each}: {_key(each, options)!r} is blank in all "
-                f"{counted(number, 'document')}; give the key of the text, or omit the file"
+                f"{counted(number, 'document')}; set the key of the text, or omit the file"
             )
         counts.append((number, blank))
     return counts
@@ -238,7 +238,7 @@ def row_text(row: object, where: str, key: str) -> str:
     if not isinstance(row, Mapping) or key not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"{where}: the row must have the key {key!r}, got {keys or 'no keys'}; give the key of "
+            f"{where}: the row must have the key {key!r}, got {keys or 'no keys'}; pass the key of "
             "the text as --text-key KEY or NAME:KEY=INPUT"
         )
     value = row[key]

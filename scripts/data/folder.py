@@ -60,7 +60,7 @@ class AtomicFolder:
         was_killed = self._lock.exists()
         self._locked = _lock(self._lock)
         if self._locked is None:
-            raise InputError(f"another process is writing {self.output}")
+            raise InputError(f"another process is writing to {self.output}")
         try:
             self._begin(was_killed)
         except BaseException:
@@ -74,7 +74,7 @@ class AtomicFolder:
         leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
             raise InputError(
-                f"{leftovers[0]} must not exist, and no preparation wrote it; move it elsewhere"
+                f"{leftovers[0]} already exists, but no preparation wrote it; move it elsewhere"
             )
         # A run that was killed between the renames of `commit` left this folder.
         if self._replaced.exists() and not self.output.exists():
@@ -82,8 +82,7 @@ class AtomicFolder:
         self.progress = self._saved()
         if self.kept and self.progress is None:
             print(
-                f"warning: {self.path} was made from other inputs or options; starting from the "
-                "beginning",
+                f"warning: {self.path} was made from other inputs or options; starting over",
                 file=sys.stderr,
             )
         for leftover in places if self.progress is None else (self._replaced,):
@@ -184,7 +183,7 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     damaged = _damaged_files(output, manifest.files)
     if damaged and not overwrite:
         raise InputError(
-            f"{output} is damaged: {', '.join(damaged)} missing or truncated; give --overwrite to "
+            f"{output} is damaged: {', '.join(damaged)} missing or truncated; pass --overwrite to "
             "write it again"
         )
     return not damaged
@@ -217,11 +216,11 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     if strangers:
         raise InputError(
             f"output {output} contains {', '.join(sorted(strangers)[:3])}, which no preparation "
-            "wrote; give another folder"
+            "wrote; choose another folder"
         )
     if not overwrite:
         raise InputError(
-            f"output {output} already contains another preparation; give --overwrite to replace it"
+            f"output {output} already contains another preparation; pass --overwrite to replace it"
         )
 
 

@@ -128,7 +128,7 @@ def parse_hub_input(source: str) -> HubInput:
     """
     name, *rest = source.removeprefix("hf:").split(":")
     if not name or len(rest) > 2:
-        raise DataError(f"a dataset must be written hf:NAME[:CONFIG][:SPLIT], got {source}")
+        raise DataError(f"a dataset must be hf:NAME[:CONFIG][:SPLIT], got {source}")
     config, split = [*rest, "", ""][:2]
     return HubInput(name, config or None, split or "train")
 
@@ -146,6 +146,6 @@ def hub_tokenizer(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # errors of many libraries, as above
         raise DataError(
-            f"cannot download the tokenizer {name}: {first_line(error)}; give --tokenizer PATH, "
+            f"cannot download the tokenizer {name}: {first_line(error)}; pass --tokenizer PATH, "
             "or, if the tokenizer is gated, log in with `hf auth login`"
         ) from None

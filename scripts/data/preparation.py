@@ -174,7 +174,7 @@ def _check_unchanged(now: str, before: str) -> None:
 def _check_free(target: Path, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         raise InputError(
-            f"{target} was made from other inputs or options; give --overwrite to replace it"
+            f"{target} was made from other inputs or options; pass --overwrite to replace it"
         )
 
 

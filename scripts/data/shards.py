@@ -119,8 +119,8 @@ class Shards:
         ]
         if missing:
             raise InputError(
-                f"{home} lacks {', '.join(missing)}: prepare each missing shard, such as --shard "
-                f"{missing[0].replace('-of-', '/')}, or delete the folder to prepare without "
+                f"{home} lacks {', '.join(missing)}: prepare the missing shards (--shard "
+                f"{missing[0].replace('-of-', '/')} ...), or delete the folder to prepare without "
                 "shards"
             )
         self._parts: list[dict[int, _Part]] = []

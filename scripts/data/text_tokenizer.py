@@ -64,7 +64,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
             f"the texts are too short for a vocabulary of {vocab_size} tokens; the largest "
-            f"vocabulary that they allow is {tokenizer.get_vocab_size()}"
+            f"possible vocabulary is {tokenizer.get_vocab_size()}"
         )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode()},
@@ -146,7 +146,7 @@ def _check_form(source: Path) -> None:
                 f"{file} is {form}, not a tokenizer.json; convert a Hugging Face folder with "
                 'python -c "from transformers import AutoTokenizer; '
                 f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}-fast')\", "
-                f"then give --tokenizer {folder}-fast"
+                f"then pass --tokenizer {folder}-fast"
             )
 
 
@@ -191,9 +191,9 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
     if len(special) == 1:
         return str(special[0])
     if not special:
-        raise DataError(f"{source} has no special token to end documents with; add one")
+        raise DataError(f"{source} has no special token for the end of documents; add one")
     raise DataError(
-        f"the end-of-document token of {source} is ambiguous; give --eod TOKEN, one of "
+        f"the end-of-document token of {source} is ambiguous; pass --eod TOKEN, one of "
         f"{', '.join(special)}"
     )
 
@@ -220,7 +220,7 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
             names = ", ".join(str(by_id.get(each, each)) for each in token)
             raise DataError(
                 f"the end-of-document token is ambiguous: {folder / name} contains {names}; "
-                "give --eod TOKEN"
+                "pass --eod TOKEN"
             )
         if token is not None:
             return token if isinstance(token, str) else by_id.get(token, str(token))

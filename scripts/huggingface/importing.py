@@ -120,7 +120,7 @@ def write_config(source: Path, base: Path, target: Path) -> None:
     Raises InputError if `target` exists, or if the model cannot be imported.
     """
     if target.exists():
-        raise InputError(f"--write-config {target} exists already; give another file name")
+        raise InputError(f"--write-config {target} already exists; choose another file name")
     try:
         section = model_section(their_settings(source))
     except InexpressibleError as error:

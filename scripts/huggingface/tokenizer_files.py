@@ -31,7 +31,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     source = _found_source(info) if given is None else given
     end = None if manifest is None or source == info.path else manifest.tokenizer.eod_token
     if not source.exists():
-        raise InputError(f"the tokenizer {source} does not exist; give --tokenizer PATH")
+        raise InputError(f"the tokenizer {source} does not exist; pass --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
@@ -125,7 +125,7 @@ def _found_source(info: CheckpointInfo) -> Path:
         folder = Path(next(iter(info.config.data.train.values())).path).parent
         raise InputError(
             f"the tokenizer is unknown: data.tokenizer is null and {folder} has no manifest; "
-            "give --tokenizer PATH, or --no-tokenizer to export without a tokenizer"
+            "pass --tokenizer PATH, or --no-tokenizer to export without a tokenizer"
         )
     return source
 

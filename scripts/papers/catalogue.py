@@ -107,13 +107,13 @@ class Item(Section):
 
     def __post_init__(self) -> None:
         if self.status not in ("not run", "nothing to run") and self.result is None:
-            raise ValueError(f"result must be given if status is {self.status!r}, got null")
+            raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("status 'nothing to run' needs why, and neither tiny nor full")
+            raise ValueError("status 'nothing to run' requires why, and excludes tiny and full")
         if self.status == "not run" and self.why is None:
-            raise ValueError("why must be given if status is 'not run', got null")
+            raise ValueError("why must be set if status is 'not run', got null")
         if self.measure is not None and self.file is None:
-            raise ValueError("file must be given if measure is given, got null")
+            raise ValueError("file must be set if measure is set, got null")
 
 
 class Paper(Section):

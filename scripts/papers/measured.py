@@ -62,7 +62,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.study is not None and self.seeds:
-            raise ValueError(f"seeds must be empty if study is given, got {self.seeds}")
+            raise ValueError(f"seeds must be empty if study is set, got {self.seeds}")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
@@ -159,7 +159,7 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
     run = read_run(folder)
     losses = [line["val/loss"] for line in run.metrics if "val/loss" in line]
     if losses[-1:] != [record.loss]:
-        raise InputError(f"{folder} must have the loss of its record, {record.loss}, got {losses}")
+        raise InputError(f"the last loss in {folder} must be {record.loss}, got {losses}")
     return {key: series_of(run, text) for key, text in series.items()}
 
 
@@ -216,7 +216,7 @@ def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str
     expected["run"]["dir"] = actual["run"]["dir"]
     if expected != actual:
         raise InputError(
-            f"{folder} must have the config of its command; remove the folder and run {command}"
+            f"{folder} was trained with another config; remove the folder and run {command}"
         )
     return config
 

@@ -152,7 +152,7 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     sources = {name: variant.tuned_as or name for name, variant in study.variants.items()}
     missing = sorted({*sources.values()} - content["chosen"].keys())
     if missing:
-        raise DataError(f"{study.tuned_in.results} lacks the variants {', '.join(missing)}")
+        raise DataError(f"{study.tuned_in.results} is missing the variants {', '.join(missing)}")
     taken = taken_variants(study, study.tuned_in, content)
     ended = grid_ends(content)
     if ends := [

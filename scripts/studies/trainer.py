@@ -230,7 +230,7 @@ class Trainer:
             if was != now:
                 raise InputError(
                     f"{run.label}: {kind} in its record in {self.book.path} must be {now}, got "
-                    f"{was}; give another --results, or remove the run's line"
+                    f"{was}; choose another --results, or remove the record"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class SpectralSphereRule(MuonSphereRule):
     direction's component along u v^T if it is at most 0.05 (float16) or 0.1 (bfloat16), as rounding
     errors are; a larger component remains."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; without early exit, exactly this
+    """Maximum number of msign evaluations per unit and step; without early exit, exactly this
     number. null means 8 with early exit; without early exit 1, or 2 for float32 matrices of more
     than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = None

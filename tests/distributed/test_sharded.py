@@ -123,7 +123,7 @@ def test_wrong_use_is_one_clear_error(on_two) -> None:
         assert "must be on one device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
-        assert gradients == 4 * ["all ranks must have gradients of the same parameters"]
+        assert gradients == 4 * ["all ranks must have gradients for the same parameters"]
 
 
 def test_a_process_group_may_be_destroyed_and_made_again(tmp_path: Path) -> None:

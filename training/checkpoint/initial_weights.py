@@ -120,7 +120,7 @@ def _chosen(
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another tokenizer (sha256 {sha256}) than "
-            f"the data ({tokenizer}), so token ids have other meanings. To use its weights anyway, "
+            f"the data ({tokenizer}), so token ids differ in meaning. To use its weights anyway, "
             "set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared

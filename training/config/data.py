@@ -106,8 +106,8 @@ class DataConfig(Section):
     verify: Literal["none", "sample", "full"] = "sample"
     """Data to compare with the hashes in the manifest. none: no data; sample: the tokenizer, the
     index, 64 blocks of tokens, and every other block at its first use; full: all data at each
-    start. In all cases, ranks compare tokenizers, manifests and tokens with each other; of a set
-    over 256 MiB, they compare only 64 blocks of 4 KiB."""
+    start. In all cases, the tokenizers, manifests and tokens of all ranks must be equal; for a set
+    over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and restart positions at the first token
     of each document in a sequence, in training and validation; false attends across documents."""
@@ -184,7 +184,7 @@ class TasksConfig(Section):
     """Steps between evaluations of the tasks; 0 evaluates only after the last step. Every run
     evaluates after the last step."""
     examples: Count | None = None
-    """Number of examples to score, from the first of each file; null = all examples."""
+    """Number of examples to score, from the start of each file; null = all examples."""
 
     def checks(self) -> Iterator[Check]:
         """Check the names and paths of the files."""

@@ -66,7 +66,7 @@ class ClipConfig(Section):
     """Clipping of the gradient to a global norm."""
 
     max_norm: Positive | None = 1.0
-    """Largest global gradient norm; null disables clipping."""
+    """Maximum global gradient norm; null disables clipping."""
 
 
 class GroupConfig(Section):
@@ -104,7 +104,7 @@ class DistributedConfig(Section):
     """Method that assigns matrices to owner ranks. ping_pong: in ascending order of size, up and
     down the ranks, as in the SSO paper; auto: balanced load and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Step of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
+    """Update of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard like a whole matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of step groups. Buckets are stepped group by group; the new weights of a group are
@@ -123,7 +123,7 @@ class DistributedConfig(Section):
     overlap_gather: bool = True
     """Gather new weights during the next forward pass."""
     cuda_graph: bool = False
-    """Record clipping and update as one CUDA graph. This needs a GPU and `overlap_gather: false`,
+    """Record clipping and update as one CUDA graph. Requires a GPU and `overlap_gather: false`,
     and keeps the temporary memory of the step allocated."""
 
     def checks(self) -> Iterator[Check]:
@@ -154,7 +154,7 @@ class OptimizerConfig(Section):
     scalar: GroupConfig
     """Norm gains, biases, and the gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    """Settings of roles that override their groups; the model must have these roles. The rule of
+    """Settings of a role, which override its group's; the model must have this role. The rule of
     router and shared_router is adamw by default."""
     rules: RulesConfig = RulesConfig()
     distributed: DistributedConfig = DistributedConfig()

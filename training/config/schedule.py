@@ -143,8 +143,7 @@ class TrainConfig(Section):
     debugging; null does not compile; auto is inductor on a GPU that supports it, null on a CPU and
     under Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
-    """Largest number of consecutive non-finite steps that are skipped; the next one ends the run.
-    """
+    """Maximum number of consecutive non-finite steps to skip; one more ends the run."""
 
     @property
     def last(self) -> int:

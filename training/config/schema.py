@@ -98,20 +98,20 @@ class StopConfig(Section):
     """Early stops, which save a checkpoint; the same command then continues the run."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which the run saves and stops. A value above half of
-    the job's remaining time at the start is reduced to this half. null ignores the limit."""
+    """Seconds before the SLURM time limit at which the run saves and stops, at most half of the
+    job's remaining time at the start of the run. null ignores the limit."""
 
 
 class WatchdogConfig(Section):
     """Detection of hanging ranks and corrupted weights."""
 
     hang_seconds: Seconds | None = 300.0
-    """Seconds without progress after which every rank writes its call stack to `stacks/`. A value
-    above half of `parallel.timeout_seconds` is reduced to this half. null writes no stacks."""
+    """Seconds without progress after which every rank writes its call stack to `stacks/`, at most
+    half of `parallel.timeout_seconds`. null writes no stacks."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that weights change only in optimizer steps and that all replicas are
-    equal; a difference ends the run. With checks, every step reads all weights twice and waits for
-    the new weights. 0 disables the checks."""
+    equal; a difference ends the run. For these checks, every step reads all weights twice and waits
+    for the new weights. 0 disables the checks."""
 
 
 class SpikeConfig(Section):
@@ -125,7 +125,7 @@ class SpikeConfig(Section):
     """
     rewinds: Whole = 0
     """Number of times that the run, instead of ending after too many skipped steps, may return to
-    its last checkpoint and leave out the samples of the skipped steps."""
+    its last checkpoint and skip the samples of the skipped steps."""
 
 
 class GramPenaltyConfig(Section):
@@ -137,7 +137,7 @@ class GramPenaltyConfig(Section):
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice, 1e-3
     if model.hidden is below 1024 (as in the paper's 160M model), else 1e-4."""
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Fraction of the run, from step 1, with an active penalty, in (0, 1]."""
+    """Fraction of the run, from its start, in which the penalty is active, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
     """2: penalise the squared Frobenius norm of the off-diagonal part; 1: penalise the norm."""
     side: Side = "in"
@@ -281,7 +281,7 @@ class MonitorsConfig(Section):
     monitored step measures only some of the layers, in turn."""
     inspection_gib: Positive = 4.0
     """Memory per rank, in GiB, for matrices that are gathered at the same time; the matrices are
-    inspected in groups of this size. A single larger matrix may exceed it."""
+    inspected in groups of this size. A larger matrix is inspected alone."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Number of samples of each noise figure: the first micro-batches of a monitored step, or the
     last steps up to and including a monitored step."""

@@ -37,9 +37,9 @@ ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoi
 LARGEST: Final = 1 << 18
 """Largest size of a config file in bytes."""
 MOST_VALUES: Final = 100_000
-"""Largest number of values in a config file; the values of a YAML alias count at each use."""
+"""Maximum number of values in a config file; the values of a YAML alias count at each use."""
 MOST_FILES: Final = 64
-"""Largest number of files of one config; a shared base counts at each use."""
+"""Maximum number of files of one config; a shared base counts at each use."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(

@@ -253,7 +253,7 @@ def build_tasks(config: Config) -> list[Task]:
     if path is None:
         first = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"tasks.files needs data.tokenizer, because no {MANIFEST_FILE} is next to {first}"
+            f"tasks.files needs data.tokenizer, because there is no {MANIFEST_FILE} next to {first}"
         )
     tokenizer, count = open_tokenizer(path), config.tasks.examples
     end = None if manifest is None else manifest.tokenizer.eod_id

@@ -81,7 +81,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         content = read_json(path)
     except FileNotFoundError:
         raise DataError(
-            f"no {path}: {folder} must be a folder that scripts/prepare_data.py has written"
+            f"{path} does not exist: {folder} must be a folder written by scripts/prepare_data.py"
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None

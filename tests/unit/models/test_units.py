@@ -60,7 +60,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
         ValueError, match="must cover parameter head .* got 0 elements .* and [1-9]"
     ):
         check_coverage([*units, units[-1]], parameters)
-    with pytest.raises(ValueError, match="which the model lacks"):
+    with pytest.raises(ValueError, match="not a model parameter"):
         check_coverage(units, {k: v for k, v in parameters.items() if k != "head"})
 
 

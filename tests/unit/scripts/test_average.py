@@ -244,7 +244,7 @@ def test_another_model_tokenizer_target_or_folder_is_refused(
     shutil.copytree(step_folder(runs / "sphere", 2), other)
     reseal(other, lambda meta: meta["identity"]["tokenizer"].update(sha256="0" * 64))
     assert "tokenizer was 0000" in refusal(main([str(run), str(tmp_path / "mean")]))
-    assert "exists already" in refusal(main([str(runs / "sphere"), str(runs / "PC layers")]))
+    assert "already exists" in refusal(main([str(runs / "sphere"), str(runs / "PC layers")]))
     assert main([str(step_folder(run, 1)), str(tmp_path / "mean")]) == 2
     assert "the run must be a folder with checkpoints" in capsys.readouterr().err
 

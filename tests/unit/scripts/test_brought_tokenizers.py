@@ -71,7 +71,7 @@ def test_a_tokenizer_that_loses_text_is_refused(name, tmp_path, capsys, refusal)
                "--output", str(tmp_path / "out")]  # fmt: skip
     said = refusal(main(command))
     assert re.search(f"error: set a: the tokenizer changes the text of {message}", said), said
-    assert "use a lossless tokenizer, or give --allow-lossy" in said
+    assert "use a lossless tokenizer, or pass --allow-lossy" in said
     assert main([*command, "--allow-lossy"]) == 0
     assert re.search(
         f"warning: set a: the tokenizer changes the text of {message}", capsys.readouterr().err

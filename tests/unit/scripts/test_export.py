@@ -214,7 +214,7 @@ def test_a_token_that_the_tokenizer_lacks_is_named(run, tmp_path, capsys) -> Non
     tensors["lm_head.weight"][301] = -tensors["lm_head.weight"][300]
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     assert generate([str(out), "A matrix", "--tokens", "2"]) == 2
-    assert "which its tokenizer lacks" in capsys.readouterr().err
+    assert "unknown to its tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["layer more", "layer less", "wider", "renamed"])
@@ -347,7 +347,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
     other.write_text((tokens / "tokenizer.json").read_text() + "\n")
     out = tmp_path / "out"
     assert "sha256" in refused(capsys, run(), out, "--tokenizer", other)
-    assert "does not exist; give --tokenizer" in refused(
+    assert "does not exist; pass --tokenizer" in refused(
         capsys, tmp_path / "run", out, "--tokenizer", tmp_path / "no"
     )
     folder = tmp_path / "folder"

@@ -154,7 +154,7 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     assert main(["import", str(out), str(weights), *config]) == 0
     assert f"note: {out} has no tokenizer.json" in capsys.readouterr().out
     assert main(["export", str(weights), str(again)]) == 2
-    assert "had none; give --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
+    assert "had none; pass --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
     trained("template", "new", checkpoint__initialize_from=weights)
     said = "the tokenizer of the weights is unknown, so token ids may have other meanings"
     assert f"warning: checkpoint.initialize_from: {said}" in capsys.readouterr().out

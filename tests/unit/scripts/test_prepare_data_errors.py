@@ -43,7 +43,7 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert "already contains another preparation; give --overwrite" in refusal(main(command))
+    assert "already contains another preparation; pass --overwrite" in refusal(main(command))
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
@@ -173,11 +173,11 @@ def test_bad_file_is_one_line(tokenizer, tmp_path, name, workers, capsys) -> Non
 
 
 BAD_COMMANDS: list[tuple[str, str]] = [
-    ("--train-tokenizer 300", "no input: give NAME=INPUT"),
-    ("set={}/rows.jsonl", "give exactly one of --train-tokenizer VOCABULARY and --tokenizer"),
+    ("--train-tokenizer 300", "no input: pass NAME=INPUT"),
+    ("set={}/rows.jsonl", "pass exactly one of --train-tokenizer VOCABULARY and --tokenizer"),
     (
         "set={}/rows.jsonl --train-tokenizer 9000",
-        "too short for .* 9000 tokens; .* they allow is [34]..",
+        "too short for .* 9000 tokens; .* possible vocabulary is [34]..",
     ),
     ("set={}/nowhere.txt --train-tokenizer 300",
      "nowhere.txt must be a file, a folder or a pattern"),
@@ -191,9 +191,9 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json",
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
-    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; give --eod TOKEN.*<.endoftext.>, <s0>"),
-    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token to end documents with"),
-    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; give --eod"),
+    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
+    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token for the end of documents"),
+    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),

@@ -345,7 +345,7 @@ def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     assert kept.read_text() == "precious"
     (copy / "figures").rename(tmp_path / "elsewhere")
     (copy / "figures").symlink_to(tmp_path / "elsewhere")
-    assert "figures must not be a link; give its target with --output" in refusal(main([str(copy)]))
+    assert "figures must not be a link; pass its target as --output" in refusal(main([str(copy)]))
 
 
 def test_the_status_of_a_run(folder, tmp_path):

@@ -458,10 +458,10 @@ def test_a_rule_that_is_written_into_a_group_in_mid_run_is_refused(new: str) -> 
     optimizer = made("muon")
     optimizer.step()
     optimizer.param_groups[0]["rule"] = new
-    refuses(optimizer, f"rule and units .* must stay 'muon' .* got '{new}'|must have")
+    refuses(optimizer, f"must keep its rule 'muon' .* got '{new}'|must have")
     optimizer.param_groups[0]["rule"] = "muon"
     optimizer.param_groups[0]["units"] = {"rows": [2]}
-    refuses(optimizer, r"rule and units .*'rows': \[\].* got 'muon' and .*'rows': .2.")
+    refuses(optimizer, r"keep its rule .*'rows': \[\].* got 'muon' and .*'rows': .2.")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -500,7 +500,7 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
     other.load_state_dict(saved)
     assert other.state[second]["momentum"].any()
     optimizer.param_groups[0]["params"].append(Parameter(torch.ones(2, 3)))
-    with pytest.raises(ValueError, match=r"add_param_group, with its name, got .* \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"add_param_group and a name, got .* \(2, 3\)"):
         optimizer.step()
 
 

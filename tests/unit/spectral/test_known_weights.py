@@ -528,11 +528,11 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a projection without heads": (attention, "q_proj.weight looks like .*its name is q_proj"),
     "another layer of attention": (
         lambda: named("q_proj k_proj mixed o_proj", num_heads=2),
-        "mixed.weight looks like .*next to projections of heads",
+        "mixed.weight looks like .*also has projections of heads",
     ),
     "a convolution of keys that queries scale": (
         lambda: named("query key value key_conv_attn_layer", num_heads=2),
-        "key_conv_attn_layer.weight looks like .*next to projections of heads",
+        "key_conv_attn_layer.weight looks like .*also has projections of heads",
     ),
     "unequal parts": (
         lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
@@ -558,7 +558,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: experts(
             "TextExperts", gate_up_proj=parameter(2, 6, 10), down_proj=parameter(2, 5, 6)
         ),
-        r"gate_up_proj has shape \(2, 6, 10\), and its matrices are unknown",
+        r"gate_up_proj has shape \(2, 6, 10\) and unknown matrices",
     ),
     "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
     "queries that multiply tokens": (
@@ -569,7 +569,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(
             mix=holder("Mixture", experts=holder(weight=parameter(3, 8, 6)), gate=linear(6, 3))
         ),
-        "its matrices are unknown",
+        "unknown matrices",
     ),
     "focal modulation": (
         lambda: holder(projection_in=linear(8, 19), projection_out=linear(8, 8)),
@@ -583,8 +583,8 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder("Attention", qkv=linear(8, 48), num_heads=2, key_dim=4, val_dim=16),
         "heads of Attention do not divide its 48 outputs",
     ),
-    "a bare weight": (lambda: holder(real_weight=parameter(4, 6)), "rows or its columns"),
-    "a stack of one": (lambda: holder(fc_weights=parameter(1, 4, 6)), "matrices are unknown"),
+    "a bare weight": (lambda: holder(real_weight=parameter(4, 6)), "may be rows or columns"),
+    "a stack of one": (lambda: holder(fc_weights=parameter(1, 4, 6)), "unknown matrices"),
     # What the forward pass does with the outputs
     "projections of two towers": (
         lambda: holder(
@@ -622,7 +622,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             v_proj=linear(8, 8),
             num_heads=2,
         ),
-        "v_proj.weight looks like .*heads of Diff .* or are joined",
+        "v_proj.weight looks like .*heads of Diff .* or are concatenated",
     ),
     "queries beside a token that no layer projects": (
         lambda: holder(
@@ -630,7 +630,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             to_q=holder("Conv", lambda m, x: torch.cat([x[:1], m.net(x)]), net=linear(8, 8)),
             heads=2,
         ),
-        "to_q.net.weight looks like .*heads of Attention .* or are joined",
+        "to_q.net.weight looks like .*heads of Attention .* or are concatenated",
     ),
     "channels that a slice takes apart": (
         lambda: nn.Sequential(

@@ -200,7 +200,7 @@ def test_splitting_parameters() -> None:
 def test_mistakes_are_errors(options, error, message, where) -> None:
     weight, of = nn.Parameter(torch.ones(3, 3)), {"rule": "muon", **options}
     if where == "group" and not {*WHOLE}.isdisjoint(of):
-        error, message = TypeError, "is not an option of a group; pass it to the optimizer"
+        error, message = TypeError, "is not a group option; pass it to the optimizer"
     with pytest.raises(error, match=message):
         if where == "group":
             SpectralOptimizer([{"params": [weight], **of}])
@@ -370,7 +370,7 @@ def test_a_compiled_step_is_the_plain_one(rule: str) -> None:
 
 
 def test_a_matrix_without_elements_is_stepped_by_no_matrix_rule() -> None:
-    with pytest.raises(ValueError, match=r"a parameter must have elements, got shape \(0, 4\)"):
+    with pytest.raises(ValueError, match=r"a parameter must not be empty, got shape \(0, 4\)"):
         Muon([nn.Parameter(torch.ones(0, 4))])
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1), nn.Linear(1, 4))
     model[1].weight = nn.Parameter(torch.ones(0, 4))

@@ -1160,7 +1160,7 @@ class Late(nn.Module):
 
 def test_weights_without_a_shape_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"the pass creates the parameters second\.weight: run the model before"
+        ValueError, match=r"the forward pass creates second\.weight: run the model before"
     ):
         split_parameters(Late(), example=x)
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):

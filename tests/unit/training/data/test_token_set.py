@@ -136,7 +136,7 @@ MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "",
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no .*manifest.json: .* must be a folder that scripts"),
+        (None, "manifest.json does not exist: .* must be a folder written by scripts"),
         ("{", "cannot read .*manifest.json"),
         ('{"format": 2}', "format of .* must be 1, got 2"),
         ('{"format": 1, "sets": {}}', "manifest.json: tokenizer.file is required"),
