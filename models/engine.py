@@ -171,7 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what Triton lacks to compile a Python extension, or None if nothing is missing."""
+    """Return what Triton needs to compile a Python extension but cannot find, or None."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

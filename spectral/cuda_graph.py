@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: recorded once, then launched by a single call of the host.
+"""Steps as CUDA graphs: captured once, then launched by a single call of the host.
 
 A graph repeats the same kernels on the same memory. Therefore parameters, state and gradients must
 stay in place, and learning rates and the predicate are tensors that are updated in place. Scratch
@@ -17,18 +17,18 @@ from .options import rename_
 from .parameter_state import MASTER, entry_names, rule_of
 
 WARM_UP = 2
-"""Number of ordinary calls before the recording. Libraries, kernels and communicators are
-initialised at their first use, which cannot be recorded."""
+"""Number of ordinary calls before the capture. Libraries, kernels and communicators are
+initialised at their first use, which cannot be captured."""
 
 
 class CapturedCall:
-    """A function without arguments that is recorded at its third call and replayed later.
+    """A function without arguments that is captured at its third call and replayed later.
 
     Without CUDA every call runs the function normally, so programs also run on a CPU.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
-        """Prepare to record `call` on `device`.
+        """Prepare to capture `call` on `device`.
 
         `call` must not wait for the device and may depend only on tensors that stay in place. Work
         on other streams must fork from the current stream and join it again.
@@ -40,7 +40,7 @@ class CapturedCall:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> bool:
-        """Run, record or replay; return False for a replay, which does not run `call` itself."""
+        """Run, capture or replay; return False for a replay, which does not run `call` itself."""
         self.calls += 1
         if self.stream is None:
             self.call()
@@ -54,7 +54,7 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """Free the graph; the next calls warm up and record again.
+        """Free the graph; the next calls warm up and capture again.
 
         Call this method before destroying process groups whose collectives are in the graph.
         """
@@ -64,7 +64,7 @@ class CapturedCall:
         self.graph, self.calls = None, 0
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run the call on the recording stream, because libraries have state per stream."""
+        """Run the call on the capturing stream, because libraries have state per stream."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -72,7 +72,7 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Record the call, which launches no kernel, and launch the graph."""
+        """Capture the call, which launches no kernel, and launch the graph."""
         graph = torch.cuda.CUDAGraph()
         # thread_local restricts only this thread: NCCL calls CUDA from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -87,13 +87,13 @@ class CapturedStep:
         optimizer = SpectralSphere(groups, lr=torch.tensor(5e-3, device="cuda"), nonfinite="skip")
         step = CapturedStep(optimizer)
 
-    Change learning rates by `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
-    gradients by `zero_grad(set_to_none=False)`. All other fields of the groups must not change, and
+    Change learning rates with `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
+    gradients with `zero_grad(set_to_none=False)`. Other fields of the groups must not change, and
     parameters and state must stay in place; after `load_state_dict`, call `release`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
-        """Prepare to record the steps of `optimizer`.
+        """Prepare to capture the steps of `optimizer`.
 
         Raises ValueError if the host would wait for the device in a step, or if a learning rate is
         not a tensor on the device.
@@ -151,7 +151,7 @@ def _place(value: object) -> object:
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError if a step of the optimizer cannot be recorded."""
+    """Raise ValueError if a step of the optimizer cannot be captured."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
             "nonfinite must be 'skip' in a captured step, because 'raise' must wait for the device"

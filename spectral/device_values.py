@@ -32,7 +32,7 @@ def constant_result(function: Callable[P, R]) -> Constant[P, R]:
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing
     torch. Tensors in the results are copied to their device once, because a step that copied them
-    would wait for the copy and could not be recorded as a CUDA graph. Do not modify these tensors.
+    would wait for the copy and could not be captured as a CUDA graph. Do not modify these tensors.
     """
     cached = lru_cache(MOST_RESULTS)(function)
 

@@ -462,7 +462,7 @@ def _base(weight: Weight) -> int:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the output heads that a model's modules return from methods for this purpose."""
+    """Yield the output heads that a model's modules return from `get_...` methods."""
     for module in model.modules():
         for name in ("get_output_embeddings", "get_classifier"):
             heads: object = None

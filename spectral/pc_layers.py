@@ -153,7 +153,7 @@ def preconditioned(
 
     The matrices of a weight (`split_parameters`) are preconditioned separately. Until `merge_`, the
     parameter's name is `parametrizations.weight.original`. Initialise or load the weights before
-    this call; later, initialise them by the layers' `reset_parameters`, because `layer.weight` is
+    this call; later, initialise them with the layers' `reset_parameters`, because `layer.weight` is
     then PC(W), which `nn.init` would change without effect.
 
     Args:

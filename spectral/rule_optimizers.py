@@ -324,8 +324,8 @@ class SpectralSphere(SpectralOptimizer):
     """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
 
     Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
-    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use SSO for
-    the same purposes as MuonSphere, which omits this condition.
+    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use SSO
+    like MuonSphere, which omits this condition.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 

@@ -213,7 +213,7 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
-    """Compute vectors `[batch, NEARBY, k]` near the next eigenvectors of `t` after `best`.
+    """Approximate the eigenvectors of `t` after `best`, as vectors `[batch, NEARBY, k]`.
 
     The vectors are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
     `[batch, 1, k]`. All tensors are float64. The vectors are orthonormal, or zero where only

@@ -38,7 +38,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """How a weight's outputs are used; the weight's elements are numbered from `start`."""
+    """Uses of a weight's outputs; the weight's elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]

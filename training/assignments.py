@@ -99,7 +99,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return how the owner of `unit` computes PC(W) and steps gamma; None if `unit` is not a
+    """Return the owner's map to PC(W) and its rule for gamma; None if `unit` is not a
     materialized PC layer."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":

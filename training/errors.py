@@ -172,7 +172,7 @@ def tell_torchrun(message: str) -> None:
 
 
 class Aid:
-    """Context manager that catches an OSError: it ends the block, but not the run.
+    """Context manager that catches an OSError, which ends the block but not the run.
 
     A warning is printed for the first of consecutive errors.
     """

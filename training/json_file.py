@@ -52,7 +52,7 @@ KERNEL: Final = ("/proc", "/sys")
 
 
 def real_path(path: str | Path) -> Path:
-    """Return `path` with links resolved. Unlike `Path.resolve`, it accepts a loop of links; opening
+    """Return `path` with links resolved. Unlike `Path.resolve`, accept a loop of links; opening
     the returned path then raises OSError."""
     return Path(os.path.realpath(path))
 

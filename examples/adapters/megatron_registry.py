@@ -114,7 +114,7 @@ class TensorParallel(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every weight that has a gradient; all ranks of the pipeline stage must call it."""
+        """Step every weight that has a gradient; collective over the pipeline stage."""
         if self.within is None:
             own = [
                 {**group, **self._divided(group, lambda p: p.detach())}

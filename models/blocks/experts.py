@@ -191,7 +191,7 @@ def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Function `there` of rows, with its adjoint `back` for the gradients."""
+    """Autograd function that applies `there` to rows, and its adjoint `back` to gradients."""
 
     @staticmethod
     def forward(
@@ -249,7 +249,7 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Function that stacks the weights in each pass: saved stacks would double weight memory."""
+    """Autograd function that stacks the weights again in backward instead of saving the stack."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

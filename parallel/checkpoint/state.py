@@ -132,7 +132,7 @@ def load_state(
 
 
 def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Load this rank's part of the state; yield the reason if this fails."""
+    """Load this rank's part of the state; yield the reason for a failure."""
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
@@ -323,7 +323,7 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of the units of which this rank has a part.
+    """Yield the counters of all units with a part on this rank.
 
     The rank with the first element of a unit saves the unit's counters.
     """

@@ -161,7 +161,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return a picklable `value` of each rank on every rank, by ascending rank.
+    """Return each rank's picklable `value` on every rank, by ascending rank.
 
     This call is slow.
     """
@@ -177,7 +177,7 @@ def found_by_any(findings: Iterable[Value]) -> list[Value]:
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return a picklable `value` of each rank on rank 0, by ascending rank, and [] on other ranks.
+    """Return each rank's picklable `value` on rank 0, by ascending rank, and [] on other ranks.
 
     This call is slow.
     """

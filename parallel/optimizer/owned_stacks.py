@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 class StepOptions:
     """Number of step groups, and dtypes of sent and stored tensors.
 
-    step_groups      largest number of groups of buckets; None: see `BucketLayout.step_groups`
+    step_groups      maximum number of groups of buckets; None: see `BucketLayout.step_groups`
     exchange_dtype   dtype of sent momentum and updates; None: do not convert them
     momentum_dtype   dtype of the momentum of whole-matrix rules; None: dtype of the master weights
     """
@@ -183,7 +183,7 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the master shards, on all ranks of the stage together."""
+    """Gather the weights of stacks from the master shards; collective over the stage."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)

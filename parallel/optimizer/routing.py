@@ -161,7 +161,7 @@ def level_name(pc: PCAssignment) -> str:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Return cost and holders of every unit with an owner in a stage, by ascending name.
+    """Return the cost and the holders of each owned unit of a stage, by ascending name.
 
     Args:
         units: units of each tensor-parallel rank of the stage, ranks ascending.

@@ -184,7 +184,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
 
 
 def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
-    """Return the plan of a stage, completed by activations and all traffic."""
+    """Return the plan of a stage with its activations and all its traffic."""
     traffic = activation_traffic(shape, stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):

@@ -280,7 +280,7 @@ class BucketPlanner:
         return Bucket(index, tuple(slots), -(-offset // step) * step)
 
     def _step(self, used: int) -> int:
-        """Return the number that must divide the size of a bucket with `used` elements."""
+        """Return the alignment, in elements, of the size of a bucket with `used` elements."""
         alignment = self.alignment
         while (
             -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used

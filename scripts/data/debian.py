@@ -28,7 +28,7 @@ _COMPRESSED = (".gz", ".dz")  # .dz is the format of dictd: gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """Return the .deb of a package in `folder`, downloaded if `folder` lacks this version.
+    """Return the .deb of a package in `folder`, downloaded unless `folder` contains this version.
 
     If apt offers only another version, return that version, because its texts may be the same.
 

@@ -1,6 +1,6 @@
 """Update rules, one file per rule, and the registry of their names in configs and optimizers.
 
-An installed package adds rules by an entry point of the group `spectrain.rules`. A program that
+An installed package adds rules with an entry point of the group `spectrain.rules`. A program that
 uses the library alone may call `register_rule`.
 """
 

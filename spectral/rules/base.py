@@ -103,7 +103,7 @@ class Rule(ABC):
 
     @property
     def waiting_field(self) -> str | None:
-        """The field that makes a step wait for the device; None if a CUDA graph can record it."""
+        """The field that makes a step wait for the device; None if steps can be captured."""
         return None
 
     @property

@@ -21,7 +21,7 @@ SLACK = 0.02
 
 @dataclass(frozen=True)
 class Work:
-    """A unit's cost and the ranks that hold its elements.
+    """A unit's cost and the ranks that store its elements.
 
     cost      FLOPs per step
     holders   number of elements in each rank's shard; only ranks with elements are listed

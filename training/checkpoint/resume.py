@@ -332,7 +332,7 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move broken and superseded checkpoints to other folders, and print them (rank 0).
+        """Move broken and superseded checkpoints to other folders, and print where (rank 0).
 
         Call this after all checks that may refuse the run.
         """

@@ -123,11 +123,11 @@ class DistributedConfig(Section):
     overlap_gather: bool = True
     """Gather new weights during the next forward pass."""
     cuda_graph: bool = False
-    """Record clipping and update as one CUDA graph. Requires a GPU and `overlap_gather: false`,
+    """Capture clipping and update as one CUDA graph. Requires a GPU and `overlap_gather: false`,
     and keeps the temporary memory of the step allocated."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that a step can be recorded as a CUDA graph."""
+        """Check that a step can be captured as a CUDA graph."""
         yield (
             "overlap_gather",
             self.cuda_graph and self.overlap_gather,

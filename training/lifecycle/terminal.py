@@ -22,7 +22,7 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output without a reader and, if `training`, all output that cannot be
+    """A file that drops output that nobody reads and, if `training`, all output that cannot be
     written."""
 
     training = False

@@ -140,7 +140,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return 1.0
 
     class Graph:
-        """A CUDA graph, which contains the launches made during its recording."""
+        """A CUDA graph, which contains the launches made during its capture."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.recording: Recording | None = None
