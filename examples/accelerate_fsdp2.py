@@ -3,7 +3,7 @@
     pip install . transformers accelerate
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
-`prepare` shards the model and replaces the parameters in the optimizer's groups by sharded
+`prepare` shards the model and replaces the parameters in the optimizer's groups with sharded
 parameters, whose state the optimizer creates at the first step. On CPUs accelerate supports only
 DDP.
 """

@@ -102,7 +102,7 @@ class PCConfig(Section):
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
         """Return the preconditioner of `unit`, or None if `unit` is not a PC layer.
 
-        Raises ValueError if the level is null; `load_config` replaces null by the paper's choice.
+        Raises ValueError if the level is null; `load_config` replaces null with the paper's choice.
         """
         if not self.covers(unit):
             return None

@@ -67,7 +67,7 @@ class ParallelModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units of which this rank has at least a part, in forward order within each domain."""
+        """Units with at least a part on this rank, in forward order within each domain."""
         return [unit for part in self.domains for unit in part.units]
 
     def domain_of(self, unit: Unit) -> Domain:

@@ -79,7 +79,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         fingerprint = preparation.fingerprint(identities)
         if holds_preparation(output, fingerprint, overwrite=options.overwrite):
             clean_up(output)
-            print(f"{options.output} already contains this preparation")
+            print(f"{options.output} already contains this data")
             return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
@@ -308,7 +308,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a different or damaged preparation in the output folder",
+        help="replace different or damaged data in the output folder",
     )
     parser.add_argument(
         "--demo", action="store_true", help="prepare the embedded corpus in examples/data"

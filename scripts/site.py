@@ -8,7 +8,7 @@ OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace each link to a file outside docs/ by the link's text and the file's path.
+    """Replace each link to a file outside docs/ with the link's text and the file's path.
 
     Raises FileNotFoundError for a link to a file that does not exist.
     """

@@ -238,7 +238,7 @@ def _refuse_unfit(weight: Weight) -> None:
         raise ValueError(f"{weight.name} has no shape yet: run the model before the split")
     if weight.parameter.is_complex():
         raise ValueError(
-            f"{weight.name} must be real, got complex numbers: replace it by a real parameter "
+            f"{weight.name} must be real, got complex numbers: replace it with a real parameter "
             "(torch.view_as_real), or freeze it and pass it to another optimizer"
         )
     shape = tuple(weight.parameter.shape)

@@ -200,7 +200,7 @@ def preconditioned(
 
 
 def merge_(model: nn.Module) -> None:
-    """Replace the weight of every PC layer by PC(W), so that the layers are ordinary layers again.
+    """Replace the weight of every PC layer with PC(W), which makes the layers ordinary again.
 
     Tensor-parallel ranks must call this function together. Raises ValueError if the model has no PC
     layers or is sharded by `fully_shard`, or if a weight is shared with another module.

@@ -314,7 +314,7 @@ def polars_of(
 
 
 def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Replace `ys[i]` by its polar factor; return whether the iteration stayed bounded."""
+    """Replace `ys[i]` with its polar factor; return whether the iteration stayed bounded."""
     for a, b, c in steps[:-1]:
         ys[i] = product(kernels.polynomial(kernels.gram(ys[i]), b, c), ys[i], ys[i], beta=a)
     gram, (a, b, c) = kernels.gram(ys[i]), steps[-1]
@@ -328,7 +328,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of equal rows by their polar factors; return whether each stayed bounded."""
+    """Replace stacks of equal rows with their polar factors; return whether each stayed bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
         factor: Tensor | None = None  # Q: these steps map X to Q X

@@ -24,7 +24,7 @@ def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1
 
 
 def _usable(factor: Tensor) -> Tensor:
-    """Replace entries of `factor` `[batch]` that are not positive and finite by 1."""
+    """Replace entries of `factor` `[batch]` that are not positive and finite with 1."""
     return factor.masked_fill(~((factor > 0) & (factor < float("inf"))), 1)
 
 

@@ -113,7 +113,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients by the result of `rule.accumulate`, computed in `dtype` or their dtype.
+    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` or their dtype.
 
     Results are rounded to the dtypes of the gradients and states.
     """

@@ -54,7 +54,7 @@ _COMMANDS: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Replace characters that control a terminal or a page by U+FFFD.
+    """Replace characters that control a terminal or a page with U+FFFD.
 
     These are control characters except line breaks and tabs, lone surrogates (which UTF-8 cannot
     encode), and characters that change the text direction.

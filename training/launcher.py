@@ -42,7 +42,7 @@ class Ranks:
         signal.set_wakeup_fd(-1)
 
     def started(self, context: SubprocessContext) -> None:
-        """Forward signals to the processes of `context` from now on."""
+        """Start forwarding signals to the processes of `context`."""
         self.context = context
         self.processes = [handler.proc for handler in context.subprocess_handlers.values()]
         for number in self._waiting:

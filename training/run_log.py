@@ -241,7 +241,7 @@ def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Write the error that ended the run on this rank as an event; ignore errors of the disk.
+    """Write the error that ended the run on this rank as an event; ignore disk errors.
 
     The event contains the type of the error, this rank and this host, and for a failed collective
     the missing ranks and their hosts. The caller prints the error.

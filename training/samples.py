@@ -166,7 +166,7 @@ def best_token(
 ) -> Tensor:
     """Return the token with the largest logit at `place`, 0-d.
 
-    `logits` is `[1, s / context, v / tensor]`. Of equal logits, the first is used. On context ranks
+    `logits` is `[1, s / context, v / tensor]`. Ties use the first token. On context ranks
     that do not have the position, the result is 0. Padding rows of the vocabulary are ignored.
     """
     length = logits.shape[1] * groups.context.size

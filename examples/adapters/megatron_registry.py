@@ -88,7 +88,7 @@ class TensorParallel(torch.optim.Optimizer):
     """Optimizer of weights that are sharded by Megatron's tensor parallelism.
 
     Megatron writes learning rates and gradients to the groups and parameters of this optimizer, and
-    may replace the parameters by master weights. The inner optimizer, created at the first step,
+    may replace the parameters with master weights. The inner optimizer, created at the first step,
     gets DTensors that share the parameters' memory.
     """
 

@@ -50,7 +50,7 @@ class Calls(TorchFunctionMode):
 
 
 def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function, replacing a keyword `device="cuda"` by the CPU."""
+    """Call a function, replacing a keyword `device="cuda"` with the CPU."""
     if str(kwargs.get("device", "")).startswith("cuda"):
         kwargs["device"] = "cpu"
     return function(*args, **kwargs)
@@ -141,7 +141,7 @@ def prepare_megatron() -> None:
 
 @contextlib.contextmanager
 def schedule_devices() -> Iterator[None]:
-    """Replace a literal "cuda" in Megatron's pipeline schedules by this host's device.
+    """Replace a literal "cuda" in Megatron's pipeline schedules with this host's device.
 
     Use this context only around a schedule call, because it intercepts every torch function.
     """

@@ -135,7 +135,7 @@ class WeightWatch:
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
-        """Watch the weights of `optimizer` from the first `note` on."""
+        """Watch the weights of `optimizer`, starting at the first `note`."""
         self.optimizer = optimizer
         self.sums: list[Tensor] = []
         self.changed: list[Tensor] = []

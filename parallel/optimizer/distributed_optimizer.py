@@ -295,7 +295,7 @@ class Update:
 
 
 class CapturedUpdate(Update):
-    """An update that is replayed as a CUDA graph from the third call on."""
+    """An update that is replayed as a CUDA graph, starting at the third call."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
         """Prepare the update; raises ValueError if a step cannot be captured."""

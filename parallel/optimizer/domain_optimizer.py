@@ -1,7 +1,7 @@
 """The distributed optimizer of one domain: equal shards of state, and owned units.
 
 A step processes the step groups in forward order. In each group, `step_regions` first applies
-elementwise rules to this rank's shards and replaces gradients of matrices by momentum. Then
+elementwise rules to this rank's shards and replaces gradients of matrices with momentum. Then
 `step_matrices` sends sharded matrices to their owners; each owner updates its units in stacks of
 equal shape and sends the updates back. The all-gather of the group's new weights runs during the
 next step group. The rules of `spectral.rules` are used unchanged.
@@ -170,7 +170,7 @@ class DomainOptimizer:
     def step_regions(
         self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> list[Tensor]:
-        """Update elementwise units, and replace the gradients of matrices by momentum.
+        """Update elementwise units, and replace the gradients of matrices with momentum.
 
         Returns the shards of the gradient buckets, which now contain momentum.
         """
@@ -281,7 +281,7 @@ class DomainOptimizer:
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Replace new weights by updates to send, and add the updates to the weights that owners store.
+    """Replace new weights with updates to send, and add the updates to the weights of owners.
 
     `pairs` contains the new and the stored weight of each unit. Rules update weights in place, so
     an update is the new weight minus the stored weight. If `wire` is given, updates are rounded to

@@ -88,7 +88,7 @@ class MaterializedStack(OwnedStack):
                 yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace the units' dL/dPC(W) by dL/dW in place, and store dL/dgamma.
+        """Replace the units' dL/dPC(W) with dL/dW in place, and store dL/dgamma.
 
         `gradients[name]` `[elements]` contains the flattened pieces of a unit.
         """

@@ -173,7 +173,7 @@ class BucketLayout:
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
         """Return the bucket indices of each of at most `count` step groups, in forward order.
 
-        The default `count`, for None, is `default_step_groups` of a rank's shards.
+        If `count` is None, it is `default_step_groups` of a rank's shards.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)

@@ -122,7 +122,7 @@ def average(
     """Write the weighted mean of checkpoints as a weights-only checkpoint in a new folder `target`.
 
     `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
-    Returns the spectral norm over radius of each of these matrices before rescaling. Raises
+    Returns the ratio of norm and radius of each of these matrices before rescaling. Raises
     InputError if the runs, models or tokenizers of the checkpoints differ, or if `target` exists.
     """
     check_free(target)
@@ -183,7 +183,7 @@ class Mean:
 
     buffers  shape of each buffer
     units    units of each parameter
-    norms    spectral norm over radius of each matrix with a sphere rule that was read so far
+    norms    ratio of spectral norm and radius of each matrix with a sphere rule read so far
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Mean:
         return whole
 
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
-        """Record the norm over radius of a matrix with a sphere rule, and rescale it if
+        """Record the ratio of norm and radius of a matrix with a sphere rule, and rescale it if
         requested."""
         rule = self._assign(unit).rule
         if not rule.whole_matrix:

@@ -74,7 +74,7 @@ class AtomicFolder:
         leftovers = [path for path in places if os.path.lexists(path)]
         if leftovers and not was_killed:
             raise InputError(
-                f"{leftovers[0]} already exists, but no preparation wrote it; move it elsewhere"
+                f"{leftovers[0]} already exists, but prepare_data.py did not write it; move it"
             )
         # A run that was killed between the renames of `commit` left this folder.
         if self._replaced.exists() and not self.output.exists():
@@ -215,12 +215,12 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     strangers = present - {MANIFEST_FILE} - set(manifest.files if manifest else ())
     if strangers:
         raise InputError(
-            f"output {output} contains {', '.join(sorted(strangers)[:3])}, which no preparation "
-            "wrote; choose another folder"
+            f"output {output} contains {', '.join(sorted(strangers)[:3])}, which prepare_data.py "
+            "did not write; choose another folder"
         )
     if not overwrite:
         raise InputError(
-            f"output {output} already contains another preparation; pass --overwrite to replace it"
+            f"output {output} already contains other prepared data; pass --overwrite to replace it"
         )
 
 

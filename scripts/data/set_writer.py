@@ -90,7 +90,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
 
 
 def read_records(path: Path, first: int, count: int) -> Any:
-    """Return `count` records of a document file from record `first` on."""
+    """Return `count` records of a document file, starting at record `first`."""
     return np.fromfile(path, RECORD, count, offset=first * RECORD.itemsize)
 
 

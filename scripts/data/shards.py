@@ -75,7 +75,7 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one input in a shard's files, from offsets `document` and `token` on."""
+    """The documents of one input in a shard's files, at the offsets `document` and `token`."""
 
     folder: Path
     dtype: str
@@ -85,11 +85,11 @@ class _Part:
     finished: bool  # whether the shard encoded all its documents of the input
 
     def records(self, first: int, size: int) -> Any:
-        """Return the records of `size` documents from document `first` on."""
+        """Return the records of `size` documents, starting at document `first`."""
         return read_records(self.folder / RECORDS_FILE, self.document + first, size)
 
     def tokens(self, first: int, size: int) -> NDArray[np.integer]:
-        """Return `size` tokens from token `first` on."""
+        """Return `size` tokens, starting at token `first`."""
         offset = (self.token + first) * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / TOKENS_FILE, self.dtype, size, offset=offset)
 

@@ -165,7 +165,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether a preparation wrote, or is writing, a folder; such folders are not read."""
+    """Return whether prepare_data.py wrote or is writing a folder; such folders are not read."""
     from training.data.manifest import read_manifest  # imported here because it imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):

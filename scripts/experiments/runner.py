@@ -127,7 +127,7 @@ def drawn(panels: Sequence[Panel]) -> Figure:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinite values (open ends of ranges) by None, because JSON has no infinity."""
+    """Replace infinite values (open ends of ranges) with None, because JSON has no infinity."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()

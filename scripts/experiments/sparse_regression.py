@@ -65,5 +65,5 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return the ranks of three layers from layer `first` on, by label and step."""
+    """Return the ranks of three layers, starting at layer `first`, by label and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}

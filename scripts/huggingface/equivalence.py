@@ -112,7 +112,7 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
         place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise DifferentError(
             f"transformers' {type(loaded).__name__} must encode text as tokenizer.json does: "
-            f"from token {place} on, expected {expected[place : place + 4]}, got "
+            f"at token {place}, expected {expected[place : place + 4]}, got "
             f"{tokens[place : place + 4]}"
         )
     text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)

@@ -203,7 +203,7 @@ class MuonPlusPlusRule(RadiusRule):
 
 
 def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Replace `m` `[batch, rows, cols]` by (I - u u^T) M (I - v v^T), for unit or zero u and v."""
+    """Replace `m` `[batch, rows, cols]` with (I - u u^T) M (I - v v^T); u, v are unit or zero."""
     m.baddbmm_(u[:, :, None], u[:, None, :] @ m, alpha=-1)
     return m.baddbmm_(m @ v[:, :, None], v[:, None, :], alpha=-1)
 

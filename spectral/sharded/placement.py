@@ -112,7 +112,7 @@ def longest_processing_time(
 ) -> tuple[int, ...]:
     """Assign items by descending cost, each to the rank with the smallest load.
 
-    Of ranks with equal loads, the lower rank is chosen; items of equal cost keep their order. If
+    Among ranks with equal loads, the lower rank is chosen; items of equal cost keep their order. If
     all loads in `base` are 0, the largest load is at most 4/3 of the optimum (Graham, 1969).
 
     If `holders` is given (the number of elements of each item on each rank), the better of two

@@ -57,7 +57,7 @@ def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter of which several ranks hold parts or copies.
+    """A parameter with parts or copies on several ranks.
 
     parameter  a DTensor, or a plain parameter with a copy on every rank
     units      matrices of the parameter
@@ -86,7 +86,7 @@ class SharedMatrices:
     """An optimizer's shared parameters whose rules need whole matrices.
 
     Attributes:
-        ranks: all ranks that hold parts or copies.
+        ranks: all ranks with parts or copies.
         placement: the owner of each matrix.
     """
 

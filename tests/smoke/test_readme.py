@@ -183,7 +183,7 @@ def test_demo_again_says_so_and_changes_nothing(demo, capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     before = {each: each.stat().st_mtime_ns for each in demo.iterdir()}
     assert main(["--demo", "--output", str(demo)]) == 0
-    assert capsys.readouterr().out == f"{demo} already contains this preparation\n"
+    assert capsys.readouterr().out == f"{demo} already contains this data\n"
     assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
 
 

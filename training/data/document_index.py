@@ -20,7 +20,7 @@ STEP: Final = 1 << 20
 """Number of documents in memory at a time."""
 
 Lengths = Callable[[int, int], NDArray[np.integer]]
-"""Function from (first, count) to the lengths of `count` documents from `first` on, `[count]`."""
+"""Function from (first, count) to the lengths of `count` documents starting at `first`."""
 
 
 def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> None:

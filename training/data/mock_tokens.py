@@ -51,13 +51,13 @@ class MockTokens(TokenSet):
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return `count` tokens of the stream from `start` on, `[count]`."""
+        """Return `count` tokens of the stream, starting at `start`, `[count]`."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
         drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
         return drawn[start - first * BLOCK :][:count]
 
     def _block(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens `[BLOCK]` from `index * BLOCK` on."""
+        """Return the tokens `[BLOCK]` that start at `index * BLOCK`."""
         uniform = self._generator(index).random(BLOCK)
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
         return np.minimum(ranks, self.vocabulary - 1)

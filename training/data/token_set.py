@@ -147,7 +147,7 @@ class TokenSet:
         return sum(squares) / (len(begins) * length)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return `count` tokens of the stream from `start` on, `[count]`, a view of the file.
+        """Return `count` tokens of the stream, starting at `start`: a view `[count]` of the file.
 
         Raises DataError if the tokens are damaged or outside the vocabulary.
         """
@@ -177,7 +177,7 @@ class TokenSet:
         return view
 
     def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Return `count` bytes of the file from `offset` on, `[count]`."""
+        """Return `count` bytes of the file, starting at `offset`, `[count]`."""
         view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 

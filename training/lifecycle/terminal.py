@@ -3,7 +3,7 @@
 Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run;
 a second Ctrl-C kills it. A rank receives SIGTERM when its launcher ends. A run continues if its
 terminal or pipe is closed and, during training, if the disk of its log is full. This module imports
-only fast modules, because a run handles Ctrl-C from its first line on.
+only fast modules, because a run handles Ctrl-C from the very start.
 """
 
 import errno
@@ -38,8 +38,8 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr by streams that drop output without a reader and escape characters
-    that cannot be encoded."""
+    """Replace stdout and stderr with streams that drop output that nobody reads and escape
+    characters that cannot be encoded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.
@@ -95,7 +95,7 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self) -> None:
-        """From now on, set `requested` at the first SIGINT instead of ending the process, and drop
+        """Start to set `requested` at the first SIGINT instead of ending the process, and to drop
         output that cannot be written."""
         self._training = LastingFile.training = True
 

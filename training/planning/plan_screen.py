@@ -236,7 +236,7 @@ FIGURES: Final = {
 def unit_table(routes: Sequence[Route]) -> str:
     """Return a table with one row per role, shape, rule and figures.
 
-    Of each role, the row with the most units is first.
+    The row with the most units of a role is first.
     """
 
     def kind(route: Route) -> tuple[Any, ...]:

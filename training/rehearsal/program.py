@@ -42,7 +42,7 @@ OWN: Final = "training.rehearsal."
 
 
 def put(owner: object, name: str, thing: object) -> None:
-    """Replace an existing attribute of a module or class by `thing`.
+    """Replace an existing attribute of a module or class with `thing`.
 
     Raises AttributeError if the attribute does not exist, for instance because it has moved.
     """
@@ -51,7 +51,7 @@ def put(owner: object, name: str, thing: object) -> None:
 
 
 def replace_everywhere(old: object, new: object) -> None:
-    """Replace a function by `new` in all modules of the project that have imported the function.
+    """Replace a function with `new` in all modules of the project that have imported the function.
 
     Raises LookupError if only modules of the rehearsal have imported it.
     """

@@ -93,7 +93,7 @@ class LogLines:
 
     lines    the content of each readable line, a mapping with an integer `step`
     raw      the same lines as bytes
-    numbers  line numbers of the same lines, from 1 on
+    numbers  line numbers of the same lines, starting at 1
     damaged  number of complete lines that are not readable
     """
 

@@ -34,7 +34,7 @@ class WandbTracker:
 
     The step is a separate metric, `progress/step`, because wandb refuses earlier steps and a run
     that continues from a checkpoint repeats some steps. An offline run writes a new folder at each
-    start. `wandb sync` replaces earlier folders by later folders, so a later folder also contains
+    start. `wandb sync` replaces earlier folders with later folders, so a later folder also contains
     the earlier steps.
     """
 

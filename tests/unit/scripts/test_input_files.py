@@ -109,7 +109,7 @@ def test_prepared_folders_are_not_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*command, str(tmp_path / "parts"), "--shard", "1/2"]) == 0
     assert [str(each) for each in find_inputs(str(tmp_path)).inputs] == [f"{tmp_path}/a.jsonl"]
     said = capsys.readouterr().out
-    assert "out already contains this preparation" in said
+    assert "out already contains this data" in said
     assert "ignores 1 prepared folder, such as" in said
     for name in ("killed.preparing", "killed.preparing.state", "killed.replaced"):
         (tmp_path / name).mkdir()

@@ -43,7 +43,7 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert "already contains another preparation; pass --overwrite" in refusal(main(command))
+    assert "already contains other prepared data; pass --overwrite" in refusal(main(command))
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
@@ -55,7 +55,7 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
-    assert "contains thesis.tex, which no preparation wrote" in refusal(
+    assert "contains thesis.tex, which prepare_data.py did not write" in refusal(
         main([*command, "--overwrite"])
     )
     assert (out / "thesis.tex").read_text() == "precious"

@@ -2,7 +2,7 @@
 fail.
 
 An experiment that a wrong method passes is worthless. A variant replaces one function of the method
-by a wrong one while the experiment runs at its small size, which checks only statements of the
+with a wrong one while the experiment runs at its small size, which checks only statements of the
 papers and theory, not recorded numbers.
 """
 
