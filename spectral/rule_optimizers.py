@@ -97,9 +97,9 @@ class Muon(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
+        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor of the update's size.
+        scale_factor (default 1.0): Positive factor that multiplies the update.
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
@@ -153,9 +153,9 @@ class NorMuon(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
+        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor of the update's size.
+        scale_factor (default 1.0): Positive factor that multiplies the update.
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the moving average of each update row's mean square, in [0,
@@ -214,9 +214,9 @@ class AdaMuon(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'align_adam_rms'): Dependence of the update's size on the unit's shape
+        scale (default 'align_adam_rms'): Formula for the update's size, given the unit's shape
             (docs/spectral.md); the default is the paper's.
-        scale_factor (default 1.0): Positive factor of the update's size.
+        scale_factor (default 1.0): Positive factor that multiplies the update.
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
         beta2 (default 0.95): Decay of the moving average of each update entry's square, in [0, 1);
@@ -273,12 +273,12 @@ class MuonSphere(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
+        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor of the update's size.
-        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
+        scale_factor (default 1.0): Positive factor that multiplies the update.
+        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
         krylov_steps (default 4): Number of block Krylov steps per update, starting from the
             previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
@@ -341,12 +341,12 @@ class SpectralSphere(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
+        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor of the update's size.
-        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
+        scale_factor (default 1.0): Positive factor that multiplies the update.
+        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
         krylov_steps (default 4): Number of block Krylov steps per update, starting from the
             previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
@@ -421,12 +421,12 @@ class MuonPlusPlus(SpectralOptimizer):
         momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
         nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M` instead of the
             moving average M, which the paper uses.
-        scale (default 'spectral_mup'): Dependence of the update's size on the unit's shape
+        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor of the update's size.
-        radius (default 'spectral_mup'): Dependence of the radius R on the unit's shape
+        scale_factor (default 1.0): Positive factor that multiplies the update.
+        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor of the radius (the paper's c).
+        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
         krylov_steps (default 10): Number of block Krylov steps per singular triplet and update; at
             least 1.
         algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only while
@@ -441,8 +441,8 @@ class MuonPlusPlus(SpectralOptimizer):
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
             4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now). Not
             allowed with project_rescale.
-        correlation_threshold (default 1.0): Positive factor C of the threshold C (rows^-1/2 +
-            cols^-1/2) in the paper.
+        correlation_threshold (default 1.0): Positive factor C of the paper's threshold, C
+            (rows^-1/2 + cols^-1/2).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group

@@ -91,7 +91,7 @@ class Use:
                 them, or if no division describes the use.
         """
         if not self.used:
-            raise ValueError("the pass did not use it")
+            raise ValueError("the forward pass did not use it")
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns: a router")
         if self.hidden:
@@ -99,7 +99,7 @@ class Use:
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if self.idle and not self.inputs:
-            raise ValueError("no token of the pass used it")
+            raise ValueError("no token of the forward pass used it")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
         if _overlap(frozenset(self.sets.get(INNER, ()))):

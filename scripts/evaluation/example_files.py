@@ -36,7 +36,7 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 def named_files(names: Sequence[str]) -> dict[str, str]:
     """Return the .jsonl files in `names` by task name.
 
-    Raises InputError if two files have the same name, DataError if a file is not a task.
+    Raises InputError if two files have the same name, DataError if a file is not a task file.
     """
     files: dict[str, str] = {}
     for name in (name for name in names if name.endswith(SUFFIX)):

@@ -25,7 +25,7 @@ class AdaMuonRule(NorMuonRule):
     """Muon on the momentum's signs; each entry of the update is divided by its RMS over steps."""
 
     scale: Scale = "align_adam_rms"
-    """Dependence of the update's size on the unit's shape (docs/spectral.md); the default is the
+    """Formula for the update's size, given the unit's shape (docs/spectral.md); the default is the
     paper's."""
     beta2: float = 0.95
     """Decay of the moving average of each update entry's square, in [0, 1); the paper uses

@@ -163,9 +163,9 @@ class PolarRule(MomentumRule, MsignRule):
     """A whole-matrix rule that steps along polar factors times a scale for the matrix's shape."""
 
     scale: Scale = "spectral_mup"
-    """Dependence of the update's size on the unit's shape (docs/spectral.md)."""
+    """Formula for the update's size, given the unit's shape (docs/spectral.md)."""
     scale_factor: float = 1.0
-    """Positive factor of the update's size."""
+    """Positive factor that multiplies the update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,7 +51,7 @@ class MuonPlusPlusRule(RadiusRule):
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
     the weight by sqrt(rho before / rho now). Not allowed with project_rescale."""
     correlation_threshold: float = 1.0
-    """Positive factor C of the threshold C (rows^-1/2 + cols^-1/2) in the paper."""
+    """Positive factor C of the paper's threshold, C (rows^-1/2 + cols^-1/2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,9 +25,9 @@ class RadiusRule(PolarRule):
     """Base of the rules that keep the spectral norm of weights at a radius."""
 
     radius: Scale = "spectral_mup"
-    """Dependence of the radius R on the unit's shape (docs/spectral.md)."""
+    """Formula for the radius R, given the unit's shape (docs/spectral.md)."""
     radius_scaler: float = 1.0
-    """Positive factor of the radius (the paper's c)."""
+    """Positive factor that multiplies the radius (the paper's c)."""
     krylov_steps: int = 4
     """Number of block Krylov steps per update, starting from the previous singular vectors; at
     least 1."""

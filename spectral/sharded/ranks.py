@@ -68,7 +68,7 @@ def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.
     """Return the process group of `ranks`, which is created once per default group."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
-        raise RuntimeError(f"this rank is not one of the ranks {ranks} of a device mesh")
+        raise RuntimeError(f"this rank must be one of the ranks {ranks} of the device mesh")
     return group
 
 

@@ -90,8 +90,8 @@ class RoleConfig(Section):
     weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's weight decay."""
     radius_scaler: Positive | None = None
-    """Factor of the radius of updates and of initial weights; null = the rule's radius_scaler for
-    updates, the factor in model.init for initial weights."""
+    """Factor that multiplies the radius of updates and initial weights; null = the rule's
+    radius_scaler for updates, the factor in model.init for initial weights."""
 
 
 class DistributedConfig(Section):

@@ -98,7 +98,7 @@ class StopConfig(Section):
     """Early stops, which save a checkpoint; the same command then continues the run."""
 
     slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
-    """Seconds before the SLURM time limit at which the run saves and stops, at most half of the
+    """Seconds before the SLURM time limit at which the run saves and stops; capped at half of the
     job's remaining time at the start of the run. null ignores the limit."""
 
 
@@ -106,7 +106,7 @@ class WatchdogConfig(Section):
     """Detection of hanging ranks and corrupted weights."""
 
     hang_seconds: Seconds | None = 300.0
-    """Seconds without progress after which every rank writes its call stack to `stacks/`, at most
+    """Seconds without progress after which every rank writes its call stack to `stacks/`; capped at
     half of `parallel.timeout_seconds`. null writes no stacks."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that weights change only in optimizer steps and that all replicas are

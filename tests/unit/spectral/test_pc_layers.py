@@ -128,7 +128,7 @@ def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
         merge_(gpt2())
     model = gpt2()
     preconditioned(model, blocks=["*.mlp.*"])
-    with pytest.raises(ValueError, match=r"weight of h.0.mlp.c_fc must not be parametrized"):
+    with pytest.raises(ValueError, match=r"weight of .*h.0.mlp.c_fc must not be parametrized"):
         preconditioned(model)
     pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     pair[2].weight = pair[1].weight

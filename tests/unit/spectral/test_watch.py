@@ -914,7 +914,10 @@ def hidden(x: Tensor, weight: Tensor) -> Tensor:
 UNUSED = Module(lambda m, x: m.used(x), "used 12 4, unused 12 4")
 EDGES = torch.eye(x.shape[1]).to_sparse()
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    "not used": (UNUSED, "^unused.weight: the pass did not use it\n.*units.*elementwise.*example"),
+    "not used": (
+        UNUSED,
+        "^unused.weight: the forward pass did not use it\n.*units.*elementwise.*example",
+    ),
     "a part that is dropped": (
         Module(lambda m, x: m.out(m.both(x)[..., :8]), "both 12 12, out 8 4"),
         "^both.weight: nothing used 4 of its 12 outputs\n",
@@ -972,7 +975,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             ),
             "expert 12 8, out 12 8",
         ),
-        "^expert.weight: no token of the pass used it",
+        "^expert.weight: no token of the forward pass used it",
     ),
     "sparse tensors": (
         Module(lambda m, x: m.out(EDGES @ m.first(x[0])), "first 12 8, out 8 4"),
