@@ -1,5 +1,6 @@
 """Settings of every test: one thread, fixed seeds, no downloads, no state carried over."""
 
+import functools
 import gc
 import os
 
@@ -62,9 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all existing objects from garbage collection."""
+    """Exclude all existing objects from garbage collection.
+
+    Every start of a run asks whether objects are frozen, and counting them takes 50 ms.
+    """
     gc.freeze()
     gc.enable()
+    frozen, count = gc.get_freeze_count(), gc.get_freeze_count
+    gc.get_freeze_count = functools.wraps(count)(lambda: frozen)
 
 
 @pytest.fixture(autouse=True)

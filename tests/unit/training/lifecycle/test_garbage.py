@@ -10,8 +10,10 @@ from training.run import train
 
 
 @pytest.fixture(autouse=True)
-def _unfrozen():
-    """Unfreeze all objects: as in a program, nothing is frozen when a run begins."""
+def _unfrozen(monkeypatch):
+    """Unfreeze all objects: as in a program, nothing is frozen when a run begins. The count is no
+    longer that of tests/conftest.py."""
+    monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -20,6 +22,7 @@ def _unfrozen():
 def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
     monkeypatch.setattr(pace, "INTERVAL", 2)
     steps, collected = [], []
+    keys = {"train__exit_step": 5, "train__micro_batch": 8}
 
     def seen(phase, details):
         if phase == "start":
@@ -33,7 +36,7 @@ def test_a_run_collects_at_fixed_steps_alone(folder, world, monkeypatch):
 
     gc.callbacks.append(seen)
     try:
-        train(tiny_config(folder, "muon", train__exit_step=5), world, on_step=on_step)
+        train(tiny_config(folder, "muon", **keys), world, on_step=on_step)
     finally:
         gc.callbacks.remove(seen)
     during = [count for count in collected if 0 < count < 5]
