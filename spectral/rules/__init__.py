@@ -4,10 +4,12 @@ An installed package adds rules with an entry point of the group `spectrain.rule
 uses the library alone may call `register_rule`.
 """
 
+import sys
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 
 from .adamuon import AdaMuonRule
 from .adamw import AdamWRule
@@ -74,7 +76,7 @@ class Registry(UserDict[str, type[Rule]]):
             return
         self.loading = True
         try:
-            for entry in entry_points(group=ENTRY_POINTS):
+            for entry in installed(tuple(sys.path)):
                 try:
                     register_rule(entry.name, entry.load())
                     self.left_out.pop(entry.name, None)
@@ -89,6 +91,12 @@ class Registry(UserDict[str, type[Rule]]):
                         warnings.warn(text, stacklevel=3)
         finally:
             self.loading = False
+
+
+@lru_cache(maxsize=1)
+def installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the entry points of rules in the packages on `path`, which is sys.path."""
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 RULES = Registry(

@@ -31,7 +31,7 @@ class Entry:
 @pytest.fixture
 def reason(monkeypatch: pytest.MonkeyPatch) -> str:
     """List the rules twice, and return the reason in the single warning."""
-    monkeypatch.setattr(rules, "entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(rules, "installed", lambda path: [Entry()])
     monkeypatch.setattr(RULES, "left_out", {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
