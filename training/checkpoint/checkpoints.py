@@ -187,9 +187,10 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
     Call `problems` first. Raises BrokenCheckpointError if the tensors cannot be read.
     """
     stored = StoredTensors(info.state)
-    for key in stored.keys()[share]:
-        if not bool(stored.read([key])[key].isfinite().all()):
-            yield f"{info.path}: {key} is not finite"
+    for keys in stored.batches(stored.keys()[share]):
+        for key, value in stored.read(keys).items():
+            if not bool(value.isfinite().all()):
+                yield f"{info.path}: {key} is not finite"
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:

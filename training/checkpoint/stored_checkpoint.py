@@ -1,7 +1,7 @@
 """A stored checkpoint: its meta.json, config, tensors and effective weights."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -196,10 +196,10 @@ class StoredTensors:
         """Return the keys that begin with `prefix`."""
         return [key for key in self._tensors if key.startswith(prefix)]
 
-    def empty(self, key: str) -> Tensor:
+    def empty(self, key: str, device: str = "cpu") -> Tensor:
         """Return an uninitialised tensor with the shape and dtype of a stored tensor."""
         entry = self._tensors[key]
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
     def read_into(self, places: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `places` with the stored tensors of the same key and shape."""
@@ -216,6 +216,26 @@ class StoredTensors:
             self._reader.read_into(places)
         except (Exception, CheckpointException) as error:
             raise broken(self.folder, error) from error
+
+    def batches(self, keys: Iterable[str], most: int = 1 << 26) -> Iterator[list[str]]:
+        """Yield lists of `keys` whose tensors have at most `most` bytes, or one larger tensor.
+
+        Reading many small tensors together is faster. Raises BrokenCheckpointError for an invalid
+        entry of the index.
+        """
+        batch, size = list[str](), 0
+        for key in keys:
+            try:
+                own = self.empty(key, "meta").nbytes
+            except Exception as error:
+                raise broken(self.folder, error) from error
+            if batch and size + own > most:
+                yield batch
+                batch, size = [], 0
+            batch.append(key)
+            size += own
+        if batch:
+            yield batch
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the whole tensors of `keys`, on the CPU, in the stored dtype."""
