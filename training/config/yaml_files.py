@@ -54,7 +54,12 @@ _TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[e
 """Texts of nonzero numbers that may round to 0.0."""
 
 
-class _Dumper(yaml.SafeDumper):
+# PyYAML's loader and dumper in C, which its wheels contain.
+_SafeLoader: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: Final[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_SafeDumper):
     """YAML dumper that quotes strings that look like numbers."""
 
 
@@ -306,7 +311,7 @@ def _checked(text: str) -> yaml.Node | None:
     """Return the root node of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for
     a value that does not match its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90
     and 10."""
-    root = yaml.compose(text, yaml.SafeLoader)
+    root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
     for node in nodes:  # `nodes` grows, without end if an alias contains itself
         if len(nodes) > MOST_VALUES:
@@ -322,9 +327,9 @@ def _checked(text: str) -> yaml.Node | None:
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
-        elif node.style is None and _OLD_NUMBER.fullmatch(node.value):
+        elif not node.style and _OLD_NUMBER.fullmatch(node.value):
             raise yaml.YAMLError(f"a number must be decimal (quote strings), got {node.value}")
-        elif node.style is None and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
+        elif not node.style and _TOO_SMALL.fullmatch(node.value) and not float(node.value):
             raise yaml.YAMLError(
                 f"a number must be 0 or at least 1e-323 in magnitude, got {node.value}"
             )
