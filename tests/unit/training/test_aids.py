@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from parallel.checkpoint.state_writer import write_plain
+from parallel.comm import groups as process_groups
 from tests.disk_calls import DiskCalls
 from tests.failing_disk import largest_file
 from tests.run_configs import read_config, tiny_config
@@ -43,22 +44,28 @@ END = 6
 
 @pytest.fixture
 def run(folder, world, tmp_path) -> Callable[..., Any]:
-    """Return a function that trains in the folder `run`, or another `name`, and returns the
-    outcome."""
+    """Return a function that trains in the folder `run` and returns the outcome."""
     tiny_config(folder, "muon")
 
-    def trained(name: str = "run", *, on_step: Any = ignore, **keys: Any) -> Any:
-        config = read_config(folder, **{**KEYS, **keys, "run__dir": tmp_path / name})
-        return train(config, world, on_step=on_step)
+    def trained(*, on_step: Any = ignore, **keys: Any) -> Any:
+        return train(read_config(folder, **KEYS | keys), world, on_step=on_step)
 
     return trained
 
 
-def check_equal(folder: Path, name: str = "run") -> None:
-    """Fail unless a run ended like the run `whole`."""
-    ours, theirs = folder / name, folder / "whole"
-    assert same_state(state_of(ours, END), state_of(theirs, END)) == []
-    assert metrics_of(ours) == metrics_of(theirs)
+@pytest.fixture(scope="module")
+def whole(shared_folder) -> Path:
+    """An undisturbed run."""
+    world = process_groups.initialize()
+    train(tiny_config(str(shared_folder), "muon", **KEYS), world)
+    process_groups.shutdown()
+    return shared_folder / "run"
+
+
+def check_equal(ours: Path, whole: Path) -> None:
+    """Fail unless a run ended like `whole`."""
+    assert same_state(state_of(ours, END), state_of(whole, END)) == []
+    assert metrics_of(ours) == metrics_of(whole)
 
 
 @pytest.mark.parametrize("size", [0, 10, 12, 17, 30])
@@ -139,9 +146,8 @@ def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
 
 
 @pytest.mark.parametrize("failing", [1, 8, 11, "one of each save", "all of step 4"])
-def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatch, capsys):
+def test_a_save_that_fails_once_is_made_again(failing, run, whole, tmp_path, monkeypatch, capsys):
     """A save that fails twice ends the run, which continues from the previous checkpoint."""
-    run("whole")
     sync, done, saves = os.fsync, [0], set()
 
     def fail(descriptor: int) -> None:
@@ -165,10 +171,10 @@ def test_a_save_that_fails_once_is_made_again(failing, run, tmp_path, monkeypatc
         else:
             assert run().step == END
             assert "warning: " in capsys.readouterr().out
-            check_equal(tmp_path)
+            check_equal(tmp_path / "run", whole)
             return
     assert run().step == END
-    check_equal(tmp_path)
+    check_equal(tmp_path / "run", whole)
 
 
 def test_a_crash_after_a_save_loses_none_of_its_files_and_names(run, tmp_path, monkeypatch):
@@ -200,9 +206,8 @@ def test_a_heartbeat_is_of_now_and_stacks_precede_the_timeout(hang, timeout, tmp
     assert 0 < limit < timeout - 10 and (limit == hang or hang > timeout / 2)
 
 
-def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeypatch):
+def test_an_error_between_steps_ends_a_run_that_has_saved(run, whole, tmp_path, monkeypatch):
     """The error is in the reporting code, here in printing."""
-    run("whole")
 
     def fail(metrics: Any, *, step: int, total_steps: int) -> str:
         if step == 3:
@@ -215,7 +220,7 @@ def test_an_error_between_steps_ends_a_run_that_has_saved(run, tmp_path, monkeyp
             run(checkpoint__interval=100)
     assert steps(tmp_path / "run")[-1] >= 3
     assert run(checkpoint__interval=100).step == END
-    check_equal(tmp_path)
+    check_equal(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("replaced", [True, False])

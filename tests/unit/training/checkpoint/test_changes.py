@@ -35,8 +35,8 @@ def run(folder: str, tmp_path: Path, world):
 
 @pytest.fixture
 def tokens(tmp_path: Path, run) -> Path:
-    """The file of the run's tokens: 2 MB without a manifest."""
-    write_token_set(tmp_path / "tokens", tokens=1_000_000, vocab=120, seed=0)
+    """The file of the run's tokens: 0.4 MB without a manifest."""
+    write_token_set(tmp_path / "tokens", tokens=200_000, vocab=120, seed=0)
     return tmp_path / "tokens.bin"
 
 
@@ -96,7 +96,7 @@ def test_a_set_that_was_overwritten_between_samples_is_refused(run, tokens) -> N
 
 
 def test_a_large_set_that_was_written_to_is_refused(run, tokens, monkeypatch) -> None:
-    monkeypatch.setattr(token_set, "WHOLE", 1 << 20)
+    monkeypatch.setattr(token_set, "WHOLE", 1 << 18)
     run(2)
     run(3)
     overwrite_between_samples(tokens)

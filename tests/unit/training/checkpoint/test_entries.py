@@ -150,7 +150,8 @@ def with_value(info: CheckpointInfo, place: str, value: Any) -> CheckpointInfo:
 
 def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, monkeypatch):
     """The entries are the last step's multiplier and slope, which no step read."""
-    config = tiny_config(folder, checkpoint__interval=2, train__exit_step=2)
+    keys = {"checkpoint__interval": 2, "train__exit_step": 2, "train__micro_batch": 8}
+    config = tiny_config(folder, **keys)
     begin = SpectralSphereRule.init_state
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
@@ -250,6 +250,7 @@ NAMES = st.text(LETTERS, min_size=1, max_size=12).filter(lambda s: s.strip() not
 @example(lr=0.5, epsilon=0.5, steps=101, name="09_30", folder="1_000.5e3")
 @example(lr=0.5, epsilon=0.5, steps=101, name="1/2", folder="0")
 @example(lr=0.5, epsilon=0.5, steps=101, name="2024-31-12", folder="0:30")
+@settings(max_examples=10)
 @given(lr=FLOATS, epsilon=FLOATS, steps=st.integers(101, 10**9), name=NAMES, folder=FOLDERS)
 def test_the_written_config_loads_to_an_equal_one(
     tmp_path_factory: pytest.TempPathFactory,

@@ -188,6 +188,8 @@ def test_global_batch_does_not_depend_on_the_layout(data_size: int, micro_batch:
         assert found == list(range(7 + 24 * step, 7 + 24 * (step + 1)))
 
 
+# On machines with one processor.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(prefixes, workers) -> None:
     data = training_data(prefixes)

@@ -1,5 +1,6 @@
 """All sets of a run come from one tokenizer, and a config can leave out the sets of its base."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,20 @@ FOX = "The quick brown fox number {i} jumps over the lazy dog.\n\n"
 MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a config on the sets of one tokenizer, and `other`, prepared with another."""
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sets of two tokenizers in the folders `own` and `other`."""
+    folder = tmp_path_factory.mktemp("prepared")
     for name, line in (("own", FOX), ("other", MATRIX)):
-        (tmp_path / name).mkdir()
-        prepare_text(tmp_path / name, line, 400)
+        (folder / name).mkdir()
+        prepare_text(folder / name, line, 400)
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """A folder with a config on the sets of one tokenizer, and `other`, prepared with another."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     tiny_config(str(tmp_path))
     text = (tmp_path / "config.yaml").read_text()
     text = text.replace(f"{tmp_path}/tokens", f"{tmp_path}/own/d/tokens.train")

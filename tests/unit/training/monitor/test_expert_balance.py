@@ -20,7 +20,7 @@ def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
 
 
 def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups) -> None:
-    trainer = trainer_of(folder, world, model__layers=3)
+    trainer = trainer_of(folder, world, model__layers=3, train__micro_batch=8)
     metrics = []
     Loop(trainer, Hooks(report=lambda values, step: metrics.append(values))).run()
     by_layer = [metrics[-1][f"moe/max_vio/{layer}"] for layer in (1, 2)]
@@ -73,13 +73,12 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) 
 @pytest.mark.parametrize("loss", ["global_aux_loss", "sequence_aux_loss", "z_loss"])
 def test_no_balancing_loss_depends_on_micro_batches(loss: str, folder: str, world: Groups) -> None:
     norms = []
-    for micro_batch in (8, 4, 1):
+    for micro_batch in (8, 2):
         keys = {f"model__moe__{loss}": 0.1, "train__micro_batch": micro_batch}
         trainer = trainer_of(folder, world, **keys)
-        norms.append([trainer.step(step).norm.total.item() for step in range(4)])
+        norms.append([trainer.step(step).norm.total.item() for step in range(3)])
     # Sums of float32 in another order.
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
-    assert norms[2] == pytest.approx(norms[0], rel=1e-6)
 
 
 def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) -> None:

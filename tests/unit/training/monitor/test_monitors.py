@@ -37,16 +37,16 @@ def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
 
 
 def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):
-    keys = {"train__exit_step": 6, "train__micro_batch": 4}
+    keys = {"train__exit_step": 4, "train__micro_batch": 4}
     curves = [
         losses(tiny_config(folder, "muon_sphere", monitors__interval=k, **keys), world)
-        for k in (0, 1, 3)
+        for k in (0, 1)
     ]
-    assert curves[0] == curves[1] == curves[2]
+    assert curves[0] == curves[1]
 
 
 def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
-    config = tiny_config(folder, monitors__interval=2, train__exit_step=5)
+    config = tiny_config(folder, monitors__interval=2, train__exit_step=5, train__micro_batch=8)
     train(config, world)
     found = lines(folder)
     assert [line["step"] for line in found] == [2, 4]
@@ -438,6 +438,7 @@ def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator
         monitors__groups=["weights"],
         checkpoint__interval=3,
         train__exit_step=4,
+        train__micro_batch=8,
     )
     with without_eigensolvers():  # the norm of this has no error
         train(config, world)
