@@ -1,6 +1,7 @@
 """Recipes load, fit their machines and use the sizes and settings of their sources; models and
 rules compose."""
 
+from itertools import product
 from math import sqrt
 from pathlib import Path
 
@@ -127,7 +128,6 @@ def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> 
     assert tokens / 30e9 == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("units", ["head", "group", "component", "fused"])
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -141,13 +141,14 @@ def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> 
         ("tiny_moe_sso", ["model.moe.dense_layers=0"]),
     ],
 )
-@pytest.mark.parametrize("split", [True, False])
-def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, split: bool) -> None:
+def test_roles_are_those_of_the_units(name: str, keys: list[str]) -> None:
     model = recipe(name, "model.vocab_size=128", *keys).model
     family = FAMILIES[model.family]
-    found = family.units(model, layers=range(2), qkv_units=units, split_gate_up=split)
-    roles = family.roles(model, units, split)
-    assert {unit.role for unit in found} == set(roles) and len(set(roles)) == len(roles)
+    for units, split in product(("head", "group", "component", "fused"), (True, False)):
+        found = family.units(model, layers=range(2), qkv_units=units, split_gate_up=split)
+        roles = family.roles(model, units, split)
+        assert {unit.role for unit in found} == set(roles), (units, split)
+        assert len(set(roles)) == len(roles), (units, split)
 
 
 def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
