@@ -11,18 +11,29 @@ from tests.commands import output_of
 from tests.paths import ROOT
 
 
-@pytest.mark.parametrize("links", [[], ["results.md#no-such-heading", "no_such_page.md"]], ids=len)
-def test_a_link_that_leads_nowhere_fails_the_site(links: list[str], tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    with (tmp_path / "docs" / "index.md").open("a") as page:
-        page.writelines(f"\n[x]({link})\n" for link in links)
-    config = (ROOT / "mkdocs.yml").read_text().replace("scripts/", f"{ROOT}/scripts/")
-    (tmp_path / "mkdocs.yml").write_text(config)
+def built(folder: Path, config: str, code: int) -> str:
+    """Return the output of a build of FOLDER/docs, which must end with `code`."""
+    (folder / "mkdocs.yml").write_text(config.replace("scripts/", f"{ROOT}/scripts/"))
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    printed = output_of(*command, folder=tmp_path, code=bool(links))
+    return output_of(*command, folder=folder, code=code)
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    built(tmp_path, (ROOT / "mkdocs.yml").read_text(), code=0)
+    assert (tmp_path / "site" / "search" / "search_index.json").exists()
+
+
+def test_links_that_lead_nowhere_fail_the_site(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "other.md").write_text("# A heading\n")
+    links = "other.md#no-such-heading", "no_such_page.md"
+    page = "# Links\n\n[x](other.md#a-heading)\n" + "".join(f"\n[x]({link})\n" for link in links)
+    (tmp_path / "docs" / "index.md").write_text(page)
+    settings, _, _ = (ROOT / "mkdocs.yml").read_text().partition("nav:")
+    printed = built(tmp_path, f"{settings}nav: [index.md, other.md]\n", code=1)
     assert all(link.rpartition("#")[2] in printed for link in links)
-    if not links:
-        assert (tmp_path / "site" / "search" / "search_index.json").exists()
+    assert "Aborted with 2 warnings" in printed
 
 
 def test_a_link_to_no_file_of_the_repository_fails_the_site() -> None:
