@@ -135,6 +135,7 @@ def test_the_first_step_may_move_the_state(kind, released):
     [
         ({"nonfinite": "raise"}, "nonfinite must be 'skip'"),
         ({"lr": 0.01}, "lr of group 0 must be a 0-d tensor on cpu"),
+        ({"lr": torch.tensor(0.01, device="meta")}, "must be a 0-d tensor on cpu .*'meta'"),
         ({"early_exit": True}, "early_exit of group 0 must not be True"),
     ],
 )

@@ -123,6 +123,11 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         ("tok_emb.weight", (8, 4), "is an embedding or an output head"),
         ("shared.embed_tokens.weight", (8, 4), "is an embedding or an output head"),
         ("h.0.attn.c_attn.weight", (4, 12), "looks like several matrices in one"),
+        *(
+            (f"{name}.parametrizations.weight.original{i}", (8, 4), message)
+            for name, message in (("lm_head", "an output head"), ("qkv_proj", "several matrices"))
+            for i in ("", 1)
+        ),
         ("norm.weight", (4,), "put the parameter in a group with an elementwise rule"),
     ],
 )

@@ -169,6 +169,10 @@ def test_a_state_of_another_level_is_refused() -> None:
     PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
     with pytest.raises(ValueError, match="a PC layer of level 3 cannot .* of another level"):
         PCLinear(4, 4, level=3).load_state_dict(saved)
+    saved = PCLinear(4, 4, level=[1.5, -0.5]).state_dict()
+    for level in ([1.6, -0.6], [1.5, -0.4], [1.5]):
+        with pytest.raises(ValueError, match=r"with coefficients \[1.5, -0.5\]"):
+            PCLinear(4, 4, level=level).load_state_dict(saved)
 
 
 def test_a_layer_that_is_refused_leaves_the_others_as_they_are() -> None:

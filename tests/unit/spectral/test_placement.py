@@ -6,11 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from spectral.sharded.placement import Work, loads_of, longest_processing_time, ping_pong, place
+from spectral.sharded.placement import (
+    SLACK,
+    Work,
+    loads_of,
+    longest_processing_time,
+    ping_pong,
+    place,
+)
 from spectral.sharded.ranks import _layout
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
@@ -81,6 +88,31 @@ def test_the_order_of_the_units_does_not_matter(case, strategy):
     assert placed == again
 
 
+NEARLY_EQUAL = [
+    Work(name, cost, {0: numel, 1: others})
+    for name, cost, numel, others in (("a", 100.0, 4, 2), ("b", 101.0, 5, 0), ("c", 101.0, 8, 1))
+]
+"""Units of which the first placement moves fewer elements, with a load of 202 instead of 201."""
+
+
+@given(works())
+@example((NEARLY_EQUAL, 2))
+def test_auto_moves_the_fewest_elements_among_placements_of_nearly_equal_loads(case):
+    units, ranks = case
+    units.sort(key=lambda unit: unit.name)
+    costs, held = [unit.cost for unit in units], [unit.holders for unit in units]
+    base, found = [0.0] * ranks, []
+    for owners in (
+        longest_processing_time(costs, base, held),
+        ping_pong([unit.numel for unit in units], ranks),
+    ):
+        stay = sum(parts.get(owner, 0) for parts, owner in zip(held, owners, strict=True))
+        found.append((max(loads_of(costs, owners, base)), sum(u.numel for u in units) - stay))
+    lowest = min(load for load, _ in found)
+    fewest = min(moved for load, moved in found if load <= (1 + SLACK) * lowest)
+    assert place("auto", units, ranks).moved == fewest
+
+
 def test_units_stay_where_they_are_held_if_loads_allow():
     units = [Work(f"u{i}", 1.0, {i % 4: 10}) for i in range(16)]
     assert place("auto", units, 4).moved == 0
@@ -98,6 +130,9 @@ def test_ranks_with_earlier_loads_get_less():
     units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
     placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
     assert placed.loads == (4.0, 3.0, 2.0)
+    # Earlier loads also count in the largest load, up to which units stay where they are held.
+    held = [Work(f"u{i}", 1.0, {1: 10}) for i in range(3)]
+    assert place("auto", held, 3, base=[4.0, 0.0, 0.0]).loads == (4.0, 3.0, 0.0)
 
 
 @pytest.mark.parametrize("placements", [*product((Replicate(), Shard(0), Shard(1)), repeat=3)])
