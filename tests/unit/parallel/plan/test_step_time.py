@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from models.config import ModelConfig
-from models.families import declare_stage_units, model_size
+from models.families import all_units, declare_stage_units, model_size
 from parallel.plan.activation_costs import activation_traffic
 from parallel.plan.devices import ATTENTION, DEVICES, EXPLICIT_ATTENTION, peak_flops
 from parallel.plan.planner import completed, plan_stage
@@ -15,6 +15,7 @@ from parallel.plan.step_time import (
     StageTime,
     attention_seconds,
     optimizer_parts,
+    stage_time,
     step_time,
 )
 from spectral.rules import RULES
@@ -51,6 +52,11 @@ def test_bytes_of_each_axis_by_hand():
     whole = 4 * 2 * 5 + 2 + 3
     tensor = sent(shape(data=1, tensor=2, sequence_parallel=True))
     assert tensor == {"tensor activations": 4 * whole * tokens * width * 2 // 2}
+    # Without sequence parallelism, an all-reduce of each block's outputs forward and of its inputs'
+    # gradients backward, of the embedding's outputs, and of the gradients of the head's inputs.
+    for level, repeated in (("none", 0), ("selective", 1), ("full", 2)):
+        reduced = sent(shape(data=1, tensor=2, recompute=level))["tensor activations"]
+        assert reduced == 4 * 2 * (4 * (2 * 2 + repeated) + 2) * tokens * width * 2 // 2, level
     full = sent(shape(data=1, tensor=2, sequence_parallel=True, recompute="full"))
     extra = 4 * 4 * 2 * 2 * tokens * width * 2 // 2
     assert full["tensor activations"] - tensor["tensor activations"] == extra
@@ -151,6 +157,48 @@ def test_the_time_of_attention_is_that_of_its_flops(name):
     long, short = (model_size(model, length).flops_per_token for length in (256, 128))
     flops = (long - short) * step.tokens / 2 / 3  # forward, on one of two ranks
     assert seconds * share * H100.peak[step.operands] == pytest.approx(flops)
+
+
+PRODUCTS = replace(H100, copy_rate=1e30, launch_seconds=1e-30, efficiency=ATTENTION)
+"""A device on which only FLOPs take time, in float32 equally long in all products."""
+SHARED: list[dict[str, object]] = [
+    {"data": 4, "pipeline": 2, "virtual_pipeline": 2, "context": 2, "expert": 4},
+    {"data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 2},
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_time_of_computation_is_that_of_its_flops(name, layout):
+    """Backward takes twice as long as forward, and attention 2.5 times. Recomputation repeats the
+    feed-forward blocks without routed experts, all layers, or the head of a chunked loss."""
+    without = {"sliding_window": None, "attention_softcap": None}  # masked scores are computed too
+    model = replace(MODELS[name], layers=4, **without)
+
+    def totals(**inputs):
+        step = replace(shape(model, **layout | inputs), device=PRODUCTS, operands="fp32")
+        stages = [stage_time(step, stage) for stage in range(step.inputs.pipeline)]
+        # All ranks that share a micro-batch, per token of the sequence.
+        factor = ATTENTION * H100.peak["fp32"] * step.inputs.tensor / step.tokens
+        attention = sum(attention_seconds(step, layer) for layer in range(model.layers))
+        passes = ((each.forward, each.backward, each.recompute) for each in stages)
+        return [factor * attention, *(factor * sum(each) for each in zip(*passes, strict=True))]
+
+    units = all_units(model)
+    elements = {
+        kind: sum(u.numel for u in units if u.is_matrix and u.role.removeprefix("shared_") in roles)
+        for kind, roles in {
+            "selective": ("gate", "up", "down"),
+            "head": ("embedding" if model.tie_embeddings else "head",),
+        }.items()
+    }
+    attention, forward, backward, none = totals()
+    assert forward == pytest.approx(model_size(model, 128).flops_per_token / 3)
+    assert backward == pytest.approx(2 * (forward - attention) + 2.5 * attention)
+    again = {level: totals(recompute=level)[-1] for level in ("selective", "full")}
+    assert none == 0 and again["selective"] == pytest.approx(2 * elements["selective"])
+    assert again["full"] == pytest.approx(forward - 2 * elements["head"])
+    assert totals(loss_chunk=64)[-1] == pytest.approx(2 * elements["head"])
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
