@@ -123,6 +123,23 @@ def test_figures_over_ranks_are_those_of_the_slowest_and_fullest(folder: str) ->
     assert [other["x"], other["x by update"]] == pytest.approx([1.125 / 0.875] * 2)
 
 
+def test_time_counts_for_the_innermost_phase() -> None:
+    """Nested and consecutive phases; times before a restart do not count."""
+    times = iter([0, 100, 101, 103, 107, 115, 131, 163, 227])
+    phases = train.Phases(torch.device("cpu"), clock=lambda: next(times))
+    phases.restart()
+    phases.restart()  # at 100
+    with phases.phase("backward"):  # at 101
+        with phases.phase("forward"):  # from 103 to 107
+            pass
+        with phases.phase("wait for weights"):  # from 115 to 131
+            pass
+    spent = {name: seconds for name, seconds in phases.seconds().items() if seconds}
+    assert spent == {
+        "other": 1 + 64, "backward": 2 + 8 + 32, "forward": 4, "wait for weights": 16
+    }  # fmt: skip
+
+
 def test_a_recipe_is_stepped_with_its_overrides() -> None:
     recipe = [f"{ROOT}/configs/tiny_sso.yaml", "optimizer.rules.spectral_sphere.steps=2"]
     options = steps.parse(["--config", *recipe, "--shares", "1", "2"])

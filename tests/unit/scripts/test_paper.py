@@ -109,8 +109,10 @@ def test_each_full_run_fits_its_gpus_and_has_its_hours(run: str) -> None:
         # The script reads the folder from RUN_DIR, and refuses it as an override.
         assert command[0] == "sbatch" and not any(w.startswith("run.dir=") for w in command)
         assert f"--export=ALL,RUN_DIR={config.run.dir}" in command
+        assert 8 * int(command[1].removeprefix("--nodes=")) == stored["gpus"]
     else:
         assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert f"--nproc-per-node={stored['gpus']}" in command
 
 
 def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Figures of runs from their lines: time by steps, and the order of runs."""
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from scripts.plots.compare import BITS, LOSS, Compared, measure
 from scripts.plots.run_data import RunData, alive
-from scripts.plots.run_page import data_use, key_figures
+from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
 
 def run_of(*lines: dict[str, Any], vocabulary: int = 100) -> RunData:
@@ -95,6 +96,35 @@ def test_every_card_of_a_run_is_its_figure() -> None:
         "MaxVio": "0.50",
         "skipped steps": "4",
     }
+
+
+@pytest.mark.parametrize("order", [LOSS, BITS], ids=["nats", "bits"])
+def test_the_columns_of_a_run_are_of_what_orders_the_runs(order) -> None:
+    values = {"val/loss": (3.0, 2.0, 2.5), "val/bpb": (1.5, 0.5, 1.0)}
+    lines = ({"step": i + 1} | {name: each[i] for name, each in values.items()} for i in range(3))
+    figures = Compared(run_of(*lines), [], *order).figures
+    last, best = (f"{values[order[0]][i]:.4f}" for i in (2, 1))
+    assert (figures[order[1]], figures["best validation"]) == (last, best)
+    assert figures["training loss"] == "-"
+
+
+@pytest.mark.parametrize("count", [1, SAMPLES, SAMPLES + 1, 5 * SAMPLES])
+def test_texts_of_a_page_are_the_first_the_last_and_evenly_spaced_ones(count) -> None:
+    lines = [
+        {"step": 1000 * i}
+        | {f"sample/{name}/{part}": f"{name} {part} {i}" for name in "ab" for part in kinds}
+        for i, kinds in enumerate([("prompt", "text")] * count, start=1)
+    ]
+    rows = samples(run_of({"step": 1}, *lines, {"step": 10**6, "val/loss": 1.0}))
+    for name in "ab":
+        own = [row for row in rows if row[1] == name]
+        steps = [int(step.replace(",", "")) // 1000 for step, *_ in own]
+        assert len(steps) == min(count, SAMPLES) and (steps[0], steps[-1]) == (1, count)
+        gaps = [after - before for before, after in itertools.pairwise(steps)]
+        assert not gaps or 0 < max(gaps) <= min(gaps) + 1
+        assert [row[2:] for row in own] == [
+            (f"{name} prompt {i}", f"{name} text {i}") for i in steps
+        ]
 
 
 def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss() -> None:

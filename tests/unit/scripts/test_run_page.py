@@ -13,12 +13,13 @@ from statistics import fmean, median
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from parallel.comm import groups as process_groups
 from scripts.plot import main
-from scripts.plots import curves, spectra
+from scripts.plots import compare, curves, spectra
 from scripts.plots.run_data import RunData, read_run, run_status
-from scripts.plots.run_figures import FIGURES
+from scripts.plots.run_figures import FIGURES, RunFigure
 from scripts.plots.run_page import happenings, report
 from scripts.plots.style import mark_single_points
 from tests.run_configs import tiny_config
@@ -427,6 +428,29 @@ def test_runs_are_compared_by_validation_loss(folder):
     assert "pc.level 4" in said["pc"] and "pc.steps" not in said["pc"]
     assert {"runs", "loss", "gradient_norm", "quantiles"} <= set(ids(page))
     assert fetched(page) == []
+
+
+def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
+    """Runs without steps have no curves; the order of names is that of losses for one metric."""
+    drawn: list[list[str]] = []
+
+    def draw(runs: list[RunData]) -> Figure:
+        """A caption."""
+        drawn.append([run.name for run in runs])
+        return Figure()
+
+    monkeypatch.setattr(compare, "FIGURES", [RunFigure("loss", "Loss", draw)])
+    losses = {
+        name: [line["val/loss"] for line in json_lines(folder / name / "metrics.jsonl")
+               if "val/loss" in line]
+        for name in ("pc", "plain")
+    }  # fmt: skip
+    best = [*sorted(losses, key=lambda name: losses[name][-1]), "deep/failed"]
+    for most in (1, 2, 3):
+        monkeypatch.setattr(compare, "MOST", most)
+        page = compare.comparison(folder, [folder])
+        assert drawn.pop() == best[:most]
+        assert (f"Only the best {most} of 3 runs." in page) is (most < 3)
 
 
 def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
