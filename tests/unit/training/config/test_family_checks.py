@@ -34,6 +34,13 @@ DEEPSEEK = [
     (["model.moe.shared_experts=0"], "model.moe.shared_experts must be at least 1"),
     (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
     (["model.moe.expert_groups=2", "model.moe.top_groups=2"], "model.moe.top_k must be at least 2"),
+    *(
+        (
+            ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
+            f"model.moe.top_k must be at least 2 and below 3 times top_groups = 1, got {top_k}",
+        )
+        for top_k in (1, 3)
+    ),  # fmt: skip
     (["model.moe.expert_groups=3"], "model.moe.expert_groups must divide experts = 8"),
     (["model.moe.expert_groups=2", "model.moe.top_groups=3"], "model.moe.top_groups must be at"),
     (
@@ -41,6 +48,8 @@ DEEPSEEK = [
         "model.moe.top_k must be at most 2, the experts in top_groups",
     ),
     (["model.moe.top_groups=2"], "model.moe.top_groups must be at most expert_groups = 1"),
+    (["model.attention_bias=qkv"], "model.attention_bias must be none for family deepseek"),
+    (["model.rope_scaling={kind: linear, factor: 2.0}"], "model.rope_scaling must be null for"),
     (["model.qk_norm=true"], "model.qk_norm must be false"),
     (["model.activation=relu2"], "model.activation must be swiglu"),
     (["parallel.tensor=3"], "model.heads must be divisible by parallel.tensor = 3"),
@@ -53,6 +62,7 @@ DEEPSEEK = [
     [
         *(("tiny_moe_sso", *case) for case in MIXTURE),
         *(("tiny_deepseek_sso", *case) for case in DEEPSEEK),
+        ("tiny_gemma2_sso", ["model.attention_bias=all"], "model.attention_bias must be none for"),
         ("tiny_sso", ["parallel.expert=2"], "parallel.expert must be 1 for model.family llama"),
     ],
 )
