@@ -10,8 +10,7 @@ from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import parse
 from tests.paths import ROOT
 from training.config import load_config
-
-pytestmark = pytest.mark.slow
+from training.errors import DataError
 
 CORPORA = read_corpora()
 RECIPES = sorted(
@@ -22,6 +21,7 @@ TOKENS_PER_CORE_SECOND = 0.78e6
 """Measured with the embedded corpus and its tokenizer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
     config = load_config(path, [])
@@ -55,5 +55,13 @@ def test_parts_have_their_shares_of_the_tokens(tmp_path: Path) -> None:
     portions = corpus.set_plan(100_000, tmp_path).portions
     tokens = [portion.tokens or 0 for portion in portions]
     assert sum(tokens) == pytest.approx(100_000, abs=7)
+    assert all(
+        str(tmp_path / part) in str(p.inputs[0])
+        for part, p in zip(corpus.parts, portions, strict=True)
+    )
     shares = [float(part.share) for part in corpus.parts.values()]
     assert tokens == pytest.approx([100_000 * share / sum(shares) for share in shares], abs=1)
+    first, *_ = corpus.parts
+    (tmp_path / first).rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"contains no folder for {first}, a part of olmo_mix"):
+        corpus.set_plan(100_000, tmp_path)

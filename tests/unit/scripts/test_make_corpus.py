@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts.data.debian import documents, read_texts
 from scripts.make_corpus import main
 from tests.run_results import json_lines
-
-pytestmark = pytest.mark.slow
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpkg-deb")
 
@@ -76,3 +75,45 @@ def test_a_corpus_is_made_of_what_was_recorded(description, tmp_path, capsys) ->
     found = [line["text"] for line in json_lines(output / "texts.jsonl")]
     assert found == ["the second\n", "A\n  a\n", "B\n  b\n"]
     assert hashlib.sha256((output / "texts.jsonl").read_bytes()).hexdigest() in printed
+
+
+@needs_dpkg
+def test_other_texts_are_refused_with_the_packages_that_differ(
+    description, tmp_path, refusal
+) -> None:
+    output, content = [str(tmp_path / "out")], yaml.safe_load(description.read_text())
+    arguments = [*output, "--corpus", str(description)]
+    package, own = content["sets"]["texts"]["sources"]
+    for change, said in (
+        ({"sha256": "0" * 64}, None),  # another build of the package with the same texts
+        ({"sha256": "0" * 64, "leave_out": []}, "recorded packages: thing-doc 1:2.0-3. Run"),
+        ({"leave_out": []}, "recorded packages: none. Run"),
+        ({"files": ["usr/share/doc/thing/*.gz"]}, "recorded packages: none. Run"),
+        ({"files": ["usr/share/doc/thing/*.md"]}, "contains no file that matches usr/share/doc"),
+        ({"files": ["usr/share/doc/thing/*.png"]}, "thing/picture.png is not UTF-8: "),
+    ):
+        content["sets"]["texts"]["sources"] = [package | change, own]
+        description.write_text(yaml.safe_dump(content))
+        (tmp_path / "out" / "texts.jsonl").unlink(missing_ok=True)
+        code = main(arguments)
+        assert code == 0 if said is None else said in refusal(code)
+        assert (tmp_path / "out" / "texts.jsonl").exists() is (said is None)
+
+
+@needs_dpkg
+def test_compressed_texts_are_read_by_path(deb) -> None:
+    texts = read_texts(deb, ["usr/*.gz", "*/b.txt", "*/todo*"], ["todo.*"])
+    place = "usr/share/doc/thing/"
+    assert [*texts] == [(f"{place}a.txt.gz", "the fïrst\n"), (f"{place}b.txt", "the second\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "entry", "expected"),
+    [
+        ("\na\n\nb\n\n", None, ["a\n\nb\n"]),
+        ("A\n a\nB\n\n b\n \t\nC\n\n\n\nD", "[A-Z]", ["A\n a\nB\n\n b\n", "C\n", "D\n"]),
+        (" \n\n\t\n", "x", []),
+    ],
+)
+def test_an_entry_starts_a_document_only_after_a_blank_line(text, entry, expected) -> None:
+    assert [*documents(text, entry)] == expected
