@@ -5,11 +5,12 @@ import re
 import shlex
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 
 from scripts.command import write_whole
 from scripts.plot import main
-from scripts.plots.effective_weights import plot_spectrum
+from scripts.plots.effective_weights import plot_maps, plot_spectrum
 from scripts.plots.study_figures import plot_curves
 from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
@@ -73,6 +74,26 @@ def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
         for path in (tmp_path / "drawn.svg", root / "docs/images/pc_maps.svg")
     )
     assert drawn == committed and drawn
+
+
+def test_every_polynomial_is_drawn_with_its_target():
+    """Each level's polynomial is nearest to its own target, which has the polynomial's colour."""
+    left, right = plot_maps().axes
+    dotted = {
+        line.get_color(): line.get_ydata() for line in left.lines if line.get_linestyle() == ":"
+    }
+    curves = {line.get_color(): line for line in left.lines if line.get_linestyle() == "-"}
+    assert len(dotted) == 4 and len(curves) == len(right.lines) == 5
+    for i, (color, line) in enumerate(curves.items()):
+        inside = np.array(line.get_xdata()) <= 1
+        values = np.array(line.get_ydata())[inside]
+        away = {other: np.abs(values - each[inside]).max() for other, each in dotted.items()}
+        assert line.get_label().startswith(f"level {i}")
+        assert i == 0 or min(away, key=lambda other: away[other]) == color
+        x, factor = (np.array(part) for part in right.lines[i].get_data())
+        assert np.interp(x[x > 0.1], line.get_xdata(), line.get_ydata()) == pytest.approx(
+            (x * factor)[x > 0.1], abs=1e-3
+        )
 
 
 def test_an_output_that_is_a_folder_is_refused(tmp_path, refusal):

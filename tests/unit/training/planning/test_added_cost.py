@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.families import all_units
 from tests.paths import ROOT
 from training.config import load_config
 from training.data.build_data import on_mock_tokens
@@ -44,6 +45,26 @@ def test_a_group_that_is_not_chosen_costs_nothing():
         name, gpus, overrides = RUNS[0]
         spent.append(cost_of(name, gpus, [*overrides, f"monitors.groups=[{groups}]"]).seconds)
     assert spent == sorted(spent, reverse=True) and spent[-1] < every / 10
+
+
+def test_the_cost_of_inputs_and_scores_is_shared_by_the_ranks_of_a_pipeline_and_of_sequences():
+    name, gpus, overrides = RUNS[0]
+    config = on_mock_tokens(load_config(ROOT / f"configs/{name}.yaml", overrides))
+    shape = step_shape(config, gpus, device_named("h200"))
+    units = all_units(config.model)
+    inputs, scores = cost.input_seconds(shape, units), cost.score_seconds(shape)
+    for changes in ({"pipeline": 2}, {"context": 2}):
+        other = replace(shape, inputs=replace(shape.inputs, **changes))
+        found = [cost.input_seconds(other, units), cost.score_seconds(other)]
+        assert found == pytest.approx([inputs / 2, scores / 2])
+    other = replace(shape, inputs=replace(shape.inputs, tensor=2))
+    assert cost.score_seconds(other) == pytest.approx(scores / 2)
+    other = replace(shape, microbatches=3 * shape.microbatches)
+    found = [cost.input_seconds(other, units), cost.score_seconds(other)]
+    assert found == pytest.approx([3 * inputs, 3 * scores], rel=1e-3)
+    # Inputs of one parameter are multiplied once for all of its matrices.
+    parameters = {unit.parameter: unit for unit in units}.values()
+    assert cost.input_seconds(shape, [*parameters]) == inputs
 
 
 def test_a_cpu_and_monitors_that_are_off_need_no_plan(monkeypatch):
