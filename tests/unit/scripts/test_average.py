@@ -16,11 +16,12 @@ from parallel.comm import groups as process_groups
 from scripts import convert_hf
 from scripts.average import dropped, main
 from scripts.checkpoints.weights_only import Mean
+from scripts.huggingface.card import card
 from tests.fuzzed import FLIP, damage
 from tests.live_bytes import peak_bytes
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import state_of
-from tests.unit.training.checkpoint.test_checkpoint import reseal
+from tests.unit.training.checkpoint.test_checkpoint import forge, reseal
 from training.assignments import config_routes
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.stored_checkpoint import CheckpointWeights
@@ -144,6 +145,35 @@ def test_a_checkpoint_of_another_run_is_refused(copied, tmp_path: Path, refusal)
     said = refusal(main([str(run), str(tmp_path / "mean")]))
     assert f"{other} must be from the same run as" in said and "got run_id another" in said
     assert not (tmp_path / "mean").exists()
+
+
+def test_a_checkpoint_of_another_model_or_tokenizer_is_refused(copied, tmp_path, refusal) -> None:
+    run = copied("sphere")
+    other, target = step_folder(run, 2), [str(run), str(tmp_path / "mean")]
+    saved = (other / "meta.json").read_text()
+    reseal(other, lambda meta: meta["identity"]["tokenizer"].update(sha256="0" * 64))
+    assert "tokenizer was 0000" in refusal(main(target))
+    reseal(other, lambda meta: meta.update(json.loads(saved)))
+    config = (other / "config.yaml").read_text()
+    forge(other, "config.yaml", config.replace("rope_base: 10000.0", "rope_base: 20000.0").encode())
+    said = refusal(main(target))
+    assert "must have the same model as" in said and "rope_base was 20000.0, is 10000.0" in said
+
+
+def test_broken_checkpoints_are_left_out_by_name(copied, tmp_path: Path, capsys) -> None:
+    run, mean = copied("sphere"), tmp_path / "mean"
+    (step_folder(run, 2) / "COMPLETE").unlink()
+    assert main([str(run), str(mean)]) == 0
+    printed = capsys.readouterr().out
+    assert "mean of step 1 times 0.5, step 3 times 0.5\n" in printed
+    (left_out,) = [line for line in printed.splitlines() if line.startswith("not averaged: ")]
+    assert "step 2, a broken checkpoint: " in left_out and str(step_folder(run, 2)) in left_out
+    info = read_checkpoint(mean)
+    assert info.meta["averaged"] == {"steps": [1, 3], "weights": [0.5, 0.5], "on_sphere": False}
+    text = card(info, name="mean", architecture="A", dtype="float32")
+    assert "| mean of | step 1 times 0.5, step 3 times 0.5 |" in text
+    assert main([str(run), str(tmp_path / "other"), "--steps", "1", "2"]) == 2
+    assert str(step_folder(run, 2)) in capsys.readouterr().err
 
 
 def test_an_average_is_not_averaged_as_a_checkpoint(copied, tmp_path: Path, capsys) -> None:

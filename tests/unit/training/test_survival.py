@@ -271,6 +271,7 @@ def test_a_stop_is_obeyed_where_every_step_is_saved(folder, world):
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     """The evaluation is interrupted, and the next start repeats it."""
     keys = {"validation__interval": 3, "validation__samples": 40, "train__steps": 5}
+    keys |= {"monitors__interval": 1, "monitors__groups": "[weights]"}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
     calls: list[int] = []
@@ -287,6 +288,8 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     assert verify([str(folder / "run")]) == 0  # no step is missing
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
+    run, whole = (json_lines(folder / name / "monitors.jsonl") for name in ("run", "whole"))
+    assert run == whole and [line["step"] for line in run] == [1, 2, 3, 4, 5]
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}
 
 
