@@ -35,7 +35,12 @@ from tests.paths import ROOT  # noqa: E402
 from tests.processor_time import ProcessorTime, turn  # noqa: E402
 
 if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
     from parallel.comm.groups import Groups
+
+TOGETHER = ("tests/distributed/", "tests/rehearsal/")
+"""Folders whose files run on one worker, as starting a process that forks takes seconds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +54,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measure processor time if requested."""
     if config.getoption("--processor-seconds"):
         config.pluginmanager.register(ProcessorTime())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> "LoadFileScheduling | None":
+    """Keep the files of each folder in `TOGETHER` on one worker, unless slow tests run."""
+    if config.option.dist != "loadfile" or config.option.markexpr != "not slow":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    return Scheduling(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
