@@ -132,6 +132,7 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
     card = (out / "README.md").read_text()
     said = "| tokens | 256 |", "adamw, lr 0.003", "| o weights | lr 0.004 |", "| walk | "
+    said = *said, f"| parameters | {sum(sizes.values()):,} |"  # without padding
     assert all(text in card for text in said)
     assert not list(tmp_path.glob("out.*"))
 

@@ -22,7 +22,7 @@ from training.errors import ConfigError
 from training.loop import ignore
 from training.machine.backends import check_backends
 from training.run import train
-from training.step_profile import announcement
+from training.step_profile import StepProfile, announcement
 
 KEYS: dict[str, Any] = {
     "train__steps": 5,
@@ -172,6 +172,55 @@ def test_traces_of_other_ranks_are_said_by_the_first(tmp_path):
     run = tmp_path / "run"
     assert f"on rank 1: {run}/profile/steps_2-3_rank_1.json.gz" in said(run)[1]
     assert spans(run / "profile" / "steps_2-3_rank_1.json.gz")["step 3"] == 1
+
+
+def profile_of(folder: str, world: Groups, notes: list[Any], **keys: Any) -> StepProfile:
+    """Return the profile of a run's rank, without a run."""
+    config = read_config(folder, **{**KEYS, "log__profile__steps": 3, **keys})
+    Path(config.run.dir).mkdir(exist_ok=True)
+    return StepProfile(config, world, 0, lambda *note: notes.append(note))
+
+
+def step(profile: StepProfile, number: int) -> None:
+    """Take a step of one product."""
+    profile.before(number)
+    torch.ones(4, 4).mm(torch.ones(4, 4))
+    profile.after(number)
+
+
+def test_a_run_that_ends_early_or_fails_ends_its_profile(folder, world, capsys):
+    tiny_config(folder, "adamw")
+    notes: list[Any] = []
+    profile = profile_of(folder, world, notes)
+    for number in (1, 2, 3):
+        step(profile, number)
+    assert notes == []
+    profile.finish(3)
+    ((kind, after, text),) = notes
+    assert (kind, after) == ("profile", 3) and text.startswith("profile of steps 2 to 3 on rank 0")
+    found = spans(Path(folder) / "run" / "profile" / "steps_2-3_rank_0.json.gz")
+    assert [found[name] for name in ("step 1", "step 2", "step 3", "aten::mm")] == [0, 1, 1, 2]
+    for _ in range(2):
+        profile = profile_of(folder, world, notes)
+        step(profile, 2)
+        profile.before(3)
+        assert torch.autograd._profiler_enabled()
+        profile.close()
+        assert not torch.autograd._profiler_enabled()
+        assert capsys.readouterr().out == "warning: no profile of rank 0: the run failed\n"
+    assert len(notes) == 1 and len(list((Path(folder) / "run" / "profile").iterdir())) == 1
+
+
+def test_the_notes_of_all_ranks_are_written(folder, world, monkeypatch):
+    """Rank 0 has no profile; other ranks write traces or fail."""
+    tiny_config(folder)
+    said = [[], ["profile of steps 2 to 4 on rank 1: a"], ["warning: no profile of rank 2: b"]]
+    monkeypatch.setattr("training.step_profile.from_all", lambda messages, group: said)
+    notes: list[Any] = []
+    profile = profile_of(folder, world, notes, log__profile__ranks="[1,2]")
+    for number in (1, 2, 3, 4, 5):
+        step(profile, number)
+    assert notes == [("profile", 4, said[1][0]), ("warning", 4, said[2][0])]
 
 
 @pytest.mark.parametrize(
