@@ -31,7 +31,7 @@ class PolynomialConfig(Section):
     cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
-    """Exponent of the weight x^alpha of the squared error in the fit."""
+    """Exponent alpha of the weight x^alpha on the squared error of the fit."""
     upper: Number = 1.1
     """Upper end of the interval [0, upper] of singular values in the fit."""
 

@@ -114,7 +114,7 @@ def follow_weight(parameter: Tensor, master: Tensor) -> None:
 def initial_state(
     rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
 ) -> State:
-    """Create the state, sharded like the parameter, of a parameter that this rank steps alone."""
+    """Create the state of a parameter that this rank steps alone, sharded like the parameter."""
     weight = weight_of(parameter)
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]

@@ -95,7 +95,7 @@ class Use:
         if CHOICE in self.sets:
             return Seen(None, "an operation chooses among its columns: a router")
         if self.hidden:
-            raise ValueError(f"{self.hidden} hides the use of its outputs")
+            raise ValueError(f"{self.hidden} hides the use of the weight's outputs")
         if self.looked_up:
             return Seen(None, "its rows are looked up: a table", decays=False)
         if self.idle and not self.inputs:

@@ -236,7 +236,7 @@ class FlashCoreAttention(CoreAttention):
         Raises ValueError if `documents` is given; configs already refuse this case.
         """
         if documents is not None:
-            raise ValueError("FlashAttention packages do not support documents")
+            raise ValueError("FlashAttention packages do not support a document mask")
         # Like this project, the packages align the causal mask to the last query and the last key.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),

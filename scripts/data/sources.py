@@ -107,7 +107,8 @@ def find_inputs(source: str, text_key: str | None = None) -> Listing:
     inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
         raise DataError(
-            f"key {text_key} needs .jsonl or similar, but {source} contains only text; omit the key"
+            f"key {text_key} needs JSON lines or Parquet, but {source} contains only text; omit "
+            "the key"
         )
     keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
     return replace(inputs, inputs=keyed)

@@ -47,7 +47,7 @@ class DataPhase(Section):
     with_decay: bool = False
     """Begin the phase when the decay of a wsd schedule begins."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
-    """Weight of each set, by name in `data.train`; the phase does not read sets without weight."""
+    """Weight of each set, by name in `data.train`; sets that are not listed are not read."""
 
     def checks(self) -> Iterator[Check]:
         """Check that exactly one key sets where the phase begins."""
@@ -164,8 +164,8 @@ class ValidationConfig(Section):
     """Steps between samples of text, written to metrics.jsonl and shown in report.html. A sample
     continues the first tokens of a validation set by greedy decoding. 0 writes no samples."""
     samples_tokens: Count = 32
-    """Number of tokens generated per sample; each costs a forward pass on one sequence of every
-    set."""
+    """Number of tokens generated per sample; each token costs a forward pass on one sequence of
+    every set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:

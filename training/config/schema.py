@@ -139,7 +139,7 @@ class GramPenaltyConfig(Section):
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Fraction of the run, from its start, in which the penalty is active, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
-    """2: penalise the squared Frobenius norm of the off-diagonal part; 1: penalise the norm."""
+    """2: penalise the squared Frobenius norm of the off-diagonal part; 1: the norm itself."""
     side: Side = "in"
     """Gram matrix to penalise. in: W^T W, of the columns; out: W W^T, of the rows."""
     normalize: Normalize | None = None
@@ -224,7 +224,7 @@ class ProfileConfig(Section):
     """First step to profile, counted from 1. The first steps of a run are slower than later steps.
     """
     steps: Count = 3
-    """Number of steps to profile; the trace of a large model has tens of MB per step."""
+    """Number of steps to profile; the trace of a large model takes tens of MB per step."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
     """Ranks to profile; each rank writes one trace."""
     memory: bool = False

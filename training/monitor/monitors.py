@@ -387,8 +387,8 @@ def steps_compared(section: MonitorsConfig) -> int:
 def inspected_elements(section: MonitorsConfig) -> int:
     """Return the number of elements that a rank inspects at a time; a larger matrix exceeds it.
 
-    A rank first gathers and stacks weights, gradients and the previous step's gradients, later the
-    weights before each compared step and after the last step.
+    A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
+    the weights before each compared step and after the last step.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))

@@ -270,7 +270,7 @@ def _install_exchanges(trace: Trace) -> None:
     """Replace exchanges of plain values until this process ends."""
 
     def note(name: str, group: Any = None) -> None:
-        """Record an exchange; over NCCL, values are sent by the device, and the host waits for
+        """Record an exchange; over NCCL, the device sends the values, and the host waits for
         their sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"

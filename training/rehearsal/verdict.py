@@ -104,7 +104,7 @@ def combined(
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled time of a step on the slowest rank, including its wait for other stages.
+    """Return the modelled time of a step on the slowest rank, including the wait for other stages.
 
     As in a plan (parallel/plan/step_time.py), the last micro-batch's backward pass overlaps with
     gradient reduction, and the first micro-batch's forward pass with the gather of weights.

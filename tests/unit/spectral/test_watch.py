@@ -1010,7 +1010,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             a=torch.randn(2, 12),
             b=torch.randn(8, 2),
         ),
-        "a: a sum with a weight hides the use of its outputs\nb: a sum with a weight",
+        "a: a sum with a weight hides the use of the weight's outputs\nb: a sum with a weight",
     ),
     "a maximum of parts": (
         Module(
