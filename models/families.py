@@ -226,7 +226,7 @@ def declare_stage_units(
 ) -> list[list[Unit]]:
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
-    `chunks` are the chunks of the stage's ranks, in forward order; `split` are further fields of
+    `chunks` are the chunks of the stage's ranks, in forward order; `split` are other fields of
     `Split`, such as this rank's `expert_rank`.
     """
     family = FAMILIES[model.family]

@@ -105,7 +105,7 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
     """Return the whole sequence `[s, ...]` in order, from the parts of all `size` context ranks.
 
-    `parts` is the concatenation of the ranks' parts, in the order of ranks.
+    `parts` is the concatenation of the ranks' parts, in rank order.
     """
     early, late = parts.unflatten(0, (size, 2, -1)).unbind(1)  # [size, s / (2 size), ...]
     return torch.cat([early, late.flip(0)]).flatten(0, 1)

@@ -128,7 +128,7 @@ class Division:
     def matrix(self, part: Tensor) -> Tensor:
         """Reshape one matrix's part of a parameter to `[rows, cols]`, as a view if possible.
 
-        A vector stays `[n]`, and a scalar becomes `[1]`; further axes are flattened into the
+        A vector stays `[n]`, and a scalar becomes `[1]`; other axes are flattened into the
         second.
         """
         if part.ndim == 0:

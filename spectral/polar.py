@@ -8,7 +8,7 @@ stay null.
 `SCHEDULES` contains the coefficients of consecutive steps with their sources, and the margins of
 16-bit formats. Between the steps singular values reach almost 2, where the polynomials of Polar
 Express are steep. If rounding lifts a value above the end of its interval, the value grows with
-every further step until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: no
+every later step until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: no
 singular value exceeded 1.007 in a search over 480,480 adversarial matrices.
 """
 
@@ -35,7 +35,7 @@ class Schedule:
 
     Attributes:
         coefficients: `(a, b, c)` of each step.
-        continuation: whether further steps repeat the last step or start over.
+        continuation: whether additional steps repeat the last step or start over.
         half_margin: factor by which, in 16 bits, the input of every step except the last may exceed
             its interval: the step is `p(s / margin)` instead of `p(s)`. Without this margin,
             adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form);

@@ -314,7 +314,7 @@ def start_save(
     """Start to save the state of model and optimizer to the empty `folder`.
 
     All ranks must call this function together; on return, this rank's part has been copied. `extra`
-    contains further plain values to save, the same on every rank. `planner` is shared by all saves
+    contains other plain values to save, the same on every rank. `planner` is shared by all saves
     of a model; None creates a planner. Raises OSError on rank 0 if the folder is not writable.
     """
     model.wait_for_weights()

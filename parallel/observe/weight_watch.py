@@ -180,7 +180,7 @@ class WeightWatch:
         if summary:
             raise DisagreementError(
                 f"weights have changed between steps: {summary}; earlier checkpoints are correct, "
-                "but that rank's memory may be faulty"
+                "but the memory of the named rank may be faulty"
             )
         check_replicas(self.optimizer.model)
 

@@ -126,7 +126,7 @@ class Phases:
 
 
 def watch(trainer: Trainer, phases: Phases) -> None:
-    """Wrap the trainer's methods so that `phases` measures all further steps."""
+    """Wrap the trainer's methods so that `phases` measures all later steps."""
     model, optimizer = trainer.model, trainer.optimizer
     calls: list[tuple[Any, str, str]] = [
         (model, "forward_backward", "backward"),

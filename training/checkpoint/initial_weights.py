@@ -85,7 +85,7 @@ def initial_weights(
     """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
 
     `file` is the data's tokenizer.json and `tokenizer` its sha256; None if unknown. Rank 0 chooses
-    the checkpoint for all ranks, because the source run may save a newer checkpoint meanwhile.
+    the checkpoint for all ranks, because the source run may be saving a newer checkpoint.
     Raises BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is no
     checkpoint or if its model or tokenizer differs.
     """

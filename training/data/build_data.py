@@ -166,8 +166,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return facts about the tokenizer and the manifests of a run, which ranks compare whatever
-    `data.verify` is."""
+    """Return facts about the tokenizer and the manifests of a run, which ranks compare for
+    every value of `data.verify`."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)

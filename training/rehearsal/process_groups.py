@@ -169,7 +169,7 @@ class RehearsedGroup(ProcessGroup):
     def _run(
         self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], opts: Any, **call: Any
     ) -> Work:
-        """Record a collective; `call` contains further fields of its `Call`."""
+        """Record a collective; `call` contains other fields of its `Call`."""
         on_device, tensors = self._of_device, [*reads, *writes]
         for tensor in tensors:
             if tensor.is_cuda != on_device:
