@@ -291,5 +291,5 @@ def declared_name(
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     declared = in_layer(int(match[1]), match[2]) if match else None
     if match is None or declared is None:
-        raise ValueError(f"parameter {name} is not a parameter of the model family")
+        raise ValueError(f"the model family has no parameter {name}")
     return f"layers.{layers[int(match[1])]}.{declared}"
