@@ -50,19 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiments; return 0 if all checks pass, else 1."""
     options = parse(arguments)
     require("matplotlib")
-    from scripts.experiments.runner import HEADINGS, SEEDS, perform, rows, title, write_json
+    from scripts.experiments.runner import EXPERIMENTS, HEADINGS, perform, rows, write_json
 
     if options.list:
-        for name in SEEDS:
-            print(f"{name}: {title(name)}")
+        for name, experiment in EXPERIMENTS.items():
+            print(f"{name}: {experiment.title}")
         return 0
     for name in options.names:
-        if name not in SEEDS:
-            raise InputError(f"experiments must be {named(name, SEEDS)}")
+        if name not in EXPERIMENTS:
+            raise InputError(f"experiments must be {named(name, EXPERIMENTS)}")
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)
     results = []
-    for name in dict.fromkeys(options.names or SEEDS):
+    for name in dict.fromkeys(options.names or EXPERIMENTS):
         result = perform(
             name, output, seed=options.seed, small=options.small, suffix=f".{options.format}"
         )

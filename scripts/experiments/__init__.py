@@ -1,1 +1,1 @@
-"""The papers' synthetic experiments, one per file; scripts/reproduce.py runs them."""
+"""The papers' synthetic experiments; scripts/reproduce.py runs them. runner.py lists them."""

@@ -1,7 +1,7 @@
 """The interface between the runner and an experiment.
 
-The module of an experiment contains a docstring with the paper's claim, `SMALL` (sizes for tests)
-and `experiment(draws, ...)`, whose defaults are the paper's sizes.
+An experiment is a function of `draws` and sizes, whose defaults are the paper's sizes. The first
+paragraph of its docstring is the paper's claim.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Sparse regression with a bias-free network of four layers and Euclidean or spectral steps.
+"""Sparse regression in the criterion paper, with a bias-free network of four layers and Euclidean
+or spectral steps.
 
 x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
 For a layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, and a spectral step
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.experiments.experiment import Check, Draws, at_most
+from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_least, at_most, near
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, stable_rank
 from spectral.singular_triplets import top_singular
@@ -25,6 +26,11 @@ STEP_ERROR = 1e-3
 RESOLVED = 1e-2
 """msign must map singular values of a gradient to 1 if they exceed this fraction of the largest;
 smaller singular values would need more msign steps."""
+KINDS: tuple[Activation, ...] = ("swiglu", "relu^2")
+GATED_RATES = {
+    "small": {"gd": 0.01, "spectral": 0.025},
+    "large": {"gd": 0.0035, "spectral": 0.0015},
+}
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -178,3 +184,180 @@ def first_step(problem: Problem, method: Method) -> list[Check]:
         name = f"{'SpecGD' if method.spectral else 'GD'}: error of the first step on W{layer + 1}"
         checks.append(at_most(name, error, STEP_ERROR, "theory: SVD", "first step"))
     return checks
+
+
+def sparse_regression(
+    draws: Draws,
+    *,
+    samples: int = 512,
+    inputs: int = 128,
+    hidden: int = 512,
+    steps: int = 400,
+    interval: int = 40,
+    polar_steps: int = 20,
+    gd_rate: float = 0.081,
+    spectral_rate: float = 0.1,
+) -> Outcome:
+    """Figures 1 and 4 of the criterion paper: in sparse regression the activations of a relu^2
+    network have a low stable rank throughout, and spectral steps on hidden layers reach a much
+    lower loss.
+
+    The network is trained by gradient descent on all layers, then with spectral steps on the two
+    hidden layers. Ranks are computed every `interval` steps.
+    """
+    problem = Problem.drawn(draws, samples, inputs, hidden, "relu^2")
+    runs, checks = {}, []
+    for name, rate in (("gd", gd_rate), ("spectral", spectral_rate)):
+        method = Method(name == "spectral", rate, polar_steps)
+        runs[name] = train(problem, method, steps=steps, interval=interval)
+        checks += first_step(problem, method)
+    gd = runs["gd"]
+    last = max(gd.nuclear)
+    data = {name: run.data() for name, run in runs.items()}
+    ratio = {"last_ratio": gd.nuclear[last][2] / gd.stable[last][2]}  # nr(G3) / st(A2)
+    return Outcome(sparse_checks(runs, steps // 2) + checks, data | ratio, panels(**runs))
+
+
+def sparse_checks(runs: dict[str, Training], middle: int) -> list[Check]:
+    """Check the order of the losses, the small change of stable ranks, and the criterion for W2."""
+    gd, spec = runs["gd"], runs["spectral"]
+    worst = max(run.drift() for run in runs.values())
+    ratio = min(
+        run.nuclear[step][1] / run.stable[step][1] for run in runs.values() for step in run.nuclear
+    )
+    return [
+        at_least(f"loss of GD / SpecGD, step {middle}", gd.losses[middle] / spec.losses[middle], 1,
+                 "paper"),
+        at_most("largest relative drift of st(A1), st(A2)", worst, 0.2, "paper: nearly constant"),
+        at_least("least nr(G2) / st(A1)", ratio, 1, "paper"),
+    ]  # fmt: skip
+
+
+def panels(gd: Training, spectral: Training) -> list[Panel]:
+    """Return panels of losses, stable ranks of activations and nuclear ranks of gradients."""
+    losses = {"gradient descent": gd.losses, "spectral on W2, W3 (dashed)": spectral.losses}
+    stable = [by_layer(run.stable, "A", 1) for run in (gd, spectral)]
+    nuclear = [by_layer(run.nuclear, "G", 0) for run in (gd, spectral)]
+    return [
+        Panel("relu^2 network: loss", losses, y="loss", log="y"),
+        Panel("stable rank of activations", stable[0], stable[1]),
+        Panel("nuclear rank of gradients", nuclear[0], nuclear[1], log="y"),
+    ]
+
+
+def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
+    """Return the ranks of three layers, starting at layer `first`, by label and step."""
+    return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}
+
+
+def gated_batches(
+    draws: Draws,
+    *,
+    batches: tuple[int, ...] = (128, 256, 512, 1024, 4096, 8196),
+    inputs: int = 128,
+    hidden: int = 512,
+) -> Outcome:
+    """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch;
+    the stable rank of relu^2 activations does not.
+
+    The experiment compares st(A1), st(A2) and st(A3) at initialization. All batch sizes use the
+    same network with new data.
+    """
+    ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
+    for kind in KINDS:
+        network = draws.restarted()
+        weights = initial(network, inputs, hidden, kind)
+        for batch in batches:
+            outputs = activations(weights, network.normal(batch, inputs), kind)[1:]
+            ranks[kind][batch] = [float(stable_rank(a)) for a in outputs]
+    checks = []
+    for layer in range(3):
+        gated, plain = ([row[layer] for row in ranks[kind].values()] for kind in KINDS)
+        rises = min(b / a for a, b in zip(gated, gated[1:], strict=False))
+        checks += [
+            at_least(f"SwiGLU, A{layer + 1}: least growth from batch to batch", rises, 1, "paper"),
+            at_most(f"A{layer + 1}: growth of relu^2 over all batches / that of SwiGLU",
+                    plain[-1] / plain[0] / (gated[-1] / gated[0]), 0.7, "paper: flat"),
+        ]  # fmt: skip
+    for kind in KINDS:
+        checks += definitions(Problem.drawn(draws.restarted(), batches[0], inputs, hidden, kind))
+    lines = [
+        {f"{kind}, A{i + 1}": {b: row[i] for b, row in ranks[kind].items()} for i in range(3)}
+        for kind in KINDS
+    ]
+    panel = Panel("at initialization", lines[0], lines[1], x="batch", y="stable rank", log="xy")
+    return Outcome(checks, {"stable_rank": ranks}, [panel])
+
+
+def definitions(problem: Problem) -> list[Check]:
+    """Check activations and stable ranks against their definitions."""
+    checks, x = [], problem.x
+    outputs = activations(problem.weights, x, problem.kind)[1:]
+    for layer, (weight, a) in enumerate(zip(problem.weights, outputs, strict=False), 1):
+        y = x @ weight.mT
+        if problem.kind == "swiglu":
+            gate, up = y.chunk(2, dim=1)
+            x = gate / (1 + (-gate).exp()) * up
+        else:
+            x = torch.where(y > 0, y * y, 0)
+        values = torch.linalg.svdvals(x)
+        expected = float((values / values[0]).square().sum())
+        error = float((a - x).norm() / x.norm())
+        name = f"{problem.kind}, A{layer}"
+        checks += [
+            at_most(f"{name}: error of the activations", error, 1e-9, "theory: definition",
+                    "activations"),
+            near(f"{name}: st against an SVD", float(stable_rank(a)), expected, 1e-9,
+                 "theory: SVD", "by SVD"),
+        ]  # fmt: skip
+    return checks
+
+
+def gated_regression(
+    draws: Draws,
+    *,
+    batches: tuple[int, int] = (512, 8196),
+    steps: tuple[int, int] = (101, 41),
+    inputs: int = 128,
+    hidden: int = 512,
+    interval: int = 20,
+    polar_steps: int = 20,
+) -> Outcome:
+    """Figure 20 of the criterion paper: on a SwiGLU network, spectral steps help at a small batch
+    and do not help at a large batch.
+
+    The paper takes 400 and 280 steps. Fewer steps suffice, because the losses separate early.
+    """
+    runs: dict[str, dict[str, Training]] = {name: {} for name in GATED_RATES}
+    first = []
+    for (name, rates), batch, length in zip(GATED_RATES.items(), batches, steps, strict=True):
+        problem = Problem.drawn(draws.restarted(), batch, inputs, hidden, "swiglu")
+        for key, rate in rates.items():
+            method = Method(key == "spectral", rate, polar_steps)
+            runs[name][key] = train(problem, method, steps=length, interval=interval)
+            if name == "small":
+                first += first_step(problem, method)
+    panels = [
+        Panel(f"SwiGLU network, batch {batch}",
+              {"gradient descent": methods["gd"].losses,
+               "spectral on W2, W3": methods["spectral"].losses}, y="loss", log="y")
+        for batch, methods in zip(batches, runs.values(), strict=True)
+    ]  # fmt: skip
+    drift = max(run.drift() for run in runs["small"].values())
+    data = {name: {key: run.data() for key, run in each.items()} for name, each in runs.items()}
+    return Outcome(gated_checks(runs) + first, {**data, "drift": drift}, panels)
+
+
+def gated_checks(runs: dict[str, dict[str, Training]]) -> list[Check]:
+    """Check the paper's statements about the two batch sizes."""
+    small, large = runs["small"], runs["large"]
+    early = len(small["gd"].losses) // 5
+    lead = small["gd"].losses[early] / small["spectral"].losses[early]
+    late = large["gd"].losses[-1] / large["spectral"].losses[-1]
+    first = [runs[name]["gd"].stable[0][1] for name in runs]
+    return [
+        at_least(f"small batch: loss of GD / SpecGD, step {early}", lead, 1, "paper"),
+        at_most("large batch: the same at the end, over the small batch's", late / lead, 1,
+                "paper: the lead is lost"),
+        at_least("st(A1), large / small batch", first[1] / first[0], 1, "paper"),
+    ]  # fmt: skip

@@ -1,32 +1,79 @@
 """Running an experiment: check its numbers, write its result and figure, and format tables."""
 
-import inspect
 import json
 import math
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import yaml
 from matplotlib.figure import Figure
 
 from scripts.experiments.experiment import Check, Draws, Outcome, Panel
-from scripts.plots.style import COLORS, draw_lines, new_figure, save
+from scripts.experiments.networks import gated_batches, gated_regression, sparse_regression
+from scripts.experiments.pc_layers import deep_linear, over_flattening
+from scripts.experiments.random_features import (
+    gated_features,
+    pi_bound,
+    rank_growth,
+    relu_features,
+)
+from scripts.experiments.solver_curve import solver_curve
+from scripts.experiments.weight_norms import correlated_weights, muon_gap
+from scripts.plots.style import COLORS, new_figure, save
 from spectral.batching import grouped
 
-SEEDS: Final = {
-    "pi_bound": 0, "relu_features": 0, "gated_features": 0, "rank_growth": 0,
-    "sparse_regression": 42, "gated_batches": 42, "gated_regression": 42, "deep_linear": 0,
-    "over_flattening": 0, "muon_gap": 0, "correlated_weights": 0, "solver_curve": 0,
+
+class Experiment(NamedTuple):
+    """An experiment: its function, the seed of its published run, and sizes for tests."""
+
+    run: Callable[..., Outcome]
+    seed: int
+    small: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """The claim of the experiment: the first paragraph of the function's docstring."""
+        return " ".join((getdoc(self.run) or "").split("\n\n")[0].split())
+
+    def settings(self, *, small: bool) -> dict[str, Any]:
+        """Return the sizes: the paper's, or with `small` those for tests."""
+        sizes = self.run.__kwdefaults__ or {}
+        return sizes | self.small if small else sizes
+
+
+EXPERIMENTS: Final = {
+    each.run.__name__: each
+    for each in (
+        Experiment(pi_bound, 0, {"shapes": ((64, 32, 128), (256, 128, 512))}),
+        Experiment(relu_features, 0, {"sizes": (15, 30, 120), "steps": 60, "restart": 20}),
+        Experiment(gated_features, 0, {"sizes": (25, 50, 200), "steps": 200}),
+        Experiment(rank_growth, 0, {"widths": (64, 128), "repeats": 2, "times": (0, 1, 10, 100)}),
+        Experiment(sparse_regression, 42, {
+            "samples": 128, "inputs": 24, "hidden": 64, "steps": 60, "interval": 10,
+            "polar_steps": 10, "gd_rate": 0.02, "spectral_rate": 0.02,
+        }),
+        Experiment(gated_batches, 42, {"batches": (128, 512, 2048), "inputs": 64, "hidden": 192}),
+        Experiment(gated_regression, 42, {
+            "batches": (96, 768), "steps": (41, 21), "inputs": 24, "hidden": 48, "interval": 10,
+            "polar_steps": 10,
+        }),
+        Experiment(deep_linear, 0, {"widths": (6, 8, 4), "samples": 4, "steps": 400}),
+        Experiment(over_flattening, 0, {"side": 12, "steps": 60, "adamw": 4e-2, "muon": 1e-1}),
+        Experiment(
+            muon_gap, 0, {"shapes": ((8, 8), (48, 48)), "repeats": 8, "side": 24, "steps": 60}
+        ),
+        Experiment(correlated_weights, 0, {"n": 300, "repeats": 500, "side": 32}),
+        Experiment(solver_curve, 0, {"shapes": ((48, 144), (128, 64)), "repeats": 3}),
+    )
 }  # fmt: skip
-"""The experiments and the seeds of their published runs."""
+"""The experiments by name."""
 RECORDED: Final = Path(__file__).with_name("recorded.yaml")
 """File with numbers of an earlier run of each experiment."""
 HEADINGS: Final = ("experiment", "figure", "measured", "expected", "from", "")
@@ -52,35 +99,14 @@ class Result:
         return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
 
-def module_of(name: str) -> ModuleType:
-    """Return the module of an experiment."""
-    return import_module(f"scripts.experiments.{name}")
-
-
-def title(name: str) -> str:
-    """Return the claim of an experiment: the first paragraph of its module's docstring."""
-    return " ".join((module_of(name).__doc__ or "").split("\n\n")[0].split())
-
-
-def settings(name: str, *, small: bool) -> dict[str, Any]:
-    """Return the settings of an experiment: the paper's, or with `small` the settings of tests."""
-    module = module_of(name)
-    _, *sizes = inspect.signature(module.experiment).parameters.values()
-    return {size.name: size.default for size in sizes} | (module.SMALL if small else {})
-
-
-def outcome_of(name: str, seed: int, *, small: bool) -> Outcome:
-    """Run an experiment."""
-    outcome: Outcome = module_of(name).experiment(Draws(seed), **settings(name, small=small))
-    return outcome
-
-
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
     """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`."""
-    published = not small and seed in (None, SEEDS[name])
-    seed = SEEDS[name] if seed is None else seed
+    experiment = EXPERIMENTS[name]
+    published = not small and seed in (None, experiment.seed)
+    seed = experiment.seed if seed is None else seed
+    settings = experiment.settings(small=small)
     begin = time.perf_counter()
-    outcome = outcome_of(name, seed, small=small)
+    outcome = experiment.run(Draws(seed), **settings)
     seconds = time.perf_counter() - begin
     data = json.loads(json.dumps(outcome.data))
     checks = [*outcome.checks, *(recorded(name, data) if published else [])]
@@ -89,9 +115,9 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
         output / f"{name}.json",
         result.content()
         | {
-            "title": title(name),
+            "title": experiment.title,
             "published_setting": published,
-            "settings": settings(name, small=small) | {"seed": seed},
+            "settings": settings | {"seed": seed},
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -111,8 +137,10 @@ def drawn(panels: Sequence[Panel]) -> Figure:
     for axis, panel in zip(axes, panels, strict=True):
         for lines, style in ((panel.lines, "-"), (panel.dashed, "--"), (panel.dots, "o")):
             axis.set_prop_cycle(color=COLORS)
-            if lines:
-                draw_lines(axis, lines, style)
+            for label, values in lines.items():
+                by_x = values if isinstance(values, Mapping) else dict(enumerate(values))
+                xs = [float(x) for x in by_x]
+                axis.plot(xs, list(by_x.values()), style, markersize=4, label=label)
         for label, level in panel.levels.items():
             axis.axhline(level, color="0.3", linestyle=":", label=label)
         axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)

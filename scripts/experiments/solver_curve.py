@@ -1,5 +1,4 @@
-"""Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root is
-near 0 for independent Gaussian matrices, and the solver computes this root."""
+"""The multiplier lambda of the SSO paper."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from spectral import msign, solve_multiplier
 from spectral.measures import singular_values
 from spectral.singular_triplets import cold_start
 
-SMALL = {"shapes": ((48, 144), (128, 64)), "repeats": 3}
 TOLERANCE = 2e-4  # shapes of the paper's configurations
 MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
@@ -20,19 +18,22 @@ KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
 """Shapes of the matrices whose multipliers are in recorded.yaml, with nine digits."""
 BISECTED = (24, 16)
-EXACT_STEPS = (
-    26  # steps of msign in float64, after which square matrices also have all recorded digits
-)
+# Steps of msign in float64, after which square matrices also have all recorded digits.
+EXACT_STEPS = 26
 
 
-def experiment(
+def solver_curve(
     draws: Draws,
     *,
     shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024)),
     repeats: int = 5,
 ) -> Outcome:
-    """Compute f on a grid and roots of several draws for each shape, and multipliers of small
-    matrices to nine digits."""
+    """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root
+    is near 0 for independent Gaussian matrices, and the solver computes this root.
+
+    The experiment computes f on a grid and the roots of several draws for each shape, and the
+    multipliers of small matrices to nine digits.
+    """
     checks, panels, data = [], [], []
     for rows, cols in shapes:
         name = f"{rows} x {cols}"

@@ -3,10 +3,8 @@
 Figures do not use pyplot, which would keep all figures in memory and need a display.
 """
 
-from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -78,23 +76,6 @@ def plain_log(axis: Axes) -> None:
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-
-
-def draw_lines(
-    axis: Axes,
-    lines: Mapping[str, Sequence[float] | Mapping[Any, float]],
-    style: str = "-",
-    **settings: Any,
-) -> None:
-    """Draw a line per label, and a legend; x is a mapping's key or a sequence's index.
-
-    `settings` are properties of the axes, such as `xscale` and `title`.
-    """
-    for label, values in lines.items():
-        by_x = values if isinstance(values, Mapping) else dict(enumerate(values))
-        axis.plot([float(x) for x in by_x], list(by_x.values()), style, markersize=4, label=label)
-    axis.set(**settings)
-    axis.legend(fontsize=8)
 
 
 def literal(text: str) -> str:

@@ -9,7 +9,7 @@ papers and theory, not recorded numbers.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -19,17 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.experiments import (
-    correlated_weights,
-    deep_linear,
-    gated_batches,
-    networks,
-    pi_bound,
-    rank_growth,
-    solver_curve,
-)
-from scripts.experiments.experiment import Check
-from scripts.experiments.runner import SEEDS, bounds, outcome_of, perform
+from scripts.experiments import networks, pc_layers, random_features, solver_curve, weight_norms
+from scripts.experiments.experiment import Draws, Outcome
+from scripts.experiments.runner import EXPERIMENTS, bounds, perform
 from scripts.reproduce import main
 from spectral import measures, msign, odd_polynomial
 from spectral.polar import SCHEDULES, Polar
@@ -38,19 +30,19 @@ from spectral.rules import MuonPlusPlusRule, SpectralDescentRule, muon_plus_plus
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_properties_hold_at_a_small_size(name: str, tmp_path: Path) -> None:
     result = perform(name, tmp_path, seed=None, small=True, suffix=".svg")
     assert not [check for check in result.checks if not check.passed]
     content = json.loads((tmp_path / f"{name}.json").read_text())
     assert content["passed"] and not content["published_setting"]
-    assert content["settings"]["seed"] == SEEDS[name]
+    assert content["settings"]["seed"] == EXPERIMENTS[name].seed
     assert {"python", "torch"} <= content["versions"].keys()
     assert len(content["checks"]) == len(result.checks) >= 3
     for check, stored in zip(result.checks, content["checks"], strict=True):
         assert stored["measured"] == check.measured and stored["source"]
     figure = (tmp_path / f"{name}.svg").read_text()
-    for panel in outcome_of(name, SEEDS[name], small=True).panels:
+    for panel in run_small(name).panels:
         assert panel.title in figure
 
 
@@ -64,7 +56,7 @@ def test_a_printed_number_is_known_to_its_last_digit(number, inside, outside) ->
 
 
 def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(pi_bound, "BOUND", 3.0)
+    monkeypatch.setattr(random_features, "BOUND", 3.0)
     assert main(["pi_bound", "--small", "--output", str(tmp_path)]) == 1
     assert "FAIL" in capsys.readouterr().out
     assert not json.loads((tmp_path / "pi_bound.json").read_text())["passed"]
@@ -77,7 +69,7 @@ def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
 def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypatch) -> None:
     # Shapes without published numbers replace the published shapes.
     shapes = ((16, 8, 32), (20, 10, 40), (32, 16, 64), (40, 20, 80), (64, 32, 128))
-    monkeypatch.setattr(pi_bound.experiment, "__kwdefaults__", {"shapes": shapes})
+    monkeypatch.setattr(random_features.pi_bound, "__kwdefaults__", {"shapes": shapes})
     result = perform("pi_bound", tmp_path, seed=None, small=False, suffix=".svg")
     assert {check.series for check in result.checks if not check.passed} == {"stable_rank"}
     # Published numbers do not apply to another seed.
@@ -85,7 +77,7 @@ def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypa
     assert not [check for check in other.checks if check.source == "recorded"]
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_published_numbers_hold(name: str, tmp_path: Path) -> None:
     result = perform(name, tmp_path, seed=None, small=False, suffix=".svg")
     assert not [check for check in result.checks if not check.passed]
@@ -177,7 +169,7 @@ def no_multiplier(right: Function) -> Function:
 FLATTENING = SCHEDULES["polar_express_upstream"].coefficients
 BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
     "pi_bound": {
-        (pi_bound, "stable_rank"): {
+        (random_features, "stable_rank"): {
             "the stable rank is a power too low": root_of,
             "the nuclear rank in place of the stable rank": swapped(measures.nuclear_rank),
         }
@@ -185,14 +177,14 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
     "relu_features": {(SpectralDescentRule, "direction"): DESCENT},
     "gated_features": {(SpectralDescentRule, "direction"): DESCENT},
     "rank_growth": {
-        (rank_growth, "gradients"): {"one step too many": one_step_ahead},
-        (rank_growth, "nuclear_rank"): {
+        (random_features, "gradients"): {"one step too many": one_step_ahead},
+        (random_features, "nuclear_rank"): {
             "the stable rank in place of the nuclear rank": swapped(measures.stable_rank)
         },
     },
     "sparse_regression": {(SpectralDescentRule, "direction"): DESCENT},
     "gated_batches": {
-        (gated_batches, "stable_rank"): {"the stable rank is a power too low": root_of},
+        (networks, "stable_rank"): {"the stable rank is a power too low": root_of},
         (networks, "activate"): {
             "gate and up are exchanged": lambda right: (
                 lambda kind, x: right(kind, x.roll(x.shape[-1] // 2, -1))
@@ -206,7 +198,7 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
         },
     },
     "deep_linear": {
-        (deep_linear, "Preconditioner"): {
+        (pc_layers, "Preconditioner"): {
             "the last coefficient is one percent too large": lambda right: (
                 lambda level: right(level=last_too_large(level))
             ),
@@ -226,12 +218,12 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
         (MuonPlusPlusRule, "rescale"): {"the weight is not rescaled": no_rescaling},
     },
     "correlated_weights": {
-        (correlated_weights, "correlated"): {
+        (weight_norms, "correlated"): {
             "rho in place of its root": lambda right: (
                 lambda phi, rho, z: rho * z + math.sqrt(1 - rho) * phi
             )
         },
-        (correlated_weights, "correlation"): {
+        (weight_norms, "correlation"): {
             "the estimate keeps the diagonal": swapped(biased_correlation)
         },
     },
@@ -254,13 +246,14 @@ WRONG_VARIANTS = [
 ]
 
 
-def run_small(name: str) -> Sequence[Check]:
-    """Return the checks of an experiment at its small size."""
-    return outcome_of(name, SEEDS[name], small=True).checks
+def run_small(name: str) -> Outcome:
+    """Run an experiment at its small size."""
+    experiment = EXPERIMENTS[name]
+    return experiment.run(Draws(experiment.seed), **experiment.settings(small=True))
 
 
 passed_checks = cache(
-    lambda name: frozenset(check.name for check in run_small(name) if check.passed)
+    lambda name: frozenset(check.name for check in run_small(name).checks if check.passed)
 )
 """Names of the checks of an experiment that the right method passes."""
 
@@ -269,9 +262,11 @@ passed_checks = cache(
 def test_a_wrong_variant_fails_a_check(experiment, owner, name, wrong, monkeypatch) -> None:
     passed = passed_checks(experiment)
     monkeypatch.setattr(owner, name, wrong(vars(owner)[name]))
-    assert [check for check in run_small(experiment) if check.name in passed and not check.passed]
+    assert [
+        check for check in run_small(experiment).checks if check.name in passed and not check.passed
+    ]
 
 
 def test_every_experiment_has_two_wrong_variants() -> None:
     tried = Counter(variant.values[0] for variant in WRONG_VARIANTS)
-    assert tried.keys() == SEEDS.keys() and min(tried.values()) >= 2
+    assert tried.keys() == EXPERIMENTS.keys() and min(tried.values()) >= 2
