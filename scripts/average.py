@@ -33,7 +33,7 @@ def _average(options: argparse.Namespace) -> int:
     from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
-    from scripts.checkpoints.weights_only import average
+    from scripts.weights_only import average
 
     infos, left_out = chosen(options.run, options.output, options.steps, options.last)
     weights = list(shares(len(infos), options.ema))

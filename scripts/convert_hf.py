@@ -53,24 +53,22 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from scripts.huggingface.equivalence import verify
-    from scripts.huggingface.export import (
-        Options,
-        export,
-        export_consolidated,  # imported here because the import takes seconds
-    )
+    from scripts.huggingface.equivalence import verify  # these imports take seconds
+    from scripts.huggingface.export import export, export_consolidated
 
-    chosen = Options(
-        dtype=options.dtype,
-        shard_bytes=options.shard_size,
-        tokenizer=options.tokenizer,
-        without_tokenizer=options.no_tokenizer,
-    )
+    form = {"dtype": options.dtype, "shard_bytes": options.shard_size}
     if options.format == "consolidated":
-        info = export_consolidated(options.source, options.target, chosen)
+        info = export_consolidated(options.source, options.target, **form)
         print(f"wrote {options.target}: step {info.step} of {info.path}, with Spectrain's names")
         return
-    info = export(options.source, options.target, chosen, verify if options.verify else None)
+    info = export(
+        options.source,
+        options.target,
+        **form,
+        tokenizer=options.tokenizer,
+        without_tokenizer=options.no_tokenizer,
+        verify=verify if options.verify else None,
+    )
     print(f"wrote {options.target}: step {info.step} of {info.path}")
 
 

@@ -63,13 +63,13 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
     from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
-    from scripts.huggingface.export import Options, export
+    from scripts.huggingface.export import export
 
     if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
         raise InputError(f"{source} is not an exported model and contains no complete checkpoint")
     with tempfile.TemporaryDirectory(prefix="spectrain-model-") as folder:
         target = Path(folder) / "model"
-        info = export(source, target, Options(tokenizer=tokenizer))
+        info = export(source, target, tokenizer=tokenizer)
         print(f"step {info.step} of {info.path}", file=sys.stderr)
         yield target
 

@@ -6,13 +6,15 @@ Only one parameter is in memory at a time, and at most one file of weights.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import ModelConfig
@@ -23,7 +25,6 @@ from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.data.text_tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card
-from scripts.huggingface.safetensors_file import write_shards
 from scripts.huggingface.tokenizer_files import find_tokenizer
 from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 from training.checkpoint.stored_checkpoint import CONFIG, CheckpointInfo, CheckpointWeights
@@ -32,66 +33,80 @@ from training.report.text import progress, short
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
 SPARE_BYTES = 64 << 20
 """Disk space reserved for all files except weights, in bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of an export.
-
-    dtype              dtype of the weights; None: the training precision
-    shard_bytes        maximum size of a weight file
-    tokenizer          file or folder of the tokenizer; None: the run's tokenizer
-    without_tokenizer  whether to omit the tokenizer
-    """
-
-    dtype: str | None = None
-    shard_bytes: int = 5_000_000_000
-    tokenizer: Path | None = None
-    without_tokenizer: bool = False
 
 
 def export(
     source: Path,
     target: Path,
-    options: Options,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
+    without_tokenizer: bool = False,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
     """Export a checkpoint as a Hugging Face model to a new folder `target`; return the checkpoint.
 
-    The folder appears after `verify(weights, folder)` has returned. Raises InputError if the
-    source, the model or the target cannot be used.
+    Raises InputError if the source, the model or the target cannot be used.
+
+    Args:
+        source: run folder or checkpoint folder.
+        target: new folder, which appears after `verify(weights, folder)` has returned.
+        dtype: dtype of the weights; None: the training precision.
+        shard_bytes: maximum size of a weight file.
+        tokenizer: file or folder of the tokenizer; None: the run's tokenizer.
+        without_tokenizer: whether to omit the tokenizer.
+        verify: check of the folder, which raises an error to refuse the export.
     """
-    check_free(target)
-    info = read_checkpoint(source)
-    raise_problems(info)
-    weights = CheckpointWeights(info)
+    info, weights = opened(source, target)
     model = weights.config.model
     try:
         name = architecture(model).name
     except InexpressibleError as error:
         raise InputError(str(error)) from None
     weights.check()
-    tokenizer = None if options.without_tokenizer else find_tokenizer(info, options.tokenizer)
-    dtype = options.dtype or stored_dtype(info)
+    prepared = None if without_tokenizer else find_tokenizer(info, tokenizer)
+    dtype = dtype or stored_dtype(info)
     # Buffers are always float32.
     kinds = {True: torch.float32, False: DTYPES[dtype]}
     entries = {
         t.name: torch.empty(t.shape, dtype=kinds[t.buffer], device="meta")
         for t in their_tensors(model)
     }
+    tensors = their_weights(weights, model)
+    with new_folder(target, entries, tensors, shard_bytes) as folder:
+        write_settings(folder, weights, prepared, dtype)
+        there = prepared is not None
+        text = card(info, name=target.name, architecture=name, dtype=dtype, tokenizer=there)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        if verify is not None:
+            verify(weights, folder)
+    return info
+
+
+def opened(source: Path, target: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
+    """Return an intact checkpoint and its weights, after checking that `target` is free."""
+    check_free(target)
+    info = read_checkpoint(source)
+    raise_problems(info)
+    return info, CheckpointWeights(info)
+
+
+@contextmanager
+def new_folder(
+    target: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
+) -> Iterator[Path]:
+    """Provide a folder with weight files (see `write_shards`), which becomes `target` at the end of
+    a context without errors."""
     check_room(target, sum(entry.nbytes for entry in entries.values()))
     with AtomicFolder(target, partial(check_free, target)) as folder:
-        write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
-        write_settings(folder.path, weights, tokenizer, dtype)
-        there = tokenizer is not None
-        text = card(info, name=target.name, architecture=name, dtype=dtype, tokenizer=there)
-        (folder.path / "README.md").write_text(text, encoding="utf-8")
-        if verify is not None:
-            verify(weights, folder.path)
+        write_shards(folder.path, entries, tensors, limit)
+        yield folder.path
         folder.commit()
-    return info
 
 
 def check_room(target: Path, needed: int) -> None:
@@ -165,26 +180,22 @@ def write_settings(
         (folder / os.path.basename(name)).write_bytes(data)
 
 
-def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:
+def export_consolidated(
+    source: Path, target: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> CheckpointInfo:
     """Write whole parameters and buffers to a new folder `target`; return the checkpoint.
 
-    Tensors have megatron-core's shapes on one rank; PC layers are merged into weights. Raises
-    InputError if the source or target cannot be used.
+    For `dtype` and `shard_bytes` see `export`. Tensors have megatron-core's shapes on one rank; PC
+    layers are merged into weights. Raises InputError if the source or target cannot be used.
     """
-    check_free(target)
-    info = read_checkpoint(source)
-    raise_problems(info)
-    weights = CheckpointWeights(info)
+    info, weights = opened(source, target)
     weights.check()
-    dtype = DTYPES[options.dtype or stored_dtype(info)]
+    kind = DTYPES[dtype or stored_dtype(info)]
     with torch.device("meta"):
-        entries = {n: torch.empty(flat_shape(s), dtype=dtype) for n, s in weights.layouts().items()}
+        entries = {n: torch.empty(flat_shape(s), dtype=kind) for n, s in weights.layouts().items()}
         entries |= {n: torch.empty(s) for n, s in weights.buffer_shapes().items()}
-    check_room(target, sum(entry.nbytes for entry in entries.values()))
-    with AtomicFolder(target, partial(check_free, target)) as folder:
-        write_shards(folder.path, entries, _tensors(weights), options.shard_bytes)
-        (folder.path / CONFIG).write_bytes((info.path / CONFIG).read_bytes())
-        folder.commit()
+    with new_folder(target, entries, _tensors(weights), shard_bytes) as folder:
+        (folder / CONFIG).write_bytes((info.path / CONFIG).read_bytes())
     return info
 
 
@@ -197,3 +208,61 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
             done += 1
     for name, shape in weights.buffer_shapes().items():
         yield name, weights.buffer(name, shape)
+
+
+def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
+    """Group consecutive tensors into files of at most `limit` bytes; a larger tensor has its own
+    file."""
+    runs: list[dict[str, Tensor]] = []
+    size = 0
+    for name, entry in entries:
+        if not runs or size + entry.nbytes > limit:
+            runs.append({})
+            size = 0
+        runs[-1][name] = entry
+        size += entry.nbytes
+    return runs
+
+
+def write_shards(
+    folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
+) -> None:
+    """Write `tensors` to model.safetensors, or, above `limit` bytes, to several files and an index.
+
+    `tensors` yields (name, value) in the order of `entries`, whose meta-device tensors have the
+    shapes and dtypes to write. One file is in memory at a time. Raises InputError if a value is not
+    finite in its entry's dtype, or if a file cannot be written.
+    """
+    runs = shards(entries.items(), limit)
+    names = ["model.safetensors"]
+    if len(runs) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors" for i in range(len(runs))]
+    stream = iter(tensors)
+    for file, run in zip(names, runs, strict=True):
+        content = {name: cast(name, value, run[name]) for name, value in islice(stream, len(run))}
+        assert content.keys() == run.keys(), file
+        try:
+            save_file(content, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise InputError(f"{folder / file} cannot be written: {error}") from None
+    if len(runs) > 1:
+        index = {
+            "metadata": {
+                "total_size": sum(entry.nbytes for entry in entries.values()),
+                "total_parameters": sum(entry.numel() for entry in entries.values()),
+            },
+            "weight_map": {t: file for file, run in zip(names, runs, strict=True) for t in run},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def cast(name: str, value: Tensor, entry: Tensor) -> Tensor:
+    """Return `value` in the dtype of `entry`. Raises InputError if the result is not finite."""
+    assert value.shape == entry.shape, name
+    content = value.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
+    if not bool(content.isfinite().all()):
+        kind, most = str(entry.dtype).removeprefix("torch."), torch.finfo(entry.dtype).max
+        raise InputError(
+            f"{name} must be at most {most:.6g} for {kind}, got {value.abs().max().item():.6g}"
+        )
+    return content

@@ -23,21 +23,17 @@ from models.huggingface.config_json import (
 )
 from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
-from scripts.checkpoints.weights_only import write_state
 from scripts.command import check_free
-from scripts.data.folder import AtomicFolder
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.equivalence import offline
-from scripts.huggingface.export import check_room
-from scripts.huggingface.safetensors_file import INDEX_FILE
+from scripts.huggingface.export import INDEX_FILE
+from scripts.weights_only import write_checkpoint
 from spectral.batching import grouped
-from training.checkpoint import checkpoints
-from training.checkpoint.stored_checkpoint import CONFIG, STATE, named
-from training.config import Config, load_config, to_yaml
+from training.checkpoint.stored_checkpoint import named
+from training.config import Config, load_config
 from training.config.yaml_files import to_text
 from training.errors import InputError, near_name
 from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, read_json
-from training.machine.environment import versions
 
 POSITIONS = "max_position_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -72,24 +68,16 @@ def import_model(
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)
-        check_room(target, 4 * sum(tensor.numel for tensor in tensors))
-        folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
-        state = folder.path / STATE
-        state.mkdir()
         parts = grouped(tensors, lambda tensor: tensor.parameter)
         buffers = {name: part[0].view_shape for name, part in parts.items() if part[0].buffer}
-        facts = write_state(state, config, partial(read_parameter, parts, files), buffers)
-        (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        meta = {
-            "step": 0,
-            "weights_only": True,
-            "source": source.resolve().name,
-            "dtype": files.dtype,
-            "identity": copy_tokenizer(source, folder.path),
-            "versions": versions(),
-        }
-        checkpoints.seal(folder.path, meta, facts)
-        folder.commit()
+        facts = {"step": 0, "source": source.resolve().name, "dtype": files.dtype}
+        write_checkpoint(
+            target,
+            config,
+            partial(read_parameter, parts, files),
+            buffers,
+            lambda folder: {**facts, "identity": copy_tokenizer(source, folder)},
+        )
     return files.dtype
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from parallel.comm import groups as process_groups
 from scripts import convert_hf
 from scripts.average import dropped, main
-from scripts.checkpoints.weights_only import Mean
 from scripts.huggingface.card import card
+from scripts.weights_only import Mean
 from tests.fuzzed import FLIP, damage
 from tests.live_bytes import peak_bytes
 from tests.run_configs import MIXTURE, tiny_config

@@ -19,7 +19,6 @@ from scripts.convert_hf import main
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
 from scripts.huggingface.equivalence import DifferentError, verify
-from scripts.huggingface.safetensors_file import shards
 from scripts.huggingface.tokenizer_files import settings_of
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.failing_disk import largest_file
@@ -139,7 +138,7 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
 
 def test_files_have_as_many_tensors_as_their_limit_allows() -> None:
     sizes = {"a": 4, "b": 4, "c": 4, "d": 4, "e": 12, "f": 2, "g": 6, "h": 1}
-    files = shards([(name, torch.empty(size)) for name, size in sizes.items()], 32)
+    files = exporting.shards([(name, torch.empty(size)) for name, size in sizes.items()], 32)
     assert ["".join(each) for each in files] == ["ab", "cd", "e", "fg", "h"]
 
 

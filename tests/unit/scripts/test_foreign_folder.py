@@ -9,8 +9,8 @@ import pytest
 
 from scripts.evaluation.harness import Run
 from scripts.generate import continuation, main, parse
+from scripts.huggingface.export import INDEX_FILE
 from scripts.huggingface.importing import TheirFiles, copy_tokenizer, their_settings
-from scripts.huggingface.safetensors_file import INDEX_FILE
 from tests.text_files import write_byte_level_tokenizer
 from training.errors import InputError
 

@@ -13,7 +13,7 @@ import pytest
 
 from parallel.comm import groups as process_groups
 from scripts.evaluate import main as evaluate
-from scripts.huggingface.export import Options, export
+from scripts.huggingface.export import export
 from scripts.prepare_task import FORMATS, examples, main
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
@@ -162,7 +162,7 @@ def results(output: Path) -> dict[str, float]:
 def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
-    export(scored / "run", tmp_path / "out", Options())
+    export(scored / "run", tmp_path / "out")
     options = ["--python", str(with_lm_eval()), "--output", str(tmp_path)]
     assert evaluate([str(tmp_path / "out"), "--tasks", *files, *options]) == 0
     assert results(tmp_path) == pytest.approx(logged(scored), abs=1e-6)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.huggingface.export import Options, export
+from scripts.huggingface.export import export
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
@@ -41,7 +41,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
     assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
     assert "train/loss" not in found[1]  # step 3 is otherwise not logged
     out = tmp_path / "out"
-    export(tmp_path / "run", out, Options())
+    export(tmp_path / "run", out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out)
     last = found[-1]

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallel.comm.groups import Groups
-from scripts.huggingface.export import Options, export
+from scripts.huggingface.export import export
 from scripts.plot import main as plot
 from tests.run_configs import MIXTURE, read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
@@ -100,7 +100,7 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
     lines = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "task/acc" in line] == [2, 4, 6]
     out = tmp_path / "out"
-    export(tmp_path / "run", out, Options())
+    export(tmp_path / "run", out)
     trainer = build_trainer(config, world, *build_data(config))
     restore(trainer, read_checkpoint(tmp_path / "run"))
     for task in build_tasks(config):

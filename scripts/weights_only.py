@@ -3,7 +3,6 @@ checkpoints."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from models.families import all_units
 from models.units import Unit
 from parallel.checkpoint.safe_index import PLAIN_FILE
 from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import FileFacts, StateWriter, file_facts, write_plain
+from parallel.checkpoint.state_writer import StateWriter, file_facts, write_plain
 from scripts.command import check_free
 from scripts.data.folder import AtomicFolder
 from scripts.huggingface.export import check_room, raise_problems
@@ -45,16 +44,39 @@ Read = Callable[[str], Tensor]
 """Function that returns the float32 value of a parameter or buffer by name."""
 
 
-def write_state(
-    folder: Path, config: Config, read: Read, buffers: Mapping[str, tuple[int, ...]], step: int = 0
-) -> dict[str, FileFacts]:
-    """Write the state files of a checkpoint to `folder`; return the facts of each file by name.
+def write_checkpoint(
+    target: Path,
+    config: Config,
+    read: Read,
+    buffers: Mapping[str, tuple[int, ...]],
+    meta: Callable[[Path], Mapping[str, Any]],
+) -> None:
+    """Write a checkpoint without optimizer state to a new folder `target`.
 
     `read` must return each parameter in its units' `view_shape`; `buffers` contains the shape of
-    each buffer. Raises InputError if `read` raises it.
+    each buffer. `meta` is called with the folder after all weights are written; it may add files,
+    and returns the first entries of meta.json, including `step`. Raises InputError if `target`
+    exists, if the disk is too small, or if `read` or `meta` raises it.
     """
-    last = LastParameter(read)
     units = all_units(config.model, **unit_options(config))
+    check_room(target, 4 * sum(unit.numel for unit in units))
+    with AtomicFolder(target, partial(check_free, target)) as folder:
+        state = folder.path / STATE
+        state.mkdir()
+        write_state(state, units, read, buffers)
+        (folder.path / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        content = {**meta(folder.path), "weights_only": True, "versions": versions()}
+        write_plain(state / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": content["step"]}})
+        facts = {path.name: file_facts(path) for path in sorted(state.iterdir())}
+        checkpoints.seal(folder.path, content, facts)
+        folder.commit()
+
+
+def write_state(
+    folder: Path, units: Sequence[Unit], read: Read, buffers: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Write the tensors of a checkpoint to `folder`."""
+    last = LastParameter(read)
     shapes = {f"weight/{unit.name}": unit.axes for unit in units}
     sources: dict[str, Callable[[], Tensor]] = {
         f"weight/{unit.name}": partial(last.unit, unit) for unit in units
@@ -75,8 +97,6 @@ def write_state(
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
             raise next((c for c in causes if isinstance(c, InputError)), error) from None
-    write_plain(folder / PLAIN_FILE, {"schema": SCHEMA, "extra": {"step": step}})
-    return {path.name: file_facts(path) for path in sorted(folder.iterdir())}
 
 
 class LastParameter:
@@ -132,29 +152,13 @@ def average(
         raise_problems(info)
     last = infos[-1]
     mean = Mean([CheckpointWeights(info) for info in infos], weights, on_sphere=on_sphere)
-    check_room(target, 4 * sum(unit.numel for units in mean.units.values() for unit in units))
-    with ExitStack() as stack:
-        folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
-        state = folder.path / STATE
-        state.mkdir()
-        facts = write_state(state, mean.config, mean.read, mean.buffers, last.step)
-        text = to_yaml(replace(mean.config, pc=None))
-        (folder.path / CONFIG).write_text(text, encoding="utf-8")
-        used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
-        checkpoints.seal(folder.path, {**kept(last), "averaged": asdict(used)}, facts)
-        folder.commit()
+    kept = ("step", "identity", "progress", "initialized_from")
+    meta = {key: last.meta[key] for key in kept if key in last.meta}
+    used = AveragedCheckpoints([info.step for info in infos], list(weights), on_sphere)
+    meta["averaged"] = asdict(used)
+    config = replace(mean.config, pc=None)
+    write_checkpoint(target, config, mean.read, mean.buffers, lambda folder: meta)
     return mean.norms
-
-
-def kept(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the entries of the average's meta.json that are copied from the last checkpoint, with
-    the versions."""
-    keys = ("step", "identity", "progress", "initialized_from")
-    return {
-        **{key: info.meta[key] for key in keys if key in info.meta},
-        "weights_only": True,
-        "versions": versions(),
-    }
 
 
 def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:

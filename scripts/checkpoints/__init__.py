@@ -1,1 +1,0 @@
-"""Weights-only checkpoints written by scripts: imports and averages."""
