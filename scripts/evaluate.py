@@ -11,15 +11,24 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Final, Literal
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from scripts.command import command, write_whole
-from scripts.evaluation.example_files import named_files, score_checkpoint, write_tasks
-from scripts.evaluation.harness import TASK_SETS, Run, evaluate, rows, table
+from scripts.evaluation.harness import (
+    TASK_SETS,
+    Run,
+    evaluate,
+    named_files,
+    rows,
+    table,
+    write_file_tasks,
+)
 from scripts.huggingface.model_folder import load_whole
 from training.errors import InputError, Parser
 from training.report.text import progress
@@ -27,6 +36,11 @@ from training.report.text import progress
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
 """Keys of lm-eval's output that are written to results.json: results, and facts that identify the
 evaluation."""
+PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
+    None: None,
+    "float32": "fp32",
+    "bfloat16": "bf16",
+}
 
 
 @command
@@ -55,7 +69,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     output = options.output or options.model / "evaluation"
     with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
         local = _local_tasks(options, Path(folder)) if "local" in names else []
-        local += write_tasks(Path(folder), files)
+        local += write_file_tasks(Path(folder), files)
         run = Run(
             model=options.model,
             tasks=[*local, *standard],
@@ -92,6 +106,77 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
         kept = {"model": str(options.model), "tasks": files, "results": results}
         write_whole(options.output / "results.json", json.dumps(kept, indent=2) + "\n")
         write_whole(options.output / "results.md", text)
+
+
+def score_checkpoint(
+    source: Path, files: Mapping[str, str], dtype: str | None = None
+) -> dict[str, dict[str, float]]:
+    """Score a run's newest checkpoint, or a given checkpoint, with the trainer's forward pass.
+
+    Runs in this process. Returns the metrics by task, as input of `rows`.
+
+    `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for another
+    dtype, or if the tokenizer differs from the run's; BrokenCheckpointError if the checkpoint is
+    damaged.
+    """
+    if dtype not in PRECISIONS:
+        raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")
+    from models.engine import import_engine  # imported here because these imports take seconds
+
+    import_engine()
+    from parallel.comm import groups
+    from scripts.huggingface.export import raise_problems
+    from scripts.huggingface.tokenizer_files import compare, tokenizer_source
+    from training.build import build_parallel_model
+    from training.checkpoint.checkpoints import read_checkpoint
+    from training.checkpoint.initial_weights import initial_weights
+    from training.config.data import TasksConfig
+    from training.config.schema import ParallelConfig
+    from training.data.build_data import build_tasks
+    from training.data.token_bytes import tokenizer_file
+    from training.start_groups import start_groups
+    from training.task_scores import score, tokens_of_a_pass
+
+    info = read_checkpoint(source)
+    raise_problems(info)
+    config = info.config
+    tokenizer = tokenizer_source(info)
+    if tokenizer is not None and not config.data.mock:
+        compare(info, tokenizer, tokenizer_file(tokenizer).read_bytes())
+    config = replace(
+        config,
+        data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
+        run=replace(config.run, device="auto"),
+        model=replace(config.model, attention_backend="sdpa"),
+        pc=None,  # the weights are PC(W)
+        parallel=ParallelConfig(),
+        train=replace(
+            config.train, fp8=None, precision=PRECISIONS[dtype] or config.train.precision
+        ),
+        checkpoint=replace(config.checkpoint, initialize_from=str(info.path)),
+        tasks=TasksConfig(files=dict(files)),
+    )
+    layout = start_groups(config)
+    try:
+        tasks = build_tasks(config)
+        for task in tasks:
+            print(task)
+        model = build_parallel_model(config, layout, initial_weights(config))
+        assert config.model.vocab_size is not None  # set in saved configs
+        scores = score(
+            model,
+            layout,
+            tasks,
+            vocab_size=config.model.vocab_size,
+            most_tokens=tokens_of_a_pass(config.train, config.model, layout),
+        )
+    finally:
+        groups.shutdown()
+    assert scores is not None  # never stopped early
+    return {
+        name: {f"{key},none": scores[f"task/{name}/{key}"] for key in ("acc", "acc_norm")}
+        for name in files
+    }
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:

@@ -1,5 +1,6 @@
-"""Running lm-eval in its own environment, and reading its results."""
+"""Running lm-eval in its own environment, also on task files, and reading its results."""
 
+import json
 import math
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from scripts.huggingface.model_folder import read_settings
+from training.data.tasks import read_examples
 from training.errors import InputError
 from training.json_file import read_json
 from training.report.text import markdown_table
@@ -44,6 +46,23 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
 sso_paper combines the SSO paper's tables of its dense model and of its mixture of experts, which
 report plain accuracy and do not state the number of few-shot examples."""
 
+
+SUFFIX: Final = ".jsonl"
+TASK: Final = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: context
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc}}
+  - {{metric: acc_norm}}
+metadata: {{version: 1.0}}
+"""
+"""lm-eval's description of a task in a file."""
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
@@ -127,6 +146,30 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
         )
     results: dict[str, Any] = read_json(files[0])
     return results
+
+
+def named_files(names: Sequence[str]) -> dict[str, str]:
+    """Return the .jsonl files in `names` by task name.
+
+    Raises InputError if two files have the same name, DataError if a file is not a task file.
+    """
+    files: dict[str, str] = {}
+    for name in (name for name in names if name.endswith(SUFFIX)):
+        task = f"file_{Path(name).stem}"
+        if task in files:
+            raise InputError(f"task files must have different names, got {Path(name).name} twice")
+        read_examples(Path(name))
+        files[task] = name
+    return files
+
+
+def write_file_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
+    """Write lm-eval's description of each task file to `folder`; return the tasks' names."""
+    for name, file in files.items():
+        path = json.dumps(str(Path(file).resolve()))
+        text = TASK.format(name=json.dumps(name), file=path)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return list(files)
 
 
 @dataclass(frozen=True)
