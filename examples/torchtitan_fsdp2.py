@@ -3,7 +3,7 @@
     pip install .
     torchrun --nproc-per-node 2 examples/torchtitan_fsdp2.py --steps 40
 
-The order is torchtitan's: build on the meta device, `fully_shard` each layer, initialise the
+The order is as in torchtitan: build on the meta device, `fully_shard` each layer, initialise the
 weights, then create the optimizer from the sharded parameters. The optimizer's state is also
 sharded, so torch.distributed.checkpoint can save it and load it on any number of ranks.
 """
