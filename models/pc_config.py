@@ -61,7 +61,7 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles whose matrices are preconditioned; null = o, gate (if there is one), up and down."""
+    """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
     """Strength of the preset: level 4 raises singular values above 0.3 times the largest to the
     largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
