@@ -7,6 +7,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
 from training.build import build_trainer
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume import ResumeError
+from training.checkpoint.resume import ResumeError, announced, differences, identity
 from training.config import load_config
 from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
@@ -31,7 +32,7 @@ from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
 from training.planning.plan_commands import dry_run
 from training.restore import restore
-from training.run import train
+from training.run import agreed_facts, train
 from training.task_scores import log_likelihoods
 
 TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
@@ -156,6 +157,27 @@ def test_a_stop_while_scoring_is_made_up_for(keys, world, tmp_path):
     train(read_config(str(tmp_path), **keys, run__dir=tmp_path / "whole"), world)
     assert len(stopped) < len(metrics_of(tmp_path / "run"))
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
+    """The file of a task is part of a run's identity; tasks and examples may change, which the run
+    announces."""
+    keys |= {"tasks__files__other": keys["tasks__files__digits"]}
+    before = tiny_config(str(tmp_path), "adamw", **keys)
+    saved = agreed_facts(before, *build_data(before), build_tasks(before))
+    write_tasks(tmp_path, examples=10)
+    del keys["tasks__files__other"]
+    config = read_config(str(tmp_path), **keys, tasks__examples=5)
+    facts = agreed_facts(config, *build_data(config), build_tasks(config))
+    found = differences(identity(before, saved), identity(config, facts), ())
+    changed = [f"tasks.{name}.sha256" for name in ("words", "digits")]
+    assert {kind: [each.key for each in of] for kind, of in found.items()} == {"data": changed}
+    start = SimpleNamespace(config=before, meta={"identity": saved})
+    kinds = {"layout": {}, "device": {}, "versions": {}}
+    assert announced(start, config, saved, kinds) == [
+        "tasks.examples was None, is 5",
+        "tasks.other was there, is absent",
+    ]
 
 
 @pytest.mark.slow
