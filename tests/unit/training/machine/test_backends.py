@@ -1,0 +1,102 @@
+"""The kernels that are selected on a device, and the reasons and costs that a run states."""
+
+import pytest
+import torch
+
+from tests.run_configs import tiny_config
+from training.machine import backends
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ENGINE = {"model__attention_backend": "transformer_engine"}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that sets what is installed: the missing compiler, and liger-kernel."""
+
+    def choose(missing: str | None = None, liger: bool = True) -> None:
+        monkeypatch.setattr(backends, "missing_compiler", lambda device: missing)
+        monkeypatch.setattr(backends, "has_liger", lambda: liger)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "missing", "backend"),
+    [
+        ({}, CPU, None, (None, "none")),
+        ({}, GPU, None, ("inductor", "inductor")),
+        ({}, GPU, "gcc", (None, "none, because inductor needs gcc")),
+        (ENGINE, GPU, None, (None, "none, because transformer_engine fuses the operations")),
+        ({"train__compile": "null"}, GPU, None, (None, "none")),
+        ({"train__compile": "aot_eager"}, CPU, None, ("aot_eager", "aot_eager")),
+        ({"train__compile": "inductor"}, GPU, "gcc", ("inductor", "inductor")),
+    ],
+)
+def test_the_compile_backend_is_stated_with_its_reason(
+    keys, device, missing, backend, machine, tmp_path
+):
+    machine(missing)
+    assert backends.compile_backend(tiny_config(str(tmp_path), **keys), device) == backend
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "liger", "fused"),
+    [
+        ({}, GPU, True, True),
+        ({}, GPU, False, False),
+        ({}, CPU, True, False),
+        ({"train__loss_chunk": 64}, GPU, True, False),
+        ({"train__fused_loss": "null"}, GPU, True, False),
+        ({"train__fused_loss": "liger"}, GPU, True, True),
+    ],
+)
+def test_the_loss_is_fused_where_liger_computes_it_whole(
+    keys, device, liger, fused, machine, tmp_path
+):
+    machine(liger=liger)
+    assert backends.fused_loss(tiny_config(str(tmp_path), **keys), device) is fused
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "missing", "fused"),
+    [
+        ({}, GPU, None, True),
+        ({}, GPU, "gcc", False),
+        ({}, CPU, None, False),
+        (ENGINE, GPU, None, False),
+        ({"train__fused_backward": "null"}, GPU, None, False),
+        ({"train__fused_backward": "triton"}, GPU, None, True),
+    ],
+)
+def test_gradients_are_fused_where_triton_compiles(keys, device, missing, fused, machine, tmp_path):
+    machine(missing)
+    assert backends.fused_backward(tiny_config(str(tmp_path), **keys), device) is fused
+
+
+def test_slow_bf16_is_noted_on_cpus_alone(monkeypatch):
+    for slow, device, precision, noted in (
+        ({torch.float16, torch.bfloat16}, CPU, "bf16", True),
+        ({torch.float16, torch.bfloat16}, CPU, "fp32", False),
+        ({torch.float16, torch.bfloat16}, GPU, "bf16", False),
+        ({torch.float16}, CPU, "bf16", False),
+    ):
+        monkeypatch.setattr(backends, "SLOW_ON_CPU", slow)
+        note = backends.slow_precision(precision, device)
+        assert ("slower than train.precision=fp32" in str(note)) is noted
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "noted"),
+    [
+        ("flash_attention", (9, 0), True),
+        ("efficient_attention", (10, 3), True),
+        ("flash_attention", (8, 9), False),
+        ("cudnn_attention", (9, 0), False),
+        ("blockwise attention scores", (9, 0), False),
+    ],
+)
+def test_slow_attention_is_noted_where_cudnn_is_faster(kernel, capability, noted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ("cuDNN" in str(backends.slow_attention(kernel, GPU))) is noted
+    assert backends.slow_attention(kernel, CPU) is None
