@@ -11,11 +11,10 @@ from models.units import (
     ALL,
     Index,
     Unit,
-    bias_unit,
-    gain_unit,
     gated_mlp_units,
     matrix_unit,
     mlp_units,
+    vector_unit,
 )
 
 
@@ -83,17 +82,16 @@ def attention_units(
     units = head_units(prefix, "qkv", roles, groups, model.hidden, split, infix)
     if model.attention_bias != "none":
         rows = (model.heads + 2 * groups) * size
-        units.append(bias_unit(f"{prefix}attention.qkv_bias", rows, split.tensor_size))
-    units += [
-        gain_unit(f"{prefix}attention.{name}", size, start=gain_start, partial_over_tensor=True)
-        for name in ("q_norm", "k_norm")
-        if model.qk_norm
-    ]
+        name, tensor = f"{prefix}attention.qkv_bias", split.tensor_size
+        units.append(vector_unit(name, "bias", rows, start=0.0, tensor_size=tensor))
+    for name in ("q_norm", "k_norm") if model.qk_norm else ():
+        gain = vector_unit(f"{prefix}attention.{name}", "gain", size, start=gain_start)
+        units.append(replace(gain, partial_over_tensor=True))
     shape = (model.hidden, model.heads * size)
     o = matrix_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, split.tensor_size, 1)
     units.append(o)
     if model.attention_bias == "all":
-        units.append(bias_unit(f"{prefix}attention.o_bias", model.hidden, None))
+        units.append(vector_unit(f"{prefix}attention.o_bias", "bias", model.hidden, start=0.0))
     return units
 
 
@@ -118,7 +116,7 @@ def latent_attention_units(
         return head_units(prefix, name, parts, model.heads, width, split)
 
     def gain(name: str, size: int) -> Unit:
-        return gain_unit(f"{prefix}attention.{name}", size, start=gain_start)
+        return vector_unit(f"{prefix}attention.{name}", "gain", size, start=gain_start)
 
     def into_latent(role: str, rows: int) -> Unit:
         parameter = f"{prefix}attention.{role}"
@@ -223,7 +221,7 @@ def decoder_units(
     """
 
     def gain(name: str) -> Unit:
-        return gain_unit(name, model.hidden, start=gain_start)
+        return vector_unit(name, "gain", model.hidden, start=gain_start)
 
     def vocabulary(role: str, tied_stage: Literal["first", "last"] | None = None) -> Unit:
         shape = (model.padded_vocab, model.hidden)

@@ -189,37 +189,24 @@ def matrix_unit(
     )
 
 
-def gain_unit(
-    name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
+def vector_unit(
+    name: str, role: str, size: int, *, start: float, tensor_size: int | None = None
 ) -> Unit:
-    """Return the replicated gain `[size]` of a norm; its initial value is `start`."""
-    return Unit(
-        name=name,
-        parameter=name,
-        role="gain",
-        view_shape=(size,),
-        index=(ALL,),
-        axes=(size,),
-        replicated=True,
-        partial_over_tensor=partial_over_tensor,
-        start=start,
-    )
+    """Return the gain of a norm or the bias of a linear layer, `[size]`, initially `start`.
 
-
-def bias_unit(name: str, size: int, tensor_size: int | None) -> Unit:
-    """Return the bias `[size]` of a linear layer, sharded over `tensor_size` ranks or, if None,
-    replicated."""
+    The unit is sharded over `tensor_size` ranks or, if None, replicated.
+    """
     cut = tensor_size or 1
     return Unit(
         name=name,
         parameter=name,
-        role="bias",
+        role=role,
         view_shape=(size // cut,),
         index=(ALL,),
         axes=(size,),
         shard_axis=0 if cut > 1 else None,
         replicated=tensor_size is None,
-        start=0.0,
+        start=start,
     )
 
 
