@@ -108,7 +108,6 @@ class StateWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
-        self.folder = folder
 
     def storage_meta(self) -> StorageMeta:
         """Return the writer's entry of the index."""

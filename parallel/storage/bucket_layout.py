@@ -14,7 +14,7 @@ The layout is a pure function of the units' shapes and is the same on every rank
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import prod
@@ -240,44 +240,34 @@ class BucketPlanner:
         contents = bucket_parameters(units)
         contents = set_apart(contents, {unit.parameter for unit in units if unit.tied_stage})
         by_parameter = grouped(units, lambda unit: unit.parameter)
+        sizes = parameter_sizes(units)
         kept, narrow = self.preconditioned, self.parameter_bytes < 4
         by_owners = {
             name
             for name, members in by_parameter.items()
             if kept is not None and narrow and all(map(kept, members))
         }
-        return BucketLayout(
-            self.ranks,
-            tuple(
-                replace(
-                    self.bucket(index, {name: by_parameter[name] for name in names}),
-                    stepped_by_owners=names[0] in by_owners,
-                )
-                for index, names in enumerate(set_apart(contents, by_owners))
-            ),
-        )
+        buckets = [
+            self._bucket(index, {name: sizes[name] for name in names}, names[0] in by_owners)
+            for index, names in enumerate(set_apart(contents, by_owners))
+        ]
+        return BucketLayout(self.ranks, tuple(buckets))
 
-    @property
-    def word(self) -> int:
-        """Alignment of the starts of parameters, in elements, as far as their sizes allow."""
-        return min(WORD, self.alignment)
-
-    def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
-        """Lay out the parameters `members`, given in backward order."""
-        slots, offset = [], 0
-        names = list(members)
+    def _bucket(self, index: int, sizes: dict[str, int], stepped_by_owners: bool) -> Bucket:
+        """Lay out parameters by their sizes, given in backward order."""
+        slots, offset, names = [], 0, list(sizes)
+        word = min(WORD, self.alignment)  # of the starts of parameters, as far as sizes allow
         # Layers have the same parameters. Each bucket starts with a different parameter, so that
         # parameters with much state or work are not always in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
         # Gammas, one number per unit, are last: parameters after them would not be aligned to 16
         # bytes.
-        for name in sorted(ordered, key=lambda name: _numel(members[name]) % self.word > 0):
-            numel = _numel(members[name])
-            slots.append(Slot(name, offset, numel))
-            offset += numel
+        for name in sorted(ordered, key=lambda name: sizes[name] % word > 0):
+            slots.append(Slot(name, offset, sizes[name]))
+            offset += sizes[name]
         step = self._step(offset)
-        return Bucket(index, tuple(slots), -(-offset // step) * step)
+        return Bucket(index, tuple(slots), -(-offset // step) * step, stepped_by_owners)
 
     def _step(self, used: int) -> int:
         """Return the alignment, in elements, of the size of a bucket with `used` elements."""
@@ -291,9 +281,9 @@ class BucketPlanner:
         return self.ranks * alignment
 
 
-def _numel(units: Sequence[Unit]) -> int:
-    """Return the number of elements of the parameter with these units."""
-    return prod(units[0].view_shape)
+def parameter_sizes(units: Sequence[Unit]) -> dict[str, int]:
+    """Return the number of elements of each parameter, in the order of the units."""
+    return {unit.parameter: prod(unit.view_shape) for unit in units}
 
 
 def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
@@ -302,7 +292,7 @@ def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
     A bucket has at most two layers and about `bucket_numel` elements, or one larger run of other
     parameters.
     """
-    sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
+    sizes = parameter_sizes(units)
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
     layers = numel = 0
