@@ -11,8 +11,6 @@ sharded: state of a whole matrix, such as its singular vectors, is sent with the
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -55,7 +53,6 @@ def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
     return Transfer(key, owner, sources, parts)
 
 
-@dataclass(frozen=True)
 class SharedParameter:
     """A parameter with parts or copies on several ranks.
 
@@ -65,21 +62,14 @@ class SharedParameter:
     entries    each rank's part of every state entry that is stored per matrix
     """
 
-    parameter: Tensor
-    rule: Rule
-    units: list[SteppedUnit]
-    layout: TensorLayout
-    entries: Mapping[str, TensorLayout]
-
-    @classmethod
-    def of(cls, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> Self:
-        """Return the `SharedParameter` of a parameter that `ranks` share."""
-        units = SteppedUnit.of(parameter, rule, division)
-        entries = {
+    def __init__(self, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> None:
+        self.parameter, self.rule = parameter, rule
+        self.units = SteppedUnit.of(parameter, rule, division)
+        self.layout = layout_of(parameter, ranks)
+        self.entries = {
             name: flat_layout(last.start + last.shape.numel(), parameter, ranks)
-            for name, last in units[-1].entries.items()
+            for name, last in self.units[-1].entries.items()
         }
-        return cls(parameter, rule, units, layout_of(parameter, ranks), entries)
 
 
 class SharedMatrices:
@@ -103,7 +93,7 @@ class SharedMatrices:
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
-        self.parameters = [SharedParameter.of(*member, ranks) for member in parameters]
+        self.parameters = [SharedParameter(*member, ranks) for member in parameters]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
             Work(
