@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Domain
 from parallel.optimizer.owned_stacks import StackMemory, cut_all_
-from parallel.optimizer.routing import Assign, Penalty
+from parallel.optimizer.routing import Assign
 from parallel.optimizer.unit_transfer import UnitTransfer, stage_exchange
 from parallel.storage.domain_model import DomainModel
 from spectral.batching import grouped
@@ -106,55 +106,35 @@ class PenalisedUnits:
         """Add the penalty's gradient to the gradient shards if `enabled`.
 
         All ranks of the stage must call this method together. Returns this rank's sums `[SUMS]` for
-        `PenaltyFigures` if `measured`, else None.
+        `PenaltyFigures` if `measured`, else None: value, shares, units, and the squared norms of
+        the gradients of the penalty and of the loss.
         """
+        shards, some = self.buffers.gradient_shards(), self.buffers.parameters[0]
+        sums = torch.zeros(SUMS, dtype=torch.float64, device=some.device) if measured else None
         if not self.exists:
-            return self._zeros() if measured else None
-        shards = self.buffers.gradient_shards()
-        sums = self._zeros()
-        if measured:
+            return sums
+        if sums is not None:
             for part in self.parts:
                 sums[4] += part.of(shards).double().square().sum()
-        some = self.buffers.parameters[0]
         stacks = self.stacks.values()
         weights = StackMemory(stacks, some.dtype, some.device)
         self.weight_exchange.gather(self.weights, weights.pieces, some)
         gradients = StackMemory(stacks, shards[0].dtype, shards[0].device)
         for (penalty, _), stack in self.stacks.items():
-            if penalty is not None:
-                sums[:4] += self._penalise(penalty, stack, weights, gradients, measured=measured)
+            assert penalty is not None
+            matrices = weights.assembled(stack)
+            matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+            value, gradient = gram_penalty_and_grad(
+                matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
+            )
+            gradient.mul_(penalty.coefficient)
+            cut_all_(stack, gradient, gradients.pieces)
+            if sums is not None:
+                share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
+                sums[0] += penalty.coefficient * value.double().sum()
+                sums[1] += share.double().sum()
+                sums[2] += len(stack)
+                sums[3] += gradient.double().square().sum()
         if enabled:
             self.exchange.scatter(gradients.pieces, shards, shards[0], add=True)
-        return sums if measured else None
-
-    def _penalise(
-        self,
-        penalty: Penalty,
-        transfers: Sequence[UnitTransfer],
-        weights: StackMemory,
-        gradients: StackMemory,
-        *,
-        measured: bool,
-    ) -> Tensor:
-        """Write each unit's gradient to `gradients`.
-
-        Returns sums over the stack `[SUMS - 1]`: value, shares, units, squared gradient norms.
-        """
-        matrices = weights.assembled(transfers)
-        matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-        value, gradient = gram_penalty_and_grad(
-            matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
-        )
-        gradient.mul_(penalty.coefficient)
-        cut_all_(transfers, gradient, gradients.pieces)
-        sums = self._zeros()[:4]
-        if measured:
-            share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
-            sums[0] = penalty.coefficient * value.double().sum()
-            sums[1] = share.double().sum()
-            sums[2] = len(transfers)
-            sums[3] = gradient.double().square().sum()
         return sums
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)
