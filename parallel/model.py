@@ -45,7 +45,6 @@ class ParallelModel:
     chunks            the model chunks of this pipeline rank
     parameters        this rank's tensor-parallel piece of each parameter, by declared name
     domains           one `DomainModel` for dense parameters, and one for experts if there are any
-    expert            the ranks that share the experts of a layer
     comm_volume       bytes sent for gradients, optimizer and weights
     sequence_length   tokens per sample, before context parallelism splits samples
     in_graph          PC layers whose effective weight is computed in every forward pass
@@ -58,7 +57,6 @@ class ParallelModel:
     chunks: list[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
     domains: list[DomainModel]
-    expert: Axis
     comm_volume: CommVolume
     sequence_length: int
     in_graph: list[UnitWeight] = field(default_factory=list)
@@ -299,7 +297,6 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         chunks,
         parameters,
         build_domains(stage_units, parameters, groups, options, comm_volume),
-        groups.expert,
         comm_volume,
         options.sequence_length,
         in_graph,

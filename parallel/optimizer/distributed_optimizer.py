@@ -247,8 +247,7 @@ def build_optimizer(
         # A rank may own dense matrices and experts, so experts are placed after dense matrices.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
-        plan = layout, placed.strategy, placed.owners
-        check_agreement(plan, part.domain.stage)
+        check_agreement((layout, placed.owners), part.domain.stage)
         loads |= zip(ranks, placed.loads, strict=True)
         owners |= {name: ranks[owner] for name, owner in placed.owners.items()}
         transfers = plan_transfers(part.stage_units, layout, placed.owners)

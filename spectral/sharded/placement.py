@@ -41,13 +41,11 @@ class Work:
 class Placement:
     """Owners of a rank group's units.
 
-    strategy   the strategy used; for `auto`, ping_pong or longest_processing_time
     owners     each unit's owner (rank within the group), by ascending unit name
     loads      each rank's total cost in FLOPs per step, including its earlier load
     moved      number of elements whose momentum is sent to an owner on another rank
     """
 
-    strategy: str
     owners: dict[str, int]
     loads: tuple[float, ...]
     moved: int
@@ -73,10 +71,8 @@ def place(
     tried = []
     if strategy == "auto":
         costs, holders = [work.cost for work in works], [work.holders for work in works]
-        owners = longest_processing_time(costs, base, holders)
-        tried.append(_placement("longest_processing_time", works, owners, base))
-    owners = ping_pong([work.numel for work in works], ranks)
-    tried.append(_placement("ping_pong", works, owners, base))
+        tried.append(_placement(works, longest_processing_time(costs, base, holders), base))
+    tried.append(_placement(works, ping_pong([work.numel for work in works], ranks), base))
     limit = min(max(placement.loads) for placement in tried) * (1 + SLACK)
     return min(
         (placement for placement in tried if max(placement.loads) <= limit),
@@ -84,13 +80,11 @@ def place(
     )
 
 
-def _placement(
-    strategy: str, works: Sequence[Work], ranks: Sequence[int], base: Sequence[float]
-) -> Placement:
+def _placement(works: Sequence[Work], ranks: Sequence[int], base: Sequence[float]) -> Placement:
     owners = {work.name: rank for work, rank in zip(works, ranks, strict=True)}
     loads = loads_of([work.cost for work in works], ranks, base)
     moved = sum(work.numel - work.holders.get(owners[work.name], 0) for work in works)
-    return Placement(strategy, owners, loads, moved)
+    return Placement(owners, loads, moved)
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
