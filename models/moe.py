@@ -24,9 +24,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
-from models.blocks.experts import GroupedExperts, sort_tokens_
+from models.blocks.experts import GroupedExperts, Router, sort_tokens_
 from models.blocks.norm import RMSNorm
-from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig, scale_of
 from models.layout import ChunkSpec, Layout
 

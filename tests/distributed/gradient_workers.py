@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.blocks.router import balance_, layer_numbers, routers, token_counts
+from models.blocks.experts import balance_, layer_numbers, routers, token_counts
 from models.layout import context_part
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups

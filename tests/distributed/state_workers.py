@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.blocks.router import balance_, routers, token_counts
+from models.blocks.experts import balance_, routers, token_counts
 from models.config import ModelConfig
 from models.layout import Layout
 from parallel.checkpoint.state import StateError, load_state

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.blocks.router import routers
+from models.blocks.experts import routers
 from models.config import ModelConfig
 from models.families import all_units
 from models.huggingface.config_json import config_json

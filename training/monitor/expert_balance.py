@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from models.blocks.router import (
+from models.blocks.experts import (
     balance_,
     layer_numbers,
     max_violation,

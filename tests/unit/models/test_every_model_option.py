@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.router import routers
+from models.blocks.experts import routers
 from models.config import InitConfig, LatentConfig, ModelConfig, MoEConfig, RopeScalingConfig
 from models.families import all_units
 from models.pc_config import PCConfig, PCOverride, PolynomialConfig

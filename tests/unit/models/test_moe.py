@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from models.blocks.experts import grouped_linear
-from models.blocks.router import routers
+from models.blocks.experts import grouped_linear, routers
 from models.config import routed_scale
 from tests.models import drawn, losses_of
 from tests.step_trace import Operations

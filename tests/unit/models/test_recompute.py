@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.router import token_counts
+from models.blocks.experts import token_counts
 from models.config import ModelConfig
 from parallel.comm.groups import Groups
 from tests.models import drawn, losses_of

@@ -6,7 +6,7 @@ from math import sqrt
 import pytest
 import torch
 
-from models.blocks.router import balance_, max_violation, routers, token_counts
+from models.blocks.experts import balance_, max_violation, routers, token_counts
 from models.config import routed_scale
 from tests.models import drawn
 from tests.tiny_families import mixture

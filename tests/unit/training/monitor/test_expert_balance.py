@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.router import routers
+from models.blocks.experts import routers
 from parallel.comm.groups import Groups
 from tests.run_configs import MIXTURE, tiny_config
 from training.build import build_trainer
