@@ -54,7 +54,11 @@ class Router(TopKRouter):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         on = self.get_aux_loss_coeff("global_aux_loss") > 0
         self.register_buffer("earlier_load", counts.clone() if on else None)
-        forget_earlier_models()
+        # Clear Megatron's per-process state of an earlier model: its record of balancing losses has
+        # one entry per layer of that model, and the shape of these losses' scale depends on whether
+        # the scale was first used inside or outside a schedule.
+        take_losses()
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
@@ -93,14 +97,6 @@ class Router(TopKRouter):
         )
         return attached
 
-    def note_load(self, counts: Tensor, active: Tensor | None) -> None:
-        """End a step: clear the counts and, if `active`, store the tokens per expert `[experts]` of
-        all ranks."""
-        if self.earlier_load is not None:
-            taken = counts if active is None else torch.where(active, counts, self.earlier_load)
-            self.earlier_load.copy_(taken)
-        self.tokens_per_expert.zero_()
-
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens per expert of a routing map `[tokens, experts]`; called by Megatron.
 
@@ -110,16 +106,6 @@ class Router(TopKRouter):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert += routing_map.sum(dim=0)
-
-
-def forget_earlier_models() -> None:
-    """Clear Megatron's per-process state of an earlier model.
-
-    Megatron's record of balancing losses has one entry per layer of the earlier model. The shape of
-    these losses' scale depends on whether the scale was first used inside or outside a schedule.
-    """
-    take_losses()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 ENGINE_LOSSES = {
@@ -175,19 +161,23 @@ def take_balancing_losses() -> dict[str, Tensor]:
 def balance_(
     chunks: Iterable[torch.nn.Module], counts: Tensor, *, rate: float, active: Tensor | None = None
 ) -> None:
-    """End a step: change every expert bias by `rate` or `-rate`, and clear the counts.
+    """End a step: change every expert bias by `rate` or `-rate`, store the load for the global
+    balancing loss, and clear the counts.
 
     `counts` `[layers, experts]` are summed over all ranks. The bias of an expert with fewer tokens
     than the mean rises, and the bias of an expert with more tokens falls ("Auxiliary-Loss-Free Load
-    Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias changes if `active`, a 0-d
-    bool tensor, is False.
+    Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias or load changes if `active`, a
+    0-d bool tensor, is False.
     """
     with torch.no_grad():
         for router, load in zip(routers(chunks), counts, strict=True):
             if router.expert_bias is not None:
                 move = rate * torch.sign(load.mean() - load)
                 router.expert_bias += move if active is None else move * active
-            router.note_load(load, active)
+            if router.earlier_load is not None:
+                earlier = router.earlier_load
+                earlier.copy_(load if active is None else torch.where(active, load, earlier))
+            router.tokens_per_expert.zero_()
 
 
 Counts = list[list[int]]
