@@ -159,15 +159,14 @@ class _SteppedWeights(Units):
     ) -> None:
         weight = owned.weight
         super().__init__(owned.units[0].shape, weight.dtype, weight.device, len(weight))
-        self.owned, self.gradients = owned, gradients
-        self.stack = Stack(weight, weight, owned.state, step)
+        self.owned, self.gradients, self.step = owned, gradients, step
 
     def take(self, part: slice) -> Stack:
         """Return views of W and state, and the momentum."""
-        gradient = self.owned.stacked(part, self.gradients)
-        stack = self.stack.part(part)._replace(grad=gradient)
-        accumulate_(self.owned.rule, [stack.grad], [stack.state], stack.step.active)
-        return stack
+        owned, gradient = self.owned, self.owned.stacked(part, self.gradients)
+        state = {name: value[part] for name, value in owned.state.items()}
+        accumulate_(owned.rule, [gradient], [state], self.step.active)
+        return Stack(owned.weight[part], gradient, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
         """Do nothing, because weights and state were updated in place."""

@@ -75,11 +75,6 @@ class Stack(NamedTuple):
     state: State
     step: Step
 
-    def part(self, units: slice) -> "Stack":
-        """Return some units of the stack as views."""
-        state = {name: value[units] for name, value in self.state.items()}
-        return Stack(self.weight[units], self.grad[units], state, self.step)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
