@@ -92,16 +92,16 @@ class Side:
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
         # A sender and a receiver process their common parts in the same order.
-        held = sorted((t.owner, i) for i, (t, part) in enumerate(parts) if part.rank == rank)
-        owned = sorted((part.rank, i) for i, (t, part) in enumerate(parts) if t.owner == rank)
+        held = [(t, part) for t, part in parts if part.rank == rank]
+        owned = [(t, part) for t, part in parts if t.owner == rank]
         self.exists = bool(parts)
-        self.held = [(parts[i][0].matrix, parts[i][1]) for _, i in held]
-        self.owned = [(parts[i][0].matrix, parts[i][1]) for _, i in owned]
+        self.held = [(t.matrix, part) for t, part in sorted(held, key=lambda way: way[0].owner)]
+        self.owned = [(t.matrix, part) for t, part in sorted(owned, key=lambda way: way[1].rank)]
         self.held_counts, self.owned_counts = [0] * size, [0] * size
-        for other, i in held:
-            self.held_counts[other] += parts[i][1].numel
-        for other, i in owned:
-            self.owned_counts[other] += parts[i][1].numel
+        for transfer, part in held:
+            self.held_counts[transfer.owner] += part.numel
+        for _, part in owned:
+            self.owned_counts[part.rank] += part.numel
 
 
 class Exchange:
