@@ -41,7 +41,7 @@ def numbers(cells: list[str]) -> list[float]:
     return [float(text.replace(",", "")) for text in texts]
 
 
-def check_figures(printed: str, planned: dict[str, Any]) -> None:
+def check_figures(printed: str, planned: dict[str, Any], context: int = 1) -> None:
     """Check every figure per rank and of a step on the screen, in its unit, against the JSON."""
     shown = sections(printed)
     memory, sent = shown["memory per rank (GiB)"], next(
@@ -66,6 +66,14 @@ def check_figures(printed: str, planned: dict[str, Any]) -> None:
         else:
             sizes = [each["sent"].get(name, 0) for each in stages]
         assert numbers(cells) == pytest.approx([size / 2**20 for size in sizes], abs=0.051), name
+    run, batch = shown["run"], planned["tokens"]
+    sequences, length, passes, micro_batch, tokens = numbers(run["batch"])
+    assert sequences * length == tokens == batch
+    copies = planned["data"] / context
+    assert passes * micro_batch * copies == sequences
+    steps, all_tokens, each, all_flops = numbers(run["whole run"])
+    assert all_flops == pytest.approx(all_tokens * each, rel=2e-3) and all_tokens <= steps * batch
+    assert each == pytest.approx(planned["model_flops"] * planned["gpus"] / batch, rel=1e-3)
     balance, step = shown["balance: largest rank divided by the mean"], shown["step, modelled"]
     for name, kind in {"load of the rules": "load", "masters and state": "state"}.items():
         expected = [each[f"{kind}_max"] / max(1, each[f"{kind}_mean"]) for each in stages]
@@ -106,7 +114,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     planned = json.loads(written.read_text())
     assert planned["gpus"] == config.plan.gpus
     assert planned["fits"] is True and "\nfits: " in printed
-    check_figures(printed, planned)
+    check_figures(printed, planned, config.parallel.context)
     room = 0.95 * planned["device_memory_bytes"]
     assert all(stage["memory"]["total"] <= room for stage in planned["stages"])
     # Steps of a ramp are shorter in proportion to their batches, except for the optimizer.
@@ -125,6 +133,16 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert f"{size.parameters:,}, {size.active_parameters:,} per token" in printed
     assert sum(stage["parameters"] for stage in planned["stages"]) <= size.parameters
     assert config.optimizer.matrix.rule in printed
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_ranks_that_share_sequences_have_their_micro_batches(context, capsys, tmp_path):
+    written = tmp_path / "plan.json"
+    recipe = ["--config", str(ROOT / "configs" / "tiny_sso.yaml"), "--gpus", "8"]
+    keys = ["model.vocab_size=512", f"parallel.context={context}", "parallel.tensor=2"]
+    keys += ["train.micro_batch=2"]
+    assert pretrain.main([*recipe, *keys, "--dry-run", "--json", str(written)]) == 0
+    check_figures(capsys.readouterr().out, json.loads(written.read_text()), context)
 
 
 def test_a_fitted_layout_is_a_config(tmp_path, capsys):
