@@ -214,7 +214,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
     from training.config.yaml_files import check_not_read
-    from training.machine.device import prepare
+    from training.machine.start import prepare
 
     try:
         check_launched()
@@ -318,9 +318,9 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         from training.data.build_data import with_vocabulary
         from training.lifecycle.lifecycle import FAILED, INTERRUPT, REASONS
         from training.lifecycle.terminal import CODE
+        from training.machine.start import start_groups
         from training.nonfinite import NonFiniteError
         from training.run import train as train_ranks
-        from training.start_groups import start_groups
 
     config = with_vocabulary(config)
     # Batches of a ramp are checked later, when the step to continue from is known.

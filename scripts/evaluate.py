@@ -134,7 +134,7 @@ def score_checkpoint(
     from training.config.schema import ParallelConfig
     from training.data.build_data import build_tasks
     from training.data.token_bytes import tokenizer_file
-    from training.start_groups import start_groups
+    from training.machine.start import start_groups
     from training.task_scores import score, tokens_of_a_pass
 
     info = read_checkpoint(source)

@@ -68,12 +68,11 @@ from training.machine.backends import (
     slow_precision,
 )
 from training.machine.device import repeatable
-from training.machine.environment import described, device_facts, settings, versions
+from training.machine.start import described, device_facts, require_agreement, settings, versions
 from training.nonfinite import NonFiniteError
 from training.planning.added_cost import monitor_cost
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
-from training.start_groups import require_agreement
 from training.step import StepResult, Trainer
 from training.step_profile import StepProfile, announcement
 

@@ -60,7 +60,7 @@ from training.errors import InputError
 from training.lifecycle.pace import performance
 from training.loop import Loop
 from training.machine.backends import check_backends
-from training.start_groups import start_groups
+from training.machine.start import start_groups
 from training.step import Trainer
 
 CONFIG = "the config"

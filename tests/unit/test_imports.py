@@ -36,7 +36,7 @@ LEVELS = {
         {"assignments", "data", "machine"},
         {"report", "monitor", "nonfinite"},
         {"checkpoint"},
-        {"lifecycle", "start_groups"},
+        {"lifecycle"},
         {"validation", "launcher"},
         {"samples", "step_profile", "task_scores"},
         {"step"},

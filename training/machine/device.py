@@ -1,4 +1,4 @@
-"""The device on which a rank trains, chosen and prepared before CUDA starts.
+"""The device on which a rank trains, chosen before CUDA starts.
 
 With `run.device: auto`, each rank uses a GPU if the machine has GPUs.
 """
@@ -15,24 +15,13 @@ from torch.utils import deterministic
 
 from training.config import Config
 from training.errors import InputError
-from training.machine import environment
 
 
-def prepare(config: Config) -> None:
-    """Set the required environment variables before CUDA starts; later calls have no effect."""
-    if config.run.device == "cpu":
-        # PyTorch and megatron-core query CUDA in many places; this variable hides all GPUs.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        environment.prepare(config)
-
-
-def start(config: Config) -> Literal["cuda", "cpu"]:
-    """Prepare the environment, and return the type of this rank's device.
+def device_type(config: Config) -> Literal["cuda", "cpu"]:
+    """Return the type of this rank's device.
 
     Raises DeviceError if the configured device is not available.
     """
-    prepare(config)
     requested = config.run.device
     if requested == "cpu":
         return "cpu"

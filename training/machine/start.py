@@ -1,25 +1,33 @@
-"""The environment of a run: limit of open files, environment variables, and versions.
+"""Start of a rank: limit of open files, environment variables, process groups, and comparison of
+settings, code, versions and data between ranks.
 
 CUDA, PyTorch's allocator and NCCL read their environment variables when they start. Versions
 include packages, the commit, the device, the driver and its libraries.
 """
 
 import contextlib
+import hashlib
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import machine, python_version
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.backends import cudnn
 
+from parallel.comm.collectives import disagreements
+from parallel.comm.groups import Groups, initialize
 from training.config import Config
-from training.errors import ConfigError
+from training.config.yaml_files import flat
+from training.errors import ConfigError, InputError
+from training.machine.device import device_type
 
 OPEN_FILES: Final = (256, 65536)
 """Smallest allowed limit of open files per rank, and the largest limit that a rank requests."""
@@ -82,10 +90,14 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set missing environment variables before CUDA starts.
+    """Set missing environment variables before CUDA starts; later calls have no effect.
 
-    Raises ConfigError if a variable overrides the precision of the run's matrix products.
+    Raises ConfigError if a variable overrides the precision of a GPU's matrix products.
     """
+    if config.run.device == "cpu":
+        # PyTorch and megatron-core query CUDA in many places; this variable hides all GPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
     if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
         raise ConfigError(
             "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS would round the operands of all float32 "
@@ -182,3 +194,67 @@ def described(device: torch.device) -> str:
     if device.type == "cuda":
         words += [f"{name}={value}" for name, value in settings().items()]
     return ", ".join([str(first), *words])
+
+
+FOLDERS: Final = ("spectral", "models", "parallel", "training")
+"""Folders whose files must be equal on all ranks."""
+
+
+class RanksDifferError(InputError):
+    """A difference between the ranks of a run in settings, code, versions or data."""
+
+
+def start_groups(config: Config, **options: str) -> Groups:
+    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends them.
+
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, ConfigError if
+    `check_restarts` or `allow_open_files` does.
+    """
+    check_restarts()
+    allow_open_files()
+    facts = {**dict(flat(asdict(config))), **options, **program()}
+    prepare(config)
+    return initialize(
+        config.parallel.layout,
+        timeout_seconds=config.parallel.timeout_seconds,
+        device_type=device_type(config),
+        agree=partial(require_agreement, facts),
+    )
+
+
+def check_restarts() -> None:
+    """Raise ConfigError if torchrun may restart ranks of several nodes with one shared store.
+
+    Each node counts its own restarts, so ranks could wait for each other in different attempts.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 in torchrun's environment for "
+            "--max-restarts on several nodes, got "
+            f"{os.environ.get('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', 'nothing')}"
+        )
+
+
+def program() -> dict[str, Any]:
+    """Return a hash of the files of each package, and the versions of libraries."""
+    facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in FOLDERS}
+    return facts | {f"version of {name}": version for name, version in library_versions().items()}
+
+
+def source_hash(folder: Path) -> str:
+    """Return a hash of the paths and contents of all Python and JSON files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def require_agreement(facts: Mapping[str, Any]) -> None:
+    """Raise RanksDifferError on all ranks if a fact differs, with one line per differing fact;
+    collective."""
+    lines = disagreements(facts)
+    if lines:
+        raise RanksDifferError("\n".join(lines))

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.comm.collectives import differing
 from tests.paths import ROOT
-from training.start_groups import source_hash
+from training.machine.start import source_hash
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
