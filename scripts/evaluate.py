@@ -135,7 +135,7 @@ def score_checkpoint(
     from training.data.build_data import build_tasks
     from training.data.token_bytes import tokenizer_file
     from training.machine.start import start_groups
-    from training.task_scores import score, tokens_of_a_pass
+    from training.evaluation import score, tokens_of_a_pass
 
     info = read_checkpoint(source)
     raise_problems(info)

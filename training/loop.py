@@ -10,13 +10,12 @@ from torch import profiler
 from spectral.ieee_products import ieee_products
 from training.data.order import SetCount
 from training.data.validation_data import ValidationData
+from training.evaluation import evaluate, score, tokens_of_a_pass
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import collect
 from training.nonfinite import NonFiniteError
 from training.step import StepResult, Trainer
 from training.step_profile import StepProfile
-from training.task_scores import score, tokens_of_a_pass
-from training.validation import evaluate
 
 Result = TypeVar("Result")
 

@@ -20,6 +20,7 @@ from training.data.manifest import MANIFEST_FILE, Manifest
 from training.data.token_bytes import open_tokenizer, tokenizer_file
 from training.data.validation_data import ValidationData
 from training.errors import ConfigError
+from training.evaluation import whole_rounds
 
 
 class Sampler:
@@ -128,8 +129,7 @@ def next_tokens(
     rank computes all windows.
     """
     rows = len(windows)
-    # The interleaved schedule needs a number of micro-batches divisible by the pipeline size.
-    count = -(-rows // groups.pipeline.size) * groups.pipeline.size
+    count = whole_rounds(rows, groups)
 
     def batches() -> Iterator[Batch]:
         move = partial(on_device, device=groups.device)

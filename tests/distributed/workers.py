@@ -28,11 +28,11 @@ from training.build import build_trainer
 from training.config.schema import ParallelConfig
 from training.data.build_data import build_data
 from training.data.tasks import Request, made_task
+from training.evaluation import log_likelihoods
 from training.loop import Hooks, Loop
 from training.run import all_owners
 from training.samples import next_tokens
 from training.step import StepResult, Trainer
-from training.task_scores import log_likelihoods
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:

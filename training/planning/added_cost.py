@@ -23,8 +23,8 @@ from training.config import Config
 from training.data.build_data import build_tasks
 from training.dry_run import gpu_hours, plan_run, step_shape
 from training.errors import InputError
+from training.evaluation import lengths
 from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
-from training.task_scores import lengths
 
 SHARE: Final = 0.01
 """Largest share of a run's time that monitors may add if `monitors.interval` is null."""

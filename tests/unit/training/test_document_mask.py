@@ -24,12 +24,12 @@ from training.data.document_index import CROSSED
 from training.data.validation_data import ValidationData
 from training.dry_run import attended_length, plan_run
 from training.errors import DataError
+from training.evaluation import evaluate
 from training.planning.plan_screen import run_table
 from training.report.log_lines import read_metrics as metrics_of_all
 from training.run import train
 from training.samples import next_tokens, written_documents
 from training.step import mean_loss as training_loss
-from training.validation import evaluate
 
 MASKED = {"data__document_mask": True, "data__first_token_loss": False}
 

@@ -19,10 +19,10 @@ from training.config.optimizer_section import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.order import Progress
+from training.evaluation import mean_loss, mean_over_sets
 from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError
 from training.run import train
-from training.validation import mean_loss, mean_over_sets
 
 
 def lines(folder: str, name: str) -> list[dict]:

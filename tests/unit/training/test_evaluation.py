@@ -30,10 +30,10 @@ from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
 from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
+from training.evaluation import log_likelihoods
 from training.planning.plan_commands import dry_run
 from training.restore import restore
 from training.run import agreed_facts, train
-from training.task_scores import log_likelihoods
 
 TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
 WINDOW = 32

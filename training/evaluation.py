@@ -1,11 +1,12 @@
-"""Scores on multiple-choice tasks during training, computed by forward passes on any layout.
+"""Validation losses, and scores on multiple-choice tasks, by forward passes on any layout.
 
-Each choice is a separate sequence. Sequences are grouped by length, so that short sequences are not
-padded to a whole window, and distributed over the data-parallel ranks; causal attention hides
-padding.
+Each window of a validation set counts once. Each choice of a task is a separate sequence. Sequences
+are grouped by length, so that short sequences are not padded to a whole window, and distributed
+over the data-parallel ranks; causal attention hides padding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import lcm
 from typing import Final
@@ -17,11 +18,156 @@ from models.config import ModelConfig
 from models.layout import Layout, context_chunks, context_part
 from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
-from parallel.model import LossFunction, ParallelModel
+from parallel.model import Batch, LossFunction, ParallelModel
 from training.config.schedule import TrainConfig
-from training.data.batches import on_device
+from training.data.batches import as_batch, on_device
 from training.data.tasks import Request, Task, accuracies
-from training.validation import PASSES
+from training.data.validation_data import ValidationData
+
+PASSES = 32
+"""Number of micro-batches per pipeline rank between checks for stop requests."""
+
+
+def evaluate(
+    model: ParallelModel,
+    groups: Groups,
+    sets: Iterable[ValidationData],
+    *,
+    micro_batch: int,
+    stop: Callable[[], bool] = lambda: False,
+    mixture: Mapping[str, float] | None = None,
+) -> dict[str, float] | None:
+    """Return the metrics of all validation sets, equal on all ranks.
+
+    `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, `val/<set>/bpb` is in
+    bits per byte of text. `val/loss` and `val/bpb` are results of `mean_over_sets` with the weights
+    `mixture` of the training sets. All ranks call `stop` at intervals; if it returns True, the
+    result is None.
+    """
+    metrics: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    densities: dict[str, float] = {}
+    for each in sets:
+        loss = mean_loss(model, groups, each, micro_batch=micro_batch, stop=stop)
+        if loss is None:
+            return None
+        losses[each.name] = loss
+        metrics[f"val/{each.name}/loss"] = loss
+        metrics[f"val/{each.name}/ppl"] = math.exp(min(loss, 700.0))
+        bits = each.bits_per_byte(loss)
+        if bits is not None:
+            metrics[f"val/{each.name}/bpb"] = densities[each.name] = bits
+    if losses:
+        metrics["val/loss"] = mean_over_sets(losses, mixture or {})
+    if losses and densities.keys() == losses.keys():
+        metrics["val/bpb"] = mean_over_sets(densities, mixture or {})
+    return metrics
+
+
+def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
+    """Return the mean over validation sets, weighted like the training sets of the same names.
+
+    If a training set of the same name is missing or has weight 0, the mean is not weighted.
+    """
+    named = all(mixture.get(name) for name in values)
+    weights = {name: mixture[name] if named else 1.0 for name in values}
+    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
+
+
+def mean_loss(
+    model: ParallelModel,
+    groups: Groups,
+    data: ValidationData,
+    *,
+    micro_batch: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss over the windows of `data` in nats per token, None if `stop` returned
+    True."""
+    shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
+    count = data.micro_batches(**shape)
+    padded = whole_rounds(count, groups)
+    sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
+
+    def batches() -> Iterator[Batch]:
+        last: Tensor | None = None
+        for window, weight in data.batches(**shape, data_rank=groups.data.rank):
+            last = window
+            yield as_batch(window, groups, data.borders, weight)
+        for _ in range(padded - count):
+            assert last is not None  # `count` is at least 1
+            yield as_batch(last, groups, data.borders, torch.zeros(micro_batch))
+
+    def add(figure: Mapping[str, Tensor]) -> None:
+        sums.add_(figure["sums"])
+
+    whole = run_passes(
+        model, groups, batches, weighted_sums, add, count=padded, micro_batch=micro_batch, stop=stop
+    )
+    if not whole:
+        return None
+    all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
+    # Only the last stage has figures.
+    all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
+    return (sums[0] / sums[1]).item()
+
+
+def whole_rounds(count: int, groups: Groups) -> int:
+    """Return `count` rounded up to a multiple of the pipeline size, which the interleaved schedule
+    needs as the number of micro-batches."""
+    return -(-count // groups.pipeline.size) * groups.pipeline.size
+
+
+def run_passes(
+    model: ParallelModel,
+    groups: Groups,
+    batches: Callable[[], Iterator[Batch]],
+    loss: Callable[[Batch], LossFunction],
+    add: Callable[[Mapping[str, Tensor]], None],
+    *,
+    count: int,
+    micro_batch: int,
+    stop: Callable[[], bool],
+    length: int | None = None,
+) -> bool:
+    """Compute the figures of `count` micro-batches, a result of `whole_rounds`, and pass them to
+    `add`; return False if `stop` returned True.
+
+    For the other arguments see `ParallelModel.forward_backward`.
+    """
+    passes = PASSES * groups.pipeline.size
+    # A stage of several chunks iterates over the batches once per chunk.
+    streams = [batches() for _ in model.chunks]
+    for first in range(0, count, passes):
+        if stop():
+            return False
+        remaining = iter(streams)
+        figures = model.forward_backward(
+            partial(next, remaining),
+            loss,
+            microbatches=min(passes, count - first),
+            micro_batch=micro_batch,
+            train=False,
+            length=length,
+        )
+        for figure in figures:
+            add(figure)
+    return True
+
+
+def weighted_sums(batch: Batch) -> LossFunction:
+    """Return the loss function that computes the weighted sum of token losses and the sum of
+    weights."""
+
+    def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = batch["weight"][:, None].expand_as(token_losses).double()
+        if "counted" in batch:
+            weights = weights * batch["counted"]
+        sums = torch.stack([(token_losses.double() * weights).sum(), weights.sum()])
+        return token_losses.float().mean(), {"sums": sums}
+
+    return loss
+
 
 SHORTEST: Final = 16
 """Smallest sequence length in tokens to which sequences are padded."""
@@ -120,27 +266,23 @@ class Scorer:
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
         """Add the losses of the requests `indices` to `losses`, in passes of `rows` sequences of
         `length` tokens; return False if `stop` returned True."""
-        stages = self.groups.pipeline.size
-        count = -(-len(indices) // (rows * self.groups.data.size))
-        # The interleaved schedule needs a number of micro-batches divisible by the pipeline size.
-        count = -(-count // stages) * stages
-        # A stage of several chunks iterates over the batches once per chunk.
-        streams = [self.batches(indices, length, rows, count) for _ in self.model.chunks]
-        for first in range(0, count, PASSES * stages):
-            if stop():
-                return False
-            remaining = iter(streams)
-            figures = self.model.forward_backward(
-                partial(next, remaining),
-                self.scored,
-                microbatches=min(PASSES * stages, count - first),
-                micro_batch=rows,
-                length=length,
-                train=False,
-            )
-            for figure in figures:
-                self.losses.index_add_(0, figure["request"], figure["losses"])
-        return True
+        share = -(-len(indices) // (rows * self.groups.data.size))
+        count = whole_rounds(share, self.groups)
+
+        def add(figure: Mapping[str, Tensor]) -> None:
+            self.losses.index_add_(0, figure["request"], figure["losses"])
+
+        return run_passes(
+            self.model,
+            self.groups,
+            partial(self.batches, indices, length, rows, count),
+            self.scored,
+            add,
+            count=count,
+            micro_batch=rows,
+            stop=stop,
+            length=length,
+        )
 
     def batches(
         self, indices: Sequence[int], length: int, rows: int, count: int
