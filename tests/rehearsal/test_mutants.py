@@ -6,7 +6,7 @@ import pytest
 
 from tests.rehearsal import mutants
 from tests.rehearsal.programs import H100, BrokenJob, plain_waits, program
-from training.rehearsal.verdict import combined
+from training.rehearsal.rehearse import combined
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 

@@ -71,11 +71,10 @@ class FusedAttention:
 
     def choice(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
         """Return the number of the kernel in `SDPBackend`."""
-        if takes_flash(query, key, value) and self.newer:
-            return int(SDPBackend.CUDNN_ATTENTION.value)
-        if takes_flash(query, key, value):
-            return int(SDPBackend.FLASH_ATTENTION.value)
-        return int(SDPBackend.EFFICIENT_ATTENTION.value)
+        if not takes_flash(query, key, value):
+            return int(SDPBackend.EFFICIENT_ATTENTION.value)
+        flash = SDPBackend.CUDNN_ATTENTION if self.newer else SDPBackend.FLASH_ATTENTION
+        return int(flash.value)
 
     def attention(
         self,

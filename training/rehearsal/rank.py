@@ -179,9 +179,7 @@ class Job:
         trace.keep_peak()
         report.counts = trace.counts
         report.marks = trace.marks.get(PLAIN_STEP, [])
-        report.findings = [str(finding) for finding in trace.order.findings] + sorted(
-            trace.imprecise
-        )
+        report.findings = [*trace.order.findings, *sorted(trace.imprecise)]
         report.calls = trace.calls
         pools = trace.memory.pools
         report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)

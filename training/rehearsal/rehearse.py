@@ -1,12 +1,15 @@
-"""A rehearsal, from the config to the report of all rehearsed ranks."""
+"""A rehearsal, from the config to the report of all rehearsed ranks, as text and as JSON."""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
-from parallel.plan.devices import Device
+from parallel.plan.devices import RESERVE, Device
 from training.config import Config, check
 from training.data.build_data import on_mock_tokens
 from training.dry_run import device_named, plan_run
@@ -14,8 +17,259 @@ from training.errors import ConfigError
 from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches
 from training.rehearsal.processes import perform
-from training.rehearsal.rank import Job, with_known_kernels
-from training.rehearsal.verdict import Report, combined, described
+from training.rehearsal.rank import PLAIN_STEP, Job, RankReport, with_known_kernels
+from training.rehearsal.trace import OPTIMIZER, PHASES, SETUP, STEP, Counts, merged
+from training.report.text import table
+
+SHOWN: Final = 8
+BACKWARD: Final = 0.66
+"""Share of the backward pass in the computing time of a micro-batch."""
+
+
+@dataclass
+class Report:
+    """The report of a rehearsal; for several ranks, each figure is the maximum over the ranks.
+
+    error      first error with its place, None if the run would succeed
+    phases     counts of a step without periodic work (forward_backward and optimizer), of the
+               additional work of a monitored and logged step (monitors), of a validation with two
+               micro-batches of each set, and of a save
+    planned_memory_bytes, planned_seconds   memory and time of a step according to the plan
+    modelled_seconds   modelled time of a step without periodic work
+    mfu        model FLOPs divided by the device's peak FLOPs in `modelled_seconds`
+    micro_batch_elementwise_bytes   bytes that a micro-batch moves in addition to its products
+    """
+
+    gpus: int
+    ranks: list[int]
+    device: Device
+    error: str | None = None
+    phases: dict[str, Counts] = field(default_factory=dict)
+    setup: Counts = field(default_factory=Counts)
+    findings: list[str] = field(default_factory=list)
+    microbatches: tuple[int, int] = (0, 0)
+    side_stream_pools_bytes: int = 0
+    planned_memory_bytes: int = 0
+    planned_seconds: float = 0.0
+    modelled_seconds: float = 0.0
+    mfu: float = 0.0
+    micro_batch_elementwise_bytes: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run would succeed."""
+        return self.error is None
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Peak memory of the run."""
+        return max(
+            [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
+        phases = self.phases.items()
+        figures = {k: v for k, v in vars(self).items() if k not in ("setup", "microbatches")}
+        return (
+            {"ok": self.ok}
+            | figures
+            | {
+                "device": self.device.name,
+                "device_memory_bytes": self.device.memory_bytes,
+                "peak_memory_bytes": self.peak_memory_bytes,
+                "stream_order_findings": len(self.findings),
+                "phases": {name: counts.as_dict() for name, counts in phases},
+                "host_reads": {name: dict(c.host_reads.most_common()) for name, c in phases},
+                "synchronizations": {
+                    name: dict(c.synchronizations.most_common()) for name, c in phases
+                },
+                "roofline": asdict(self.device),
+            }
+        )
+
+
+def combined(
+    reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
+) -> Report:
+    """Return the report of all rehearsed ranks; `mismatches` are results of
+    `matching.mismatches`."""
+    report = Report(world, [each.rank for each in reports], device)
+    report.phases = {name: Counts() for name in PHASES}
+    for each in reports:
+        report.setup = largest(report.setup, each.counts.get((0, SETUP), Counts()))
+        for name, counts in phases_of(each).items():
+            report.phases[name] = largest(report.phases[name], counts)
+        report.findings += [text for text in each.findings if text not in report.findings]
+        report.side_stream_pools_bytes = max(report.side_stream_pools_bytes, each.side_pools)
+        passes = each.counts.get((PLAIN_STEP, STEP))
+        if passes is not None:
+            moved = micro_batch(each, passes).elementwise_bytes
+            moved = max(moved, report.micro_batch_elementwise_bytes)
+            report.micro_batch_elementwise_bytes = moved
+        if each.scenario is not None:
+            report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
+    report.modelled_seconds = step_seconds(reports)
+    report.error = first_error(reports, report, mismatches)
+    return report
+
+
+def step_seconds(reports: Sequence[RankReport]) -> float:
+    """Return the modelled time of a step on the slowest rank, including the wait for other stages.
+
+    As in a plan (parallel/plan/step_time.py), the last micro-batch's backward pass overlaps with
+    gradient reduction, and the first micro-batch's forward pass with the gather of weights.
+    """
+    slowest, chunks = 0.0, 1
+    passes: dict[int, float] = {}
+    for report in reports:
+        if report.scenario is None:
+            continue
+        phases, chunks = phases_of(report), report.scenario.chunks
+        computing, optimizer = phases["forward_backward"], phases["optimizer"]
+        each = micro_batch(report, computing)
+        both = computing.add(optimizer)
+        seconds = both.exposed_seconds
+        for kind, share in (("gradients", BACKWARD), ("weights", 1 - BACKWARD)):
+            seconds += max(0.0, both.sending.get(kind, 0.0) - share * each.kernel_seconds)
+        slowest = max(slowest, seconds)
+        stage = report.rank * report.scenario.stages // report.world
+        passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
+    return slowest + (sum(passes.values()) - max(passes.values(), default=0.0)) / chunks
+
+
+def first_error(
+    reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
+) -> str | None:
+    """Return the first failure: an error, lack of memory, unordered accesses or a hang."""
+    for each in reports:
+        if each.error is not None:
+            return f"rank {each.rank}: {each.error}"
+    if report.peak_memory_bytes > report.device.room:
+        sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
+        place = max(sizes, key=lambda name: sizes[name])
+        return (
+            f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, but "
+            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
+            f"{RESERVE:.0%} is reserved"
+        )
+    if report.findings:
+        return f"{len(report.findings)} unordered accesses, the first: {report.findings[0]}"
+    return f"ranks disagree: {mismatches[0]}" if mismatches else None
+
+
+def phases_of(report: RankReport) -> dict[str, Counts]:
+    """Return the counts of one rank by phase."""
+    if report.scenario is None:
+        return {}
+    last = report.scenario.last
+
+    def counts(step: int, name: str) -> Counts:
+        return report.counts.get((step, name), Counts())
+
+    plain = [counts(PLAIN_STEP, name) for name in ("forward_backward", "optimizer")]
+    looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
+    added = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
+    more = report.scenario.microbatches - report.scenario.rehearsed
+    phases = {
+        "forward_backward": plain[0].add(micro_batch(report, plain[0]), more),
+        "optimizer": plain[1],
+        "monitors": added,
+        "validation": counts(last, "validation"),
+        "checkpoint": counts(last, "checkpoint"),
+    }
+    for name in ("forward_backward", "optimizer"):
+        # In later steps, memory includes tensors that the monitors store for comparison.
+        phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
+    return phases
+
+
+def micro_batch(report: RankReport, counts: Counts) -> Counts:
+    """Return the counts of one micro-batch.
+
+    The counts are the difference between the last two rounds of forward passes; if there is only
+    one round, they are `counts` divided by the number of micro-batches.
+    """
+    scenario = report.scenario
+    assert scenario is not None
+    round_of = scenario.stages * scenario.chunks
+    if len(report.marks) <= round_of:
+        return Counts().add(counts, 1 / scenario.rehearsed)
+    return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / scenario.stages)
+
+
+def largest(one: Counts, other: Counts) -> Counts:
+    """Return the maximum of each figure."""
+    figures: Counts = merged(one, other, max)
+    return figures
+
+
+def described(report: Report) -> str:
+    """Return the report as text: a table of phases, memory and time, host waits, and a verdict."""
+    rows = [row(name, counts) for name, counts in report.phases.items()]
+    lines = [
+        f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
+        table(HEADER, rows, numbers=True),
+        f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB; "
+        f"planned {gib(report.planned_memory_bytes)} GiB; the allocator keeps "
+        f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
+        f"a step takes {1e3 * report.modelled_seconds:.4g} ms, planned "
+        f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}; modelled, to compare layouts "
+        "and rules, within 25% of published runs",
+        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB in addition to "
+        "its matrix products",
+    ]
+    rehearsed, microbatches = report.microbatches
+    if rehearsed < microbatches:
+        lines.append(
+            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the other micro-batches "
+            "are assumed to be equal"
+        )
+    plain = [report.phases[name] for name in (STEP, OPTIMIZER)]
+    lines += waits("host reads", [counts.host_reads for counts in plain])
+    lines += waits("other host waits", [counts.synchronizations for counts in plain])
+    lines += [f"unordered: {finding}" for finding in report.findings[:SHOWN]]
+    lines.append(
+        "passed: the run would succeed" if report.ok else f"the run would fail: {report.error}"
+    )
+    return "\n".join(lines)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return the first `SHOWN` ranks as text."""
+    return ", ".join(map(str, ranks[:SHOWN])) + ", ..." * (len(ranks) > SHOWN)
+
+
+HEADER: Final = (
+    "phase", "GiB", "launches", "Triton's", "collectives", "MiB sent", "host reads",
+    "synchronizations", "ms",
+)  # fmt: skip
+
+
+def row(name: str, counts: Counts) -> tuple[str, ...]:
+    """Return the table row of a phase."""
+    return (
+        name,
+        gib(counts.peak_memory_bytes),
+        f"{counts.launches:,}",
+        f"{counts.triton_launches:,}",
+        f"{counts.collectives:,}",
+        f"{counts.collective_bytes / 2**20:,.1f}",
+        f"{counts.host_reads.total():,}",
+        f"{counts.synchronizations.total():,}",
+        f"{1e3 * counts.modelled_seconds:,.1f}",
+    )
+
+
+def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
+    """Return lines about the host waits in plain steps, by place."""
+    counts = sum(counters, Counter())
+    return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
+
+
+def gib(size: float) -> str:
+    """Return `size` in GiB as text with two decimals."""
+    return f"{size / 2**30:.2f}"
 
 
 def rehearse(
@@ -56,8 +310,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
     check(config, options.gpus)
     ranks = chosen(config, options.rank, options.gpus)
     device = device_named(options.device or config.plan.device)
-    some = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-    some = f"ranks {some}" if len(ranks) > 1 else f"rank {some}"
+    some = f"{'ranks' if len(ranks) > 1 else 'rank'} {listed(ranks)}"
     print(f"rehearsing {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
     try:
         report = rehearse(

@@ -50,26 +50,11 @@ class Memory:
     shared: set[int] = field(default_factory=set)  # streams of `record_stream`
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A pair of unordered accesses."""
-
-    what: str
-    first: Access
-    second: Access
-
-    def __str__(self) -> str:
-        return (
-            f"{self.second.name} at {self.second.place} {self.what} "
-            f"{self.first.name} at {self.first.place}"
-        )
-
-
 class StreamOrder:
-    """Order of all accesses of a process; `findings` lists unordered pairs."""
+    """Order of all accesses of a process; `findings` describes unordered pairs."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[str] = []
         self._clocks: dict[int, Clock] = {}
         self._host: Clock = {}  # accesses that the host has waited for
         self._events: dict[int, Clock] = {}
@@ -169,7 +154,9 @@ class StreamOrder:
             if access.stream == now.stream or access.number <= clock.get(access.stream, -1):
                 continue
             if part is None or part.meets(other):
-                self.findings.append(Finding(what, access, now))
+                self.findings.append(
+                    f"{now.name} at {now.place} {what} {access.name} at {access.place}"
+                )
 
     @staticmethod
     def _join(clock: Clock, other: Clock) -> None:
