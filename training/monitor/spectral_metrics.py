@@ -2,7 +2,6 @@
 layers."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -17,55 +16,31 @@ SHOWN = 8
 """Largest number of refused units that a report names."""
 
 
-class Events(ABC):
-    """Counter of events of units, since the start of the run and since the last report."""
-
-    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
-        self.optimizer = optimizer
-        self.total = 0.0
-        self._none = torch.zeros((), device=groups.device)
-        self._forget()
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """Drop the events since the last report."""
-
-    @abstractmethod
-    def _new_here(self) -> Tensor:
-        """Return the number of events on this rank since the last report."""
-
-    def _sum(self) -> float:
-        total = self._new_here()
-        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
-        return float(total.item())
-
-    def state(self) -> float:
-        """Return the number of events since the start of the run, over all ranks; collective."""
-        return self.total + self._sum()
-
-    def restore(self, total: float) -> None:
-        """Continue from `total`, a result of `state`."""
-        self.total = total
-        self._forget()
-
-
-class Refusals(Events):
+class Refusals:
     """Counter of refused updates of units; an update is refused if it is not finite or not bounded.
 
     The counter only reports refusals; the optimizer skips refused updates.
 
     Attributes:
+        total: number in the reports since the start of the run, over all ranks.
         worst: (unit, number) with the most consecutive refusals before the last report.
     """
 
-    worst: tuple[str, int] = ("", 0)
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self._none = torch.zeros((), device=groups.device)
+        self.worst: tuple[str, int] = ("", 0)
+        self.restore(0.0)
 
-    def _forget(self) -> None:
+    def restore(self, total: float) -> None:
+        """Continue from `total` refusals, without refusals since the last report."""
+        self.total = total
         self._names: list[str] = []  # names of the entries of the tensors `[names]` below
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
-    def _new_here(self) -> Tensor:
-        return self._new.sum()
+    def new(self) -> float:
+        """Return the number since the last report, over all ranks; collective."""
+        return over_ranks(self.optimizer, self._new.sum())
 
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
@@ -99,7 +74,7 @@ class Refusals(Events):
         optim/refused         number of refused updates since the start of the run
         optim/refused/<unit>  number since the last report, for the units with the largest numbers
         """
-        new, self.worst = self._sum(), ("", 0)
+        new, self.worst = self.new(), ("", 0)
         self.total += new
         metrics = {"optim/refused": self.total}
         if new:
@@ -112,27 +87,9 @@ class Refusals(Events):
         return metrics
 
 
-class Solves(Events):
-    """Counter of multiplier solves that missed their tolerance."""
-
-    def _forget(self) -> None:
-        self._missed = self._none.clone()
-
-    def _new_here(self) -> Tensor:
-        return self._missed.clone()
-
-    def record(self, active: Tensor) -> None:
-        """Count missed solves if the step is `active`, without waiting for the device."""
-        for stack in self.optimizer.stacks:
-            if "converged" in stack.report:
-                self._missed += (1 - stack.report["converged"].float()).sum() * active
-
-    def summary(self) -> dict[str, float]:
-        """Return `spectral/unconverged`, the number of missed solves so far in the run; waits for
-        the device and for all ranks."""
-        self.total += self._sum()
-        self._forget()
-        return {"spectral/unconverged": self.total}
+def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
+    """Return the sum of a count `[]` over all ranks; collective."""
+    return float(all_reduce_(count, None, optimizer.model.comm_volume, "metrics").item())
 
 
 class SpectralMetrics:
@@ -143,15 +100,18 @@ class SpectralMetrics:
     ) -> None:
         """`preconditioned` is true if the model has PC layers on any rank."""
         self.optimizer = optimizer
-        self.groups = groups
-        self.solves = Solves(optimizer, groups)
         self.refusals = Refusals(optimizer, groups)
+        self._missed = torch.zeros((), device=groups.device)
+        """Number of missed solves on this rank since the last report."""
+        self._unconverged = 0.0
         self._outside = 0
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
         """Count the step's events on the device; `active` is whether the step was taken."""
-        self.solves.record(active)
+        for stack in self.optimizer.stacks:
+            if "converged" in stack.report:
+                self._missed += (1 - stack.report["converged"].float()).sum() * active
         self.refusals.record()
 
     def state(self) -> dict[str, float]:
@@ -162,20 +122,26 @@ class SpectralMetrics:
         outside      corrections of the tracked norm of PC layers
         """
         return {
-            "unconverged": self.solves.state(),
-            "refused": self.refusals.state(),
+            "unconverged": self._unconverged + over_ranks(self.optimizer, self._missed.clone()),
+            "refused": self.refusals.total + self.refusals.new(),
             "outside": self._outside,
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from `state`, a result of the method `state`."""
-        self.solves.restore(state["unconverged"])
+        self._missed.zero_()
+        self._unconverged = state["unconverged"]
         self.refusals.restore(state.get("refused", 0.0))
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics of solves, refusals and PC layers; waits for the device and ranks."""
-        rules = self.solves.summary() | self.refusals.summary()
+        """Return the metrics of solves, refusals and PC layers; waits for the device and ranks.
+
+        spectral/unconverged  number of missed solves since the start of the run
+        """
+        self._unconverged += over_ranks(self.optimizer, self._missed)
+        self._missed.zero_()
+        rules = {"spectral/unconverged": self._unconverged} | self.refusals.summary()
         return rules | (self._preconditioned() if self.preconditioned else {})
 
     def _preconditioned(self) -> dict[str, float]:

@@ -75,20 +75,19 @@ class UpdateHistory:
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
-        factors = [float(moment.factor) for moment in self.moments]
         for inspection in unit_gather.inspections(
             {str(i): each.shards for i, each in enumerate(every)}
         ):
             plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
                 matrices = self._chosen(inspection, plain)
-                yield self._of([inspection.units[i] for i in plain], matrices, factors)
+                yield self._of([inspection.units[i] for i in plain], matrices)
                 matrices.clear()
         for batch in self.optimizer.materialized:
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every
             ]
-            yield self._of(batch.units, matrices, factors)
+            yield self._of(batch.units, matrices)
 
     def learning_rate(self, unit: Unit) -> float:
         """Return the learning rate of the last step for a unit."""
@@ -99,14 +98,9 @@ class UpdateHistory:
         matrices = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
         return matrices if whole else [each[indices] for each in matrices]
 
-    def _of(
-        self, units: list[Unit], matrices: Sequence[Tensor], factors: Sequence[float]
-    ) -> Updates:
-        kept = [self._kept_share(units, factor, matrices[0].device) for factor in factors]
-        return Updates(units, matrices, kept)
-
-    def _kept_share(self, units: list[Unit], factor: float, device: torch.device) -> Tensor:
-        """Return the factor by which weight decay multiplied the weights, `[units, 1, 1]`."""
+    def _of(self, units: list[Unit], matrices: Sequence[Tensor]) -> Updates:
+        factors = [float(moment.factor) for moment in self.moments]
         assigned = [self.assign(unit) for unit in units]
-        kept = [1 - each.lr * factor * each.weight_decay for each in assigned]
-        return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]
+        decays = [[1 - a.lr * factor * a.weight_decay for a in assigned] for factor in factors]
+        kept = torch.tensor(decays, dtype=torch.float64, device=matrices[0].device)
+        return Updates(units, matrices, kept[..., None, None].unbind())
