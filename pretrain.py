@@ -42,8 +42,13 @@ if TYPE_CHECKING:
     from training.config import Config
 
 
-MODES = ("print_config", "dry_run", "fit", "rehearse")
-"""Options that select a mode other than training."""
+MODES = {
+    "print_config": "print the resolved config instead of training",
+    "dry_run": "print the plan, with memory and step time, instead of training",
+    "fit": "search for the fastest layout on --gpus N instead of training",
+    "rehearse": "run a few steps of the real code on simulated GPUs instead of training",
+}
+"""Options that select a mode other than training, and their help."""
 NEEDS = {
     "gpus": ("dry_run", "fit", "rehearse"),
     "device": ("dry_run", "fit", "rehearse"),
@@ -66,24 +71,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--print-config", action="store_true", help="print the resolved config instead of training"
-    )
-    instead.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the plan, with memory and step time, instead of training",
-    )
-    instead.add_argument(
-        "--fit",
-        action="store_true",
-        help="search for the fastest layout on --gpus N instead of training",
-    )
-    instead.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="run a few steps of the real code on simulated GPUs instead of training",
-    )
+    for name, text in MODES.items():
+        instead.add_argument(flag(name), action="store_true", help=text)
     parser.add_argument(
         "--write",
         type=output_file,
