@@ -42,58 +42,37 @@ def model_checks(config: Config) -> Iterator[Check]:
 def run_checks(config: Config) -> Iterator[Check]:
     """Check training, optimizer and checkpoints against the model."""
     train, moe = config.train, config.model.moe
-    sdpa = config.model.attention_backend == "sdpa"
-    yield (
-        "train.fp8",
-        sdpa and train.fp8 is not None,
-        "needs model.attention_backend transformer_engine",
-    )
-    yield (
-        "train.compile",
-        not sdpa and train.compile not in (None, "auto"),
-        "needs model.attention_backend sdpa, because Transformer Engine fuses these operations",
-    )
-    yield (
-        "model.attention_kernel",
-        config.model.attention_kernel != "auto" and train.precision != "bf16",
-        "needs train.precision bf16",
-    )
-    yield (
-        "train.fused_backward",
-        not sdpa and train.fused_backward == "triton",
+    sdpa, masked = config.model.attention_backend == "sdpa", config.data.document_mask
+    flash = config.model.attention_kernel != "auto"
+    rule = "needs model.attention_backend transformer_engine"
+    yield "train.fp8", sdpa and train.fp8 is not None, rule
+    rule = "needs model.attention_backend sdpa, because Transformer Engine fuses these operations"
+    yield "train.compile", not sdpa and train.compile not in (None, "auto"), rule
+    rule = "needs train.precision bf16"
+    yield "model.attention_kernel", flash and train.precision != "bf16", rule
+    rule = (
         "must be auto or null with model.attention_backend transformer_engine, whose own kernels "
-        "are used",
+        "are used"
     )
-    yield (
-        "data.document_mask",
-        config.data.document_mask and not sdpa,
+    yield "train.fused_backward", not sdpa and train.fused_backward == "triton", rule
+    rule = (
         "needs model.attention_backend sdpa, because document boundaries are not passed to "
-        "Transformer Engine",
+        "Transformer Engine"
     )
-    yield (
-        "data.document_mask",
-        config.data.document_mask and config.model.attention_kernel != "auto",
-        "needs model.attention_kernel auto",
-    )
+    yield "data.document_mask", masked and not sdpa, rule
+    yield "data.document_mask", masked and flash, "needs model.attention_kernel auto"
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    yield (
-        "train.recompute",
-        routed_only and train.recompute == "selective",
+    rule = (
         "must be none or full if all feed-forward blocks are routed experts, because selective "
-        "does not recompute routed experts",
+        "does not recompute routed experts"
     )
+    yield "train.recompute", routed_only and train.recompute == "selective", rule
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
-    yield (
-        "spikes.rewinds",
-        config.spikes.rewinds and not config.checkpoint.interval,
-        "must be 0 with checkpoint.interval 0, which saves no checkpoint to rewind to",
-    )
+    rule = "must be 0 with checkpoint.interval 0, which saves no checkpoint to rewind to"
+    yield "spikes.rewinds", config.spikes.rewinds and not config.checkpoint.interval, rule
     profile = config.log.profile
-    yield (
-        "log.profile.first",
-        profile is not None and profile.first > train.steps,
-        f"must be at most train.steps = {train.steps}",
-    )
+    late = profile is not None and profile.first > train.steps
+    yield "log.profile.first", late, f"must be at most train.steps = {train.steps}"
 
 
 def roles_of(config: Config) -> list[str]:
@@ -109,24 +88,16 @@ def length_checks(config: Config) -> Iterator[Check]:
     total = schedule.length(config.train)
     end = f"train.steps = {steps}" if total == steps else f"the run's {total:g} full steps"
     remedy = f"schedule.warmup_steps={steps // 10}, or train.exit_step={steps} and more train.steps"
-    yield (
-        "schedule.warmup_steps",
-        warmup >= total,
-        f"must be below {end}, got {warmup}; set {remedy}",
-    )
+    rule = f"must be below {end}, got {warmup}; set {remedy}"
+    yield "schedule.warmup_steps", warmup >= total, rule
     cooldown = schedule.cooldown_steps(total) if schedule.kind == "wsd" else 0
-    yield (
-        "schedule.cooldown_fraction",
-        warmup < total < warmup + cooldown,
-        f"of {total:g} steps must leave room for schedule.warmup_steps = {warmup}",
-    )
+    rule = f"of {total:g} steps must leave room for schedule.warmup_steps = {warmup}"
+    yield "schedule.cooldown_fraction", warmup < total < warmup + cooldown, rule
     validation = config.validation
     room = length - validation.prompt_tokens(length)
-    yield (
-        "validation.samples_tokens",
-        validation.samples_interval and validation.samples_tokens > room,
-        f"must be at most {room}, the tokens after the prompt in a sequence of {length} tokens",
-    )
+    long = validation.samples_interval and validation.samples_tokens > room
+    rule = f"must be at most {room}, the tokens after the prompt in a sequence of {length} tokens"
+    yield "validation.samples_tokens", long, rule
 
 
 def phase_checks(config: Config) -> Iterator[Check]:
@@ -135,12 +106,11 @@ def phase_checks(config: Config) -> Iterator[Check]:
     for i, (phase, start) in enumerate(zip(config.data.phases, config.phase_starts(), strict=True)):
         key = f"data.phases[{i}].{phase.beginning}"
         yield key, phase.with_decay and kind != "wsd", f"needs schedule.kind wsd, got {kind}"
-        yield (
-            key,
-            not before < start < steps,
+        rule = (
             f"must start the phase after step {before:,}, the start of the previous part, and "
-            f"before train.steps = {steps:,}, got step {start:,}",
+            f"before train.steps = {steps:,}, got step {start:,}"
         )
+        yield key, not before < start < steps, rule
         before = start
 
 
@@ -149,11 +119,8 @@ def pc_checks(config: Config) -> Iterator[Check]:
     pc, model = config.pc, config.model
     if pc is None:
         return
-    yield (
-        "checkpoint.initialize_from",
-        config.checkpoint.initialize_from is not None,
-        "must be null with pc, because PC layers would change the loaded effective weights",
-    )
+    rule = "must be null with pc, because PC layers would change the loaded effective weights"
+    yield "checkpoint.initialize_from", config.checkpoint.initialize_from is not None, rule
     options = [role for role in roles_of(config) if role not in NOT_LINEAR]
     yield from misnamed("pc.blocks", pc.blocks or [], options)
     covered = [role for role in options if role in pc.roles]
@@ -162,11 +129,9 @@ def pc_checks(config: Config) -> Iterator[Check]:
         last = (override.layers or (0, 0))[1]
         rule = f"must end below model.layers = {model.layers}, got {last}"
         yield f"pc.overrides.{name}.layers", last >= model.layers, rule
-    yield (
-        "pc.evaluator",
-        pc.evaluator == "in_graph" and model.attention_backend != "sdpa",
-        f"must be materialized with model.attention_backend {model.attention_backend}",
-    )
+    unsupported = pc.evaluator == "in_graph" and model.attention_backend != "sdpa"
+    rule = f"must be materialized with model.attention_backend {model.attention_backend}"
+    yield "pc.evaluator", unsupported, rule
     yield _owners(config, "PC layers")
 
 
@@ -213,11 +178,8 @@ def layout_checks(config: Config) -> Iterator[Check]:
     yield divisible("model.moe.expert_ffn", moe.expert_ffn, parallel, "expert_tensor")
     key = "model.moe.shared_experts * model.moe.expert_ffn"
     yield divisible(key, moe.shared_experts * moe.expert_ffn, parallel, "tensor")
-    yield (
-        "parallel.sequence",
-        tensor > 1 and not parallel.sequence_parallel,
-        f"must be true or null for model.family {model.family} with tensor > 1",
-    )
+    rule = f"must be true or null for model.family {model.family} with tensor > 1"
+    yield "parallel.sequence", tensor > 1 and not parallel.sequence_parallel, rule
 
 
 def _stages(config: Config) -> Check:
@@ -312,11 +274,8 @@ def world_checks(
     that remain after `step` steps and `tokens` tokens are checked."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
-    yield (
-        "log.profile.ranks",
-        profile is not None and max(profile.ranks) >= world_size,
-        f"must be below the number of ranks = {world_size}",
-    )
+    missing = profile is not None and max(profile.ranks) >= world_size
+    yield "log.profile.ranks", missing, f"must be below the number of ranks = {world_size}"
     yield divisible("the number of ranks", world_size, parallel, "tensor", "pipeline", "context")
     if world_size % ranks:
         return
@@ -328,15 +287,14 @@ def world_checks(
     batches = [part.batch for part in train.equal_steps(step, tokens)]
     for batch in dict.fromkeys([*batches, train.global_batch]):
         key, (passes, rest) = keys.get(batch, "train.global_batch"), divmod(batch, per_pass)
-        yield (
-            key,
-            rest,
+        rule = (
             "must be divisible by train.micro_batch times the data-parallel size = "
-            f"{train.micro_batch} * {copies} = {per_pass}, got {batch}",
+            f"{train.micro_batch} * {copies} = {per_pass}, got {batch}"
         )
-        yield (
-            key,
-            parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline,
+        yield key, rest, rule
+        uneven = parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline
+        rule = (
             f"must give a number of micro-batches divisible by parallel.pipeline = "
-            f"{parallel.pipeline} for the interleaved schedule, got {passes} of batch {batch}",
+            f"{parallel.pipeline} for the interleaved schedule, got {passes} of batch {batch}"
         )
+        yield key, uneven, rule

@@ -128,11 +128,8 @@ class DistributedConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         """Check that a step can be captured as a CUDA graph."""
-        yield (
-            "overlap_gather",
-            self.cuda_graph and self.overlap_gather,
-            "must be false with cuda_graph",
-        )
+        wrong = self.cuda_graph and self.overlap_gather
+        yield "overlap_gather", wrong, "must be false with cuda_graph"
 
 
 class OptimizerConfig(Section):
@@ -206,10 +203,11 @@ class OptimizerConfig(Section):
             yield key, decay_rule, str(decay_rule).removeprefix("weight_decay ")
         for role, scaler in self.radius_scalers().items():
             rule = self.settings_for(role).rule
+            problem = f"must be null with rule {rule}, which has no radius, got {scaler}"
             yield (
                 f"roles.{role}.radius_scaler",
                 not isinstance(self.rule(rule), RadiusRule),
-                f"must be null with rule {rule}, which has no radius, got {scaler}",
+                problem,
             )
         for name in RULES if self.distributed.cuda_graph else ():
             field_name = self.rule(name).waiting_field

@@ -86,12 +86,11 @@ def ramp_checks(
         rule = f"must be above the start of the stage at step {step:,} and {tokens:,} tokens"
         yield key, not count, f"{rule}, got {value:,}"
         step, tokens = step + count, tokens + count * stage.batch * sequence_length
-        yield (
-            key,
-            step >= steps,
+        rule = (
             f"must end the stage before steps = {steps:,}, got {value:,}, which ends it after step "
-            f"{step:,}; for a shorter run with the same ramp, set exit_step",
+            f"{step:,}; for a shorter run with the same ramp, set exit_step"
         )
+        yield key, step >= steps, rule
 
 
 Steps = Annotated[int, Field(ge=1, le=10**10)]

@@ -45,12 +45,12 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
     """Check that the packages and compilers of the configured kernels are installed."""
-    model, train = config.model, config.train
+    model, train, engine = config.model, config.train, "model.attention_backend"
     for key, value, package, installed, other in (
         ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
         ("train.fused_backward", "triton", "triton", has_triton, "null"),
         (
-            "model.attention_backend",
+            engine,
             "transformer_engine",
             "transformer-engine[pytorch]",
             has_transformer_engine,
@@ -66,12 +66,11 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
         try:
             flash_attention(model.attention_kernel)
         except ImportError as error:
-            yield (
-                "model.attention_kernel",
-                True,
+            rule = (
                 f"needs a package that cannot be imported ({last_line(error)}): see "
-                "docs/running.md for its installation, or set model.attention_kernel=auto",
+                "docs/running.md for its installation, or set model.attention_kernel=auto"
             )
+            yield "model.attention_kernel", True, rule
 
 
 def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
@@ -91,11 +90,8 @@ def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
         majors = FLASH_CAPABILITIES[kernel]
         there = kind == "cuda" and torch.cuda.get_device_capability(device)[0] in majors
         capability = ", ".join(f"{major}.x" for major in majors)
-        yield (
-            "model.attention_kernel",
-            not there,
-            f"{kernel} needs a GPU of compute capability {capability}, got {device_name(device)}",
-        )
+        needed = f"{kernel} needs a GPU of compute capability {capability}"
+        yield "model.attention_kernel", not there, f"{needed}, got {device_name(device)}"
 
 
 TILE = Tile(64, 32, 4, 3)
