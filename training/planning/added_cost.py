@@ -112,7 +112,8 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
     rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
     inspected = [inspection_seconds(config, shape, unit, rounds) for unit in units]
     if "weights" in groups:
-        inspected += [whole_seconds(shape, parts) for parts in parts_of_matrices(units)]
+        matrices = grouped(units, lambda unit: (unit.parameter, unit.role)).values()
+        inspected += [whole_seconds(shape, parts) for parts in matrices if len(parts) > 1]
     # Each matrix is inspected by one rank, so the busiest rank inspects up to one matrix more than
     # the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
@@ -149,12 +150,6 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
         gated = unit.role.endswith(("gate", "up"))
         seconds += (top(cols) + gated * outputs) / rounds
     return seconds
-
-
-def parts_of_matrices(units: list[Unit]) -> list[list[Unit]]:
-    """Return the units of each matrix that consists of several units."""
-    matrices = grouped(units, lambda unit: (unit.parameter, unit.role))
-    return [parts for parts in matrices.values() if len(parts) > 1]
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:

@@ -35,27 +35,18 @@ UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehear
 
 def describe(config: Config, planned: Plan) -> str:
     """Return the text of a plan: sizes, memory, traffic and time, and whether the run fits."""
-    sections = [
-        heading("units") + unit_table(config_routes(config)),
-        heading("run") + run_table(config, planned),
-        *([heading("data") + data_table(config)] if shows_data(config) else []),
-        heading("memory per rank (GiB)") + memory_table(planned),
-        heading("sent per step (MiB), on the rank that sends the most") + traffic_table(planned),
-        heading("balance: largest rank divided by the mean") + balance_table(planned),
-        heading("step, modelled") + time_table(config, planned),
-        heading("verdict") + verdict(planned),
-    ]
-    return "\n".join(sections)
-
-
-def shows_data(config: Config) -> bool:
-    """Return whether the data table has more than one set or phase."""
-    return len(config.data.train) > 1 or bool(config.data.phases)
-
-
-def heading(text: str) -> str:
-    """Return the first line of a section."""
-    return f"== {text}\n"
+    several = len(config.data.train) > 1 or config.data.phases
+    sections = {
+        "units": unit_table(config_routes(config)),
+        "run": run_table(config, planned),
+        **({"data": data_table(config)} if several else {}),
+        "memory per rank (GiB)": memory_table(planned),
+        "sent per step (MiB), on the rank that sends the most": traffic_table(planned),
+        "balance: largest rank divided by the mean": balance_table(planned),
+        "step, modelled": time_table(config, planned),
+        "verdict": verdict(planned),
+    }
+    return "\n".join(f"== {heading}\n{text}" for heading, text in sections.items())
 
 
 def run_table(config: Config, planned: Plan) -> str:
