@@ -1,6 +1,6 @@
 """A training run: its configuration, data, loop, checkpoints and reports.
 
-    build.py, run.py   build a run from its config, and run it
+    build.py, run.py   build or restore a run from its config, and run it
     loop.py, step.py   train step by step, and report, validate and save between steps
     config/      the run config               data/     token sets and the order of samples
     checkpoint/  saving and resuming          monitor/  figures of weights, gradients and updates

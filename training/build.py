@@ -1,19 +1,36 @@
-"""Construction of a run's model, optimizer and trainer from its config."""
+"""Construction of a run's model, optimizer and trainer from its config, and their restoring from a
+checkpoint, to continue a run or to rewind it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from parallel.checkpoint.state import StateError, load_state
+from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.groups import Groups
+from parallel.error_text import last_line
 from parallel.model import ModelOptions, ParallelModel, build_model
+from parallel.observe.weight_watch import check_replicas
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer, build_optimizer
 from parallel.storage.bucket_layout import BucketPlanner
 from training.assignments import config_assignments, unit_options
+from training.checkpoint import checkpoints
 from training.checkpoint.initial_weights import InitialWeights
+from training.checkpoint.resume import check_content, new_run
+from training.checkpoint.saving import set_rng_state
+from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, ResumeError
 from training.config import Config
+from training.config.binding import bind
 from training.data.batches import training_batches
-from training.data.order import TrainingData
+from training.data.order import Progress, TrainingData
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
+from training.lifecycle.lifecycle import Lifecycle
 from training.machine.backends import (
     DTYPES,
     compile_backend,
@@ -22,6 +39,8 @@ from training.machine.backends import (
     fused_loss,
     optional_dtype,
 )
+from training.nonfinite import NonFiniteError
+from training.run_log import RunLog
 from training.samples import build_sampler
 from training.step import Trainer
 
@@ -105,3 +124,91 @@ def build_trainer(
         sampler=build_sampler(config, validation),
         monitor_interval=config.monitors.interval if monitor_interval is None else monitor_interval,
     )
+
+
+def restore(trainer: Trainer, info: CheckpointInfo) -> None:
+    """Load a checkpoint, saved on any layout, and check that all replicas of weights are equal.
+
+    Raises ResumeError if the checkpoint does not fit the model, DisagreementError if replicas
+    differ.
+    """
+    rng, meta = info.path / RNG, info.path / META
+    with refusing(rng, Exception):  # a damaged file may raise any exception
+        generators = torch.load(rng, weights_only=True)
+    progress = resumed_progress(info, trainer.data)
+    try:
+        extra = load_state(info.state, trainer.model, trainer.optimizer)
+    except StateError as error:
+        todo = new_run(str(info.path), trainer.config.pc is not None)
+        raise ResumeError(f"{info.path} cannot be loaded: {last_line(error)}; {todo}") from error
+    if extra.get("step") != info.step:
+        raise ResumeError(
+            f"{info.path}: step of the state must be {info.step}, got {extra.get('step')}"
+        )
+    check_replicas(trainer.model)
+    with refusing(meta, KeyError, TypeError, ValueError):
+        trainer.restore(progress, info.meta["trainer"])
+    with refusing(rng, LookupError, TypeError, ValueError, RuntimeError):
+        if len(generators) == dist.get_world_size():
+            set_rng_state(generators[dist.get_rank()])
+
+
+def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
+    """Return the progress at a checkpoint; if the mixture has changed, a new phase begins.
+
+    Raises ResumeError if the mixture has changed and the checkpoint contains no counts of its sets.
+    """
+    with refusing(info.path / META, KeyError, TypeError, ValueError):
+        progress = bind(Progress, info.meta["progress"])
+        whole = info.meta["identity"]["data"]["fingerprint"]
+    present = data.at(progress.step)
+    if present.fingerprint() == (progress.phase.mixture or whole):
+        return progress
+    if progress.read is None and progress.sample:
+        raise ResumeError(
+            f"{info.path} was saved by an earlier version and does not state how much of each "
+            "set was read: restore the former data until the next checkpoint, and change the data "
+            "then"
+        )
+    phase = present.phase_after(progress.sample, progress.read or {})
+    return replace(progress, phase=phase)
+
+
+@contextlib.contextmanager
+def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert exceptions of `kinds` within a context to a ResumeError about the file `place`."""
+    try:
+        yield
+    except kinds as error:
+        raise ResumeError(f"{place} cannot be loaded: {error!r:.200}") from error
+
+
+def rewind(
+    trainer: Trainer, lifecycle: Lifecycle, log: RunLog | None, error: NonFiniteError
+) -> bool:
+    """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
+
+    Collective. `log` is None on all ranks except rank 0. If there is no such checkpoint, or
+    `spikes.rewinds` does not allow another rewind, the function only returns False.
+    """
+    run_dir = trainer.config.run.dir
+    left_out = (*trainer.progress.left_out, error.samples)
+    if len(left_out) > trainer.config.spikes.rewinds:
+        return False
+    lifecycle.wait()
+    before = first_rank(lambda: [s for s in checkpoints.steps(run_dir) if s < error.first_step])
+    if not before:
+        return False
+    newest = checkpoints.step_folder(run_dir, before[-1])
+    info = first_rank(lambda: checkpoints.read_checkpoint(newest))
+    check_content(info)
+    skipped = trainer.guard.skipped
+    restore(trainer, info)
+    trainer.guard.skipped = skipped
+    trainer.leave_out(left_out)
+    lifecycle.saver.last_saved = info.step
+    if log is not None:
+        checkpoints.set_aside_after(run_dir, info.step)
+        checkpoints.name_latest(run_dir, info.path.name)
+        log.rewind(info.step, f"rewinding to {info.path}: {error}")
+    return True

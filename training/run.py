@@ -13,7 +13,7 @@ from parallel.comm.collectives import Agreement, CollectiveError, absent_ranks, 
 from parallel.comm.groups import Groups
 from parallel.optimizer.distributed_optimizer import DisagreementError, DistributedOptimizer
 from training.assignments import config_routes
-from training.build import build_trainer
+from training.build import build_trainer, restore, rewind
 from training.checkpoint.checkpoints import check_place
 from training.checkpoint.initial_weights import InitialWeights, check_beginning, initial_weights
 from training.checkpoint.resume import (
@@ -71,7 +71,6 @@ from training.machine.device import repeatable
 from training.machine.start import described, device_facts, require_agreement, settings, versions
 from training.nonfinite import NonFiniteError
 from training.planning.added_cost import monitor_cost
-from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 from training.step import StepResult, Trainer
 from training.step_profile import StepProfile, announcement

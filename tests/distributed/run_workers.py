@@ -21,14 +21,13 @@ from parallel.optimizer.distributed_optimizer import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import read_config
 from tests.saved_state import save_state
-from training import restore as restoring
-from training.build import build_trainer
+from training import build
+from training.build import build_trainer, restore
 from training.checkpoint.resume import find_start
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.config.schema import Kind
 from training.data.build_data import build_data
 from training.loop import Hooks, Loop, Outcome
-from training.restore import restore
 from training.run import train
 from training.step import StepResult, Trainer
 
@@ -107,13 +106,13 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
             weight.view(-1)[3] ^= 1
         return extra
 
-    restoring.load_state = load_with_an_error
+    build.load_state = load_with_an_error
     try:
         restore(trainer, info)
     except DisagreementError as error:
         return f"{shared.parameter}: {error}"
     finally:
-        restoring.load_state = load_state
+        build.load_state = load_state
     return "not noticed"
 
 

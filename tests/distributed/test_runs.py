@@ -17,11 +17,10 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.saved_state import save_state
 from tests.slow_cases import slow_but
-from training.build import build_trainer
+from training.build import build_trainer, restore
 from training.checkpoint.checkpoints import read_checkpoint, step_folder, steps
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.data.build_data import build_data
-from training.restore import restore
 from training.run import train
 
 WORKERS = "tests.distributed.run_workers"

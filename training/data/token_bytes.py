@@ -27,6 +27,7 @@ BYTE_ALPHABET = frozenset(
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a BPE that add markers to tokens, which are not in the text."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
+"""Pre-tokenizers that only split text and preserve all characters, unless `behavior` is Removed."""
 LARGEST_ID: Final = 1 << 24
 
 
@@ -83,18 +84,14 @@ def is_byte_level(content: dict[str, Any]) -> bool:
         return False
     normalizers = _steps(content.get("normalizer"), "normalizers")
     changed = bool(normalizers) or any(model.get(name) for name in AFFIXES)
-    if changed or not all(map(_only_cuts, steps)):
+    only_cuts = all(s["type"] in CUTS and s.get("behavior") != "Removed" for s in steps)
+    if changed or not only_cuts:
         return False
     added = {token["content"] for token in content["added_tokens"]}
     vocab = model["vocab"].keys()
     return vocab >= BYTE_ALPHABET and all(
         token in added or BYTE_ALPHABET.issuperset(token) for token in vocab
     )
-
-
-def _only_cuts(step: dict[str, Any]) -> bool:
-    """Return whether a pre-tokenizer only splits text and preserves all characters."""
-    return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 
 def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:

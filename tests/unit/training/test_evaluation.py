@@ -22,7 +22,7 @@ from tests.run_configs import MIXTURE, read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
-from training.build import build_trainer
+from training.build import build_trainer, restore
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.resume import ResumeError, announced, differences, identity
 from training.config import load_config
@@ -32,7 +32,6 @@ from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
 from training.evaluation import log_likelihoods
 from training.planning.plan_commands import dry_run
-from training.restore import restore
 from training.run import agreed_facts, train
 
 TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"

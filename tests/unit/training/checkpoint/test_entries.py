@@ -16,12 +16,11 @@ from spectral.rules.spectral_sphere import SpectralSphereRule
 from tests.run_configs import MIXTURE, tiny_config
 from tests.run_results import without_times
 from tests.slow_cases import slow_but
-from training.build import build_trainer
+from training.build import build_trainer, restore
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import CheckpointInfo, ResumeError
 from training.data.build_data import build_data
 from training.loop import Hooks, Loop
-from training.restore import restore
 from training.run import train
 
 WIDE = {"model__hidden": 96, "model__ffn": 128}
