@@ -158,21 +158,13 @@ IN_PLACE: Final = {
 applies."""
 
 
-def _cholesky_flops(x: Tensor) -> float:
-    """Return the FLOPs of a Cholesky factorisation of `x` `[..., n, n]`."""
-    return x.numel() * x.shape[-1] / 3
-
-
-def _triangular_flops(factor: Tensor, b: Tensor) -> float:
-    """Return the FLOPs of solving triangular systems with right-hand sides `[..., n, columns]`."""
-    return float(b.numel() * factor.shape[-1])
-
-
 FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
-    torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
-    torch.ops.aten.linalg_solve_triangular: _triangular_flops,
+    torch.ops.aten.linalg_cholesky_ex: lambda x: x.numel() * x.shape[-1] / 3,
+    torch.ops.aten.linalg_solve_triangular: lambda factor, b: float(b.numel() * factor.shape[-1]),
 }
-"""Functions from tensor arguments to FLOPs, for operations without a FLOP formula in PyTorch."""
+"""Functions from tensor arguments to FLOPs, for operations without a FLOP formula in PyTorch:
+Cholesky factorisations of x `[..., n, n]`, and triangular systems with right-hand sides
+`[..., n, columns]`."""
 
 EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
 """Eigenvalue and singular value decompositions, which process columns in sequence."""
