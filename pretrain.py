@@ -26,15 +26,8 @@ from typing import TYPE_CHECKING
 
 # torch is imported later: Ctrl-C must be handled before, and --help does not need torch.
 from parallel.error_text import described
-from training.errors import (
-    InputError,
-    MissingSetError,
-    Parser,
-    VocabularyError,
-    check_launched,
-    fail,
-    own_rank,
-)
+from training.command_line import Parser, check_launched, fail, own_rank
+from training.errors import InputError, MissingSetError, VocabularyError
 from training.lifecycle.terminal import Interrupts, outlive_readers
 from training.report.text import progress
 

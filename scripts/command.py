@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import ParamSpec
 
 from parallel.disk import replace_file
-from training.errors import InputError, Parser, fail
+from training.command_line import Parser, fail
+from training.errors import InputError
 
 P = ParamSpec("P")
 

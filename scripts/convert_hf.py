@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import check_free, command, new_parser, warn_replaced
-from training.errors import fail
+from training.command_line import fail
 from training.report.text import progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

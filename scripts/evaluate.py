@@ -30,7 +30,8 @@ from scripts.evaluation.harness import (
     write_file_tasks,
 )
 from scripts.huggingface.model_folder import load_whole
-from training.errors import InputError, Parser
+from training.command_line import Parser
+from training.errors import InputError
 from training.report.text import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from scripts.command import command
-from training.errors import Parser
+from training.command_line import Parser
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 

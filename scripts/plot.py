@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import command, require, write_whole
-from training.errors import InputError, Parser
+from training.command_line import Parser
+from training.errors import InputError
 
 KINDS = ("figures", "compare", "spectrum", "study", "maps")
 

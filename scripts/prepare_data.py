@@ -27,7 +27,8 @@ from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
 from scripts.data.plan import Portion, Preparation, SetPlan, Shard
 from scripts.data.sources import SUFFIXES, find_inputs
-from training.errors import DataError, InputError, Parser, fail
+from training.command_line import Parser, fail
+from training.errors import DataError, InputError
 from training.json_file import real_path
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")

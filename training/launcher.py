@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from training.errors import print_error
+from training.command_line import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30

@@ -31,7 +31,7 @@ LEVELS = {
     ],
     "training": [
         {"errors"},
-        {"json_file"},
+        {"json_file", "command_line"},
         {"config"},
         {"assignments", "data", "machine"},
         {"report", "monitor", "nonfinite"},

@@ -11,7 +11,8 @@ import pytest
 from scripts.command import add_config, command, new_parser, require
 from tests.commands import output_of
 from tests.paths import ROOT
-from training.errors import InputError, Parser
+from training.command_line import Parser
+from training.errors import InputError
 
 
 def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
 from training import errors
-from training.errors import fail, printable
+from training.command_line import fail
+from training.errors import printable
 from training.nonfinite import NonFiniteError
 from training.report.console import sample_lines
 from training.report.log_lines import read_lines
