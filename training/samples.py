@@ -15,11 +15,9 @@ from parallel.comm.groups import Groups
 from parallel.model import Batch, LossFunction, ParallelModel
 from training.config import Config
 from training.data.batches import on_device
-from training.data.build_data import data_manifest
-from training.data.manifest import MANIFEST_FILE, Manifest
-from training.data.token_bytes import open_tokenizer, tokenizer_file
+from training.data.build_data import needed_tokenizer
+from training.data.token_bytes import open_tokenizer
 from training.data.validation_data import ValidationData
-from training.errors import ConfigError
 from training.evaluation import whole_rounds
 
 
@@ -33,18 +31,19 @@ class Sampler:
     def __init__(
         self,
         sets: Sequence[ValidationData],
-        tokenizer: Manifest | str | Path,
+        tokenizer: Path,
         *,
         vocab_size: int,
         prompt: int,
         tokens: int,
     ) -> None:
-        """Read the prompts and the tokenizer; `prompt` and `tokens` are the numbers of tokens of a
-        prompt and of its continuation.
+        """Read the prompts and the tokenizer.json.
+
+        `prompt` and `tokens` are the numbers of tokens of a prompt and of its continuation.
 
         Raises DataError if the package `tokenizers` cannot read the tokenizer.
         """
-        self.tokenizer = open_tokenizer(tokenizer_file(tokenizer))
+        self.tokenizer = open_tokenizer(tokenizer)
         self.names = [each.name for each in sets]
         self.prompts = torch.stack([torch.from_numpy(each.set.window(0)[:-1]) for each in sets])
         self.firsts = [written_documents(each, prompt) for each in sets]
@@ -84,17 +83,10 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
     section = config.validation
     if section.samples_interval == 0 or not validation:
         return None
-    source = config.data.tokenizer or data_manifest(config)
-    if source is None:
-        path = next(iter(config.data.train.values())).path
-        raise ConfigError(
-            f"validation.samples_interval needs data.tokenizer, because no {MANIFEST_FILE} exists "
-            f"next to {path}"
-        )
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     return Sampler(
         validation,
-        source,
+        needed_tokenizer(config, "validation.samples_interval"),
         vocab_size=config.model.vocab_size,
         prompt=section.prompt_tokens(config.train.sequence_length),
         tokens=section.samples_tokens,

@@ -320,9 +320,8 @@ def _checked(text: str) -> yaml.Node | None:
         if isinstance(node, yaml.MappingNode):
             if scalar:  # yaml would use the value of the mapping's key "="
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
-            if [key.value for key, _ in node.value].count(
-                "<<"
-            ) > 1:  # OmegaConf refuses other duplicates
+            merges = [key for key, _ in node.value if key.value == "<<"]
+            if len(merges) > 1:  # OmegaConf refuses other duplicates
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):

@@ -52,6 +52,20 @@ def tokenizer_path(config: Config) -> Path | None:
     return None if source is None else tokenizer_file(source)
 
 
+def needed_tokenizer(config: Config, key: str) -> Path:
+    """Return the tokenizer.json of the data, which the config key `key` needs.
+
+    Raises ConfigError if there is none.
+    """
+    path = tokenizer_path(config)
+    if path is None:
+        first = next(iter(config.data.train.values())).path
+        raise ConfigError(
+            f"{key} needs data.tokenizer, because no {MANIFEST_FILE} exists next to {first}"
+        )
+    return path
+
+
 def with_vocabulary(config: Config) -> Config:
     """Return `config` with model.vocab_size from the data manifest if it is null.
 
@@ -249,13 +263,8 @@ def build_tasks(config: Config) -> list[Task]:
     shape = {"window": window, "vocab_size": config.model.vocab_size}
     if config.data.mock or not files:
         return [made_task(name, **shape) for name in files]
-    path, manifest = tokenizer_path(config), data_manifest(config)
-    if path is None:
-        first = next(iter(config.data.train.values())).path
-        raise ConfigError(
-            f"tasks.files needs data.tokenizer, because there is no {MANIFEST_FILE} next to {first}"
-        )
-    tokenizer, count = open_tokenizer(path), config.tasks.examples
+    tokenizer = open_tokenizer(needed_tokenizer(config, "tasks.files"))
+    manifest, count = data_manifest(config), config.tasks.examples
     end = None if manifest is None else manifest.tokenizer.eod_id
     return [
         read_task(name, Path(file), tokenizer, end_token=end, count=count, **shape)

@@ -97,9 +97,8 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
 
     Raises DataError if the file cannot be read or a line is not a valid example.
     """
-    if (
-        path.exists() and not path.is_file()
-    ):  # a pipe can be read only once, and reading it may block forever
+    # A pipe can be read only once, and reading it may block forever.
+    if path.exists() and not path.is_file():
         raise DataError(f"cannot read task file {path}: it is not a regular file")
     examples: list[Example] = []
     try:

@@ -397,11 +397,10 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     itemsize = np.dtype(dataset.index.dtype).itemsize
     expected = 0
     for first in range(0, len(lengths), _SCAN):
-        ends = expected + np.cumsum(lengths[first : first + _SCAN], dtype=np.int64) * itemsize
+        part = slice(first, first + _SCAN)
+        ends = expected + np.cumsum(lengths[part], dtype=np.int64) * itemsize
         starts = np.concatenate([[expected], ends[:-1]])
-        if (lengths[first : first + _SCAN] < 0).any() or (
-            starts != pointers[first : first + _SCAN]
-        ).any():
+        if (lengths[part] < 0).any() or (starts != pointers[part]).any():
             raise DataError(
                 f"set {name}: {prefix}.idx is corrupt: its sequences are not contiguous"
             )

@@ -75,9 +75,8 @@ class UpdateHistory:
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
-        for inspection in unit_gather.inspections(
-            {str(i): each.shards for i, each in enumerate(every)}
-        ):
+        shards = {str(i): each.shards for i, each in enumerate(every)}
+        for inspection in unit_gather.inspections(shards):
             plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
                 matrices = self._chosen(inspection, plain)

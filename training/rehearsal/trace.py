@@ -339,25 +339,24 @@ class Trace:
 
     def read(self, name: str) -> None:
         """Record that the host waits for the value or size of a tensor on the current stream."""
-        self._refuse_while_recording(name)
-        self._now.host_reads[f"{name} at {place()}"] += 1
+        self._host_waits(self._now.host_reads, name)
         self.order.synchronize(self.stream)
 
     def synchronize(self, name: str, stream: int | None = None) -> None:
         """Record that the host waits for a stream, or for the whole device if `stream` is None."""
-        self._refuse_while_recording(name)
-        self._now.synchronizations[f"{name} at {place()}"] += 1
+        self._host_waits(self._now.synchronizations, name)
         self.order.synchronize(stream)
 
     def await_event(self, name: str, event: int) -> None:
         """Record that the host waits for an event."""
-        self._refuse_while_recording(name)
-        self._now.synchronizations[f"{name} at {place()}"] += 1
+        self._host_waits(self._now.synchronizations, name)
         self.order.host_wait(event)
 
-    def _refuse_while_recording(self, name: str) -> None:
+    def _host_waits(self, counter: Counter[str], name: str) -> None:
+        """Count a host wait at this place; raise CaptureError while a graph is recorded."""
         if self.recording is not None:
             raise CaptureError(f"{name} at {place()} is not permitted during CUDA graph capture")
+        counter[f"{name} at {place()}"] += 1
 
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
