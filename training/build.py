@@ -4,7 +4,6 @@ checkpoint, to continue a run or to rewind it."""
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,6 @@ from training.checkpoint.saving import set_rng_state
 from training.checkpoint.stored_checkpoint import META, RNG, CheckpointInfo, ResumeError
 from training.config import Config
 from training.config.binding import bind
-from training.data.batches import training_batches
 from training.data.order import Progress, TrainingData
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
@@ -41,7 +39,6 @@ from training.machine.backends import (
 )
 from training.nonfinite import NonFiniteError
 from training.run_log import RunLog
-from training.samples import build_sampler
 from training.step import Trainer
 
 
@@ -118,10 +115,8 @@ def build_trainer(
         model,
         optimizer,
         data,
-        partial(training_batches, config, groups, data),
         validation,
         tasks=tasks,
-        sampler=build_sampler(config, validation),
         monitor_interval=config.monitors.interval if monitor_interval is None else monitor_interval,
     )
 

@@ -5,7 +5,7 @@ due after a step.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from training.config import Config
 from training.config.optimizer_section import groups_of
 from training.config.schedule import step_factor
 from training.config.schema import GramPenaltyConfig
-from training.data.batches import as_batch
+from training.data.batches import as_batch, training_batches
 from training.data.order import Progress, SetCount, TrainingData, Windows
 from training.data.tasks import Task
 from training.data.validation_data import ValidationData
@@ -38,7 +38,7 @@ from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
 from training.nonfinite import NonFiniteGuard, SpikeDetector
-from training.samples import Sampler
+from training.samples import build_sampler
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,15 @@ class Trainer:
         model: ParallelModel,
         optimizer: DistributedOptimizer,
         data: TrainingData,
-        batches: Callable[[Progress], Iterator[Tensor]],
         validation: Sequence[ValidationData],
         *,
         tasks: Sequence[Task] = (),
-        sampler: Sampler | None = None,
         monitor_interval: int | None = None,
     ) -> None:
         """Build the remaining parts of a step.
 
         data       training data, whose counts are stored in checkpoints
-        batches    function from the progress to an iterator of this rank's next micro-batches,
-                   `[micro_batch, sequence_length + 1]`
         tasks      multiple-choice tasks that score the model
-        sampler    generator of samples of text, None for no samples
         monitor_interval   steps between monitored steps
         """
         self.config = config
@@ -88,10 +83,10 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self.make_batches = batches
+        self.make_batches = partial(training_batches, config, groups, data)
         self.validation = validation
         self.tasks = tasks
-        self.sampler = sampler
+        self.sampler = build_sampler(config, validation)
         kind = CapturedUpdate if config.optimizer.distributed.cuda_graph else Update
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
