@@ -221,21 +221,15 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 def check_place(run_dir: str | Path) -> None:
     """Raise InputError if two attempts to create a temporary file in `checkpoints` of the run
     folder fail."""
-    with contextlib.suppress(OSError):
-        return _write_nothing(run_dir)
-    try:
-        _write_nothing(run_dir)
-    except OSError as error:
-        raise InputError(
-            f"cannot write to run.dir {run_dir}: {described(error, run_dir)}"
-        ) from None
-
-
-def _write_nothing(run_dir: str | Path) -> None:
-    """Create an unnamed temporary file in the folder `checkpoints`."""
     folder = Path(run_dir) / FOLDER
-    folder.mkdir(exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    for last in (False, True):
+        try:
+            folder.mkdir(exist_ok=True)
+            return tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            if last:
+                text = f"cannot write to run.dir {run_dir}: {described(error, run_dir)}"
+                raise InputError(text) from None
 
 
 def complete(
