@@ -64,10 +64,6 @@ class Refusals:
             torch.cat([counts, more]) for counts in (self._new, self._row, self._longest)
         )
 
-    def _counted(self) -> list[tuple[str, float, float]]:
-        """Return (unit, refusals, most consecutive refusals) for the units of this rank."""
-        return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
-
     def summary(self) -> dict[str, float]:
         """Return the metrics since the last report; waits for the device and for all ranks.
 
@@ -78,7 +74,9 @@ class Refusals:
         self.total += new
         metrics = {"optim/refused": self.total}
         if new:
-            mine = [each for each in self._counted() if each[1]]
+            # (unit, refusals, most consecutive refusals) of the units of this rank
+            counts = zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True)
+            mine = [each for each in counts if each[1]]
             rows = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
             metrics |= {f"optim/refused/{name}": count for name, count, _ in rows[:SHOWN]}
             name, _, row = max(rows, key=lambda each: each[2], default=("", 0, 0))

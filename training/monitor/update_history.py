@@ -75,18 +75,19 @@ class UpdateHistory:
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
+        factors = [float(moment.factor) for moment in self.moments]  # waits for the device
         shards = {str(i): each.shards for i, each in enumerate(every)}
         for inspection in unit_gather.inspections(shards):
             plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
                 matrices = self._chosen(inspection, plain)
-                yield self._of([inspection.units[i] for i in plain], matrices)
+                yield self._of([inspection.units[i] for i in plain], matrices, factors)
                 matrices.clear()
         for batch in self.optimizer.materialized:
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every
             ]
-            yield self._of(batch.units, matrices)
+            yield self._of(batch.units, matrices, factors)
 
     def learning_rate(self, unit: Unit) -> float:
         """Return the learning rate of the last step for a unit."""
@@ -97,8 +98,9 @@ class UpdateHistory:
         matrices = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
         return matrices if whole else [each[indices] for each in matrices]
 
-    def _of(self, units: list[Unit], matrices: Sequence[Tensor]) -> Updates:
-        factors = [float(moment.factor) for moment in self.moments]
+    def _of(
+        self, units: list[Unit], matrices: Sequence[Tensor], factors: Sequence[float]
+    ) -> Updates:
         assigned = [self.assign(unit) for unit in units]
         decays = [[1 - a.lr * factor * a.weight_decay for a in assigned] for factor in factors]
         kept = torch.tensor(decays, dtype=torch.float64, device=matrices[0].device)
