@@ -24,6 +24,7 @@ from training.data.build_data import on_mock_tokens
 from training.dry_run import compiled_on_gpu, fused_on_gpu
 from training.machine.backends import has_liger
 from training.monitor.monitors import steps_compared
+from training.planning.layout_search import changed
 from training.rehearsal import fake_cuda, fake_kernels, process_groups
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.program import name_of, replace_everywhere
@@ -41,21 +42,15 @@ micro-batches are assumed to be equal."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config, changed for a rehearsal.
+    """A config, changed for a rehearsal; its last step is monitored, validated and saved.
 
-    last           last step, which is monitored, validated and saved
     microbatches   number of micro-batches per step and rank in the real run
     rehearsed      number of rehearsed micro-batches per step and rank
-    stages         number of pipeline stages
-    chunks         number of model chunks per rank
     """
 
     config: Config
-    last: int
     microbatches: int
     rehearsed: int
-    stages: int
-    chunks: int
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
@@ -64,40 +59,30 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
     microbatches = train.global_batch // (train.micro_batch * data)
-    stages = parallel.pipeline
-    enough = 3 * stages if stages > 1 else MICROBATCHES
+    enough = 3 * parallel.pipeline if parallel.pipeline > 1 else MICROBATCHES
     rehearsed = min(microbatches, enough)
     due = last_step(config)
-    return Scenario(
-        replace(
-            config,
-            run=replace(config.run, dir=str(folder / "run")),
-            data=replace(config.data, workers=0, tokenizer=None),
-            train=replace(
-                train,
-                steps=max(train.steps, due),
-                exit_step=due,
-                global_batch=rehearsed * train.micro_batch * data,
-                batch_ramp=(),
-            ),
-            checkpoint=replace(
-                config.checkpoint,
-                interval=due if config.checkpoint.interval else 0,
-                initialize_from=None,
-            ),
-            stop=replace(config.stop, slurm_margin_seconds=None),
-            watchdog=replace(config.watchdog, hang_seconds=None),
-            log=replace(config.log, interval=due, trackers=(), profile=None),
-            monitors=replace(config.monitors, interval=0 if config.monitors.interval == 0 else due),
-            tasks=replace(config.tasks, interval=0),
-            validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
-        ),
-        due,
-        microbatches,
-        rehearsed,
-        stages,
-        parallel.virtual_pipeline,
-    )
+    changes = {
+        "run.dir": str(folder / "run"),
+        "data.workers": 0,
+        "data.tokenizer": None,
+        "train.steps": max(train.steps, due),
+        "train.exit_step": due,
+        "train.global_batch": rehearsed * train.micro_batch * data,
+        "train.batch_ramp": (),
+        "checkpoint.interval": due if config.checkpoint.interval else 0,
+        "checkpoint.initialize_from": None,
+        "stop.slurm_margin_seconds": None,
+        "watchdog.hang_seconds": None,
+        "log.interval": due,
+        "log.trackers": (),
+        "log.profile": None,
+        "monitors.interval": 0 if config.monitors.interval == 0 else due,
+        "tasks.interval": 0,
+        "validation.interval": 0,
+        "validation.samples": 2 * train.micro_batch * data,
+    }
+    return Scenario(changed(config, changes), microbatches, rehearsed)
 
 
 def with_known_kernels(config: Config) -> Config:
@@ -224,10 +209,11 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
 def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
     """Return a phrase with the rank, the step, the part of the run, and the number of the forward
     pass."""
-    text = f"rank {trace.rank}: step {trace.step} of {rehearsed.last}, {trace.phase}"
+    text = f"rank {trace.rank}: step {trace.step} of {rehearsed.config.train.last}, {trace.phase}"
     if trace.phase == STEP:
         passes = len(trace.marks.get(trace.step, ()))
-        text += f", forward pass {passes} of {rehearsed.rehearsed * rehearsed.chunks}"
+        chunks = rehearsed.config.parallel.virtual_pipeline
+        text += f", forward pass {passes} of {rehearsed.rehearsed * chunks}"
     return text
 
 

@@ -125,7 +125,8 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
     for report in reports:
         if report.scenario is None:
             continue
-        phases, chunks = phases_of(report), report.scenario.chunks
+        phases, parallel = phases_of(report), report.scenario.config.parallel
+        chunks = parallel.virtual_pipeline
         computing, optimizer = phases["forward_backward"], phases["optimizer"]
         each = micro_batch(report, computing)
         both = computing.add(optimizer)
@@ -133,7 +134,7 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
         for kind, share in (("gradients", BACKWARD), ("weights", 1 - BACKWARD)):
             seconds += max(0.0, both.sending.get(kind, 0.0) - share * each.kernel_seconds)
         slowest = max(slowest, seconds)
-        stage = report.rank * report.scenario.stages // report.world
+        stage = report.rank * parallel.pipeline // report.world
         passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
     return slowest + (sum(passes.values()) - max(passes.values(), default=0.0)) / chunks
 
@@ -162,7 +163,7 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
     """Return the counts of one rank by phase."""
     if report.scenario is None:
         return {}
-    last = report.scenario.last
+    last = report.scenario.config.train.last
 
     def counts(step: int, name: str) -> Counts:
         return report.counts.get((step, name), Counts())
@@ -192,10 +193,11 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """
     scenario = report.scenario
     assert scenario is not None
-    round_of = scenario.stages * scenario.chunks
+    stages = scenario.config.parallel.pipeline
+    round_of = stages * scenario.config.parallel.virtual_pipeline
     if len(report.marks) <= round_of:
         return Counts().add(counts, 1 / scenario.rehearsed)
-    return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / scenario.stages)
+    return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / stages)
 
 
 def largest(one: Counts, other: Counts) -> Counts:
