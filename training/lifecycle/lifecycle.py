@@ -211,7 +211,7 @@ class Lifecycle:
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Return a function that runs `call` and stores its first error for `raise_deferred`.
+        """Return a function that runs `call` and stores its first error, which `save_last` raises.
 
         Use it for work between steps, so that the run saves before it ends with the error.
         """
@@ -223,11 +223,6 @@ class Lifecycle:
                 self.stops.error = self.stops.error or error
 
         return deferred
-
-    def raise_deferred(self) -> None:
-        """Raise this rank's deferred error, if any."""
-        if self.stops.error is not None:
-            raise self.stops.error
 
     def after_step(self, step: int) -> None:
         """Advance a save that all ranks have written, and exchange stop requests.
@@ -269,7 +264,7 @@ class Lifecycle:
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and clear the stop request.
 
-        Raises CheckpointError if the state is not finite.
+        Raises CheckpointError if the state is not finite, else this rank's deferred error, if any.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()
@@ -282,7 +277,8 @@ class Lifecycle:
                 )
         if self.stopping:
             self.stops.obeyed()
-        self.raise_deferred()
+        if self.stops.error is not None:
+            raise self.stops.error
 
     def wait(self) -> None:
         """Wait until a running save is complete."""
