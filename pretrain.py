@@ -196,7 +196,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
     from training.config.yaml_files import check_not_read
-    from training.machine.start import prepare
+    from training.machine.device import prepare
 
     try:
         check_launched()

@@ -37,7 +37,7 @@ from training.checkpoint.stored_checkpoint import (
 )
 from training.config import Config, to_yaml
 from training.errors import InputError
-from training.machine.start import versions
+from training.machine.device import versions
 from training.report.text import progress, short
 
 Read = Callable[[str], Tensor]

@@ -67,8 +67,8 @@ from training.machine.backends import (
     slow_attention,
     slow_precision,
 )
-from training.machine.device import repeatable
-from training.machine.start import described, device_facts, require_agreement, settings, versions
+from training.machine.device import described, device_facts, repeatable, settings, versions
+from training.machine.start import require_agreement
 from training.nonfinite import NonFiniteError
 from training.planning.added_cost import monitor_cost
 from training.run_log import RunLog, write_failure

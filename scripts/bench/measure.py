@@ -19,7 +19,7 @@ import torch
 
 from scripts.command import write_whole
 from spectral.kernels.dispatch import device_name
-from training.machine.start import versions
+from training.machine.device import versions
 from training.report.text import table
 
 FLUSHED_BYTES = 1 << 28

@@ -12,7 +12,7 @@ from tests.token_files import write_token_set
 from training import build
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.stored_checkpoint import CheckpointInfo
-from training.machine.start import versions
+from training.machine.device import versions
 from training.report.log_lines import read_lines, read_metrics
 from training.run import train
 

@@ -8,7 +8,7 @@ from torch._inductor import config as inductor
 
 from tests.run_configs import tiny_config
 from training.errors import ConfigError
-from training.machine.start import (
+from training.machine.device import (
     allow_open_files,
     missing_variables,
     prepare,
