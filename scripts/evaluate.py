@@ -135,8 +135,8 @@ def score_checkpoint(
     from training.config.schema import ParallelConfig
     from training.data.build_data import build_tasks
     from training.data.token_bytes import tokenizer_file
-    from training.machine.start import start_groups
     from training.evaluation import score, tokens_of_a_pass
+    from training.machine.start import start_groups
 
     info = read_checkpoint(source)
     raise_problems(info)

@@ -171,7 +171,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-# Data also changes in tests/unit/training/test_document_mask.py, every key in test_resume_rules.py.
+# Data also changes in tests/unit/training/test_document_mask.py, every key in test_resume.py.
 @pytest.mark.parametrize("kind", slow_but(["optimizer", "train"], CHANGES))
 def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run, halfway):
     change, said = CHANGES[kind]
