@@ -6,16 +6,23 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property, partial, partialmethod
-from itertools import chain, takewhile
-from types import CellType, CodeType, ModuleType
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from itertools import accumulate, chain, takewhile
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-UNREAD = {"torch", "einops", "apply_chunking_to_forward", *sys.stdlib_module_names}
+UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_module_names}
 """Packages and functions whose code is not read, because the names suffice or because the code
 divides only tokens."""
+OPAQUE = "<opaque>"
+"""The word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
+torch's, a module that is not imported yet."""
 MOST = 200
 """Largest number of functions that are read for one module."""
 
@@ -72,12 +79,16 @@ class ForwardWords:
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]
         function = inspect.unwrap(function)
+        if _is_opaque(function):
+            return [OPAQUE]
         function = function if hasattr(function, "__code__") else type(function).__call__
         code = getattr(function, "__code__", None)
         package = (getattr(function, "__module__", None) or "").partition(".")[0]
         if not isinstance(code, CodeType) or not UNREAD.isdisjoint((package, code.co_name)):
             return []
-        if code not in known and len(known) < MOST:
+        if code not in known and len(known) == MOST:
+            return [OPAQUE]
+        if code not in known:
             known[code] = words = list[str]()  # in case a function calls itself
             local = _local_values(function)
             for path in _words(code):
@@ -94,6 +105,18 @@ class ForwardWords:
                     inner = self._read(owner, children if owner is module else {}, called, known)
                     words += [getattr(called, "__name__", word), *_twice(inner)]
         return known.get(code, [])
+
+
+def _is_opaque(function: Any) -> bool:
+    """Return whether a callable has no code that can be read and is not torch's."""
+    kind = type(function).__module__
+    if kind in ("torch._ops", "torch._library.custom_ops"):
+        return "aten" not in str(function)
+    call = inspect.getattr_static(type(function), "__call__", None)
+    read = any(isinstance(getattr(f, "__func__", f), FunctionType) for f in (function, call))
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    extension = callable(function) and not read and package not in ("", *UNREAD)
+    return extension or kind.startswith("triton.") or isinstance(function, ModuleSpec)
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -130,8 +153,11 @@ def _called(
     first, *names = path.split(".")
     root = first or names.pop(0)
     spaces: list[Mapping[str, Any]] = [local, known, sys.modules] if first else [local]
-    roots = root, f"{known.get('__package__')}.{root}"
+    packages = accumulate((known.get("__package__") or "").split("."), "{}.{}".format)
+    roots = [root, *(f"{package}.{root}" for package in packages)]
     reached = [(module, space[key]) for space in spaces for key in roots if key in space][:1]
+    if first and not reached:
+        reached = [(module, spec) for spec in map(_unimported, roots) if spec is not None]
     reached += [(module, module)] if names and not first else []  # the local may be the module
     for name in names:
         reached = [
@@ -148,8 +174,11 @@ def _called(
 
 def _attributes(value: Any, name: str) -> list[Any]:
     """Return the attributes `name` of a value and of its classes, without evaluating properties."""
-    if isinstance(value, (type, ModuleType)):
-        return [getattr(value, name, None)]
+    if isinstance(value, ModuleType):
+        own = getattr(value, name, None)
+        return [_unimported(f"{value.__name__}.{name}") if own is None else own]
+    if isinstance(value, (type, ModuleSpec)):
+        return [getattr(value, name, None) if isinstance(value, type) else value]
     spaces = [getattr(value, "__dict__", {}), *map(vars, type(value).__mro__)]
     spaces += [dict(value.named_children())] if isinstance(value, nn.Module) else []
     return [space[name] for space in spaces if name in space]
@@ -158,13 +187,24 @@ def _attributes(value: Any, name: str) -> list[Any]:
 def _function(value: Any) -> Any:
     """Return the function that runs when a value is called or a property is read, or None."""
     value = value.fget if isinstance(value, property) else value
+    if isinstance(value, MethodType) and isinstance(value.__self__, type(torch.autograd.Function)):
+        value = value.__self__  # Function.apply
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
     value = value.__func__ if isinstance(value, classmethod) else value
     if isinstance(value, nn.Module) and not is_bare(value):
         return None  # its layers are not the caller's layers
     if isinstance(value, (type, nn.Module)):
         value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
-    return value if callable(value) else None
+    return value if callable(value) or _is_opaque(value) else None
+
+
+@cache
+def _unimported(name: str) -> ModuleSpec | None:
+    """Return the specification of a module that exists but is not imported."""
+    with suppress(ImportError, ValueError):
+        known = name in sys.modules or name.partition(".")[0] in UNREAD
+        return None if known else find_spec(name)
+    return None
 
 
 @cache

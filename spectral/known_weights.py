@@ -16,7 +16,7 @@ from math import prod
 from torch import nn
 
 from .division import Division
-from .forward_words import ForwardWords, is_bare
+from .forward_words import OPAQUE, ForwardWords, is_bare
 from .model_weights import CONVOLUTIONS, Layer, Layers, Weight, is_transposed, kind_of
 from .weight_use import Seen
 
@@ -73,8 +73,8 @@ ATTENTION = re.compile(
 )
 """Names of layers that are next to attention projections but are not divided into heads: output,
 gates, low-rank factors."""
-PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu"}
-"""Functions that split a tensor."""
+PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
+"""Functions that split a tensor, or may because their code cannot be read."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and indices that may divide a layer's outputs."""
 SHAPES = {"view", "reshape"}
@@ -178,7 +178,8 @@ class KnownWeights:
             if rows and outputs % sum(rows) == 0:
                 return rows, KNOWN[name].replace(" ", ", ")
             part = projection_of(name)
-            size = _head_size(part, around, outputs) if part else None
+            oriented = weight.is_layer or name.endswith("weight")  # others may be `[in, out]`
+            size = _head_size(part, around, outputs) if part and oriented else None
             if size and not self._joins(part or "", name, around):
                 return (size,), f"heads of {size}"
             if size is not None:
@@ -328,12 +329,16 @@ class KnownWeights:
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
+            if sequential and not (PARTS | AXES).isdisjoint(words.after(module, name)):
+                return kind_of(module)
             if type(module).forward is nn.Module.forward or (sequential and ends):
                 continue  # a container, whose parent uses the outputs
-            used = {*(words.after(module, name) if ends or sequential else words.of(module))}
+            later = words.after(module, name)
+            used = {*(later if ends or sequential else words.of(module))}
             apart, parts = (PRODUCTS, PARTS) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
-            return kind_of(module) if cut and not ATTENTION.search(name) else ""
+            halves = ends and later.count(":") > 1  # of a gated layer
+            return kind_of(module) if (cut or halves) and not ATTENTION.search(name) else ""
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
@@ -438,6 +443,10 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
     wider = part == "v" and 0 < heads * size < outputs and outputs % heads == 0
     if size and outputs % size == 0 and not wider:
         return size
+    if part in ("k", "v", "kv") and not _first(around, KEY_COUNTS):  # maybe one key for all heads
+        layers = [(projection_of(name), Layer.of(m)) for name, m in around.named_children()]
+        if any(x.outputs * len(part) != outputs * len(p) for p, x in layers if p and x):
+            return 0
     count = ("q" in part) * heads + len(part.strip("q")) * keys
     return 0 if not count or outputs % count else outputs // count
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+from safetensors import serialize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -722,6 +724,14 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "auxiliary.weight looks like a head or one matrix: other blocks run after",
     ),
+    "keys narrower than queries": (
+        lambda: holder("A", to_q=linear(8, 8), to_kv=linear(8, 4), heads=4),
+        "to_kv.weight looks like .*the heads of A",
+    ),
+    "a projection that may be [in, out]": (
+        lambda: holder("A", proj_k=parameter(16, 4), head_dim=4),
+        "proj_k looks like .*its name is proj_k",
+    ),
     "a mix of heads": (
         lambda: holder("Attend", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
         "pre.weight looks like .*it mixes the 4 heads",
@@ -824,6 +834,28 @@ def imported(m: Any, x: Tensor) -> Tensor:
     return m.out(torch.cat(cut(m.wide(x), [x, x]), -1))
 
 
+SPLIT = Function.apply
+
+
+@torch.library.custom_op("spectrain_tests::part", mutates_args=())
+def part(y: Tensor) -> Tensor:
+    return y.clone()
+
+
+@triton.jit
+def kernel(y: Any) -> None:
+    """Read no code of this kernel."""
+
+
+tuned = triton.autotune(configs=[triton.Config({})], key=[])(kernel)
+
+
+def not_imported(m: Any, x: Tensor) -> Tensor:
+    from safetensors.flax import save
+
+    return m.out(save(m.wide(x)))
+
+
 def inherited() -> nn.Module:
     """Return a module whose class calls the forward pass of its base."""
     base = type(branch(called(gated)))
@@ -858,6 +890,13 @@ def inherited() -> nn.Module:
         inherited,
         lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=Gated(), out=linear(8, 8))),
         lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), next=Next())),
+        lambda: branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
+        lambda: branch(lambda m, x: m.out(serialize(m.wide(x)))),
+        lambda: branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
+        lambda: branch(called(part)),
+        lambda: branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
+        lambda: branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
+        lambda: branch(not_imported),
     ],
 )
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:
