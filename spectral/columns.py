@@ -11,12 +11,13 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums of two columns each, numbered from `start`."""
+    """Sums or products of two columns each, numbered from `start`."""
 
     start: int
     end: int
     pairs: Tensor  # [columns, 2]
     beneath: frozenset[Use]  # the weights of these columns
+    terms: bool  # the pairs are elements of two tensors that were added
 
     def added(self, numbers: Tensor) -> Tensor:
         """Return the columns that the given sums add, except a column that all of them add.
@@ -26,6 +27,12 @@ class Sums(NamedTuple):
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
         return torch.cat(moving or [*pairs])
+
+    def vectors(self, numbers: Tensor) -> list[Tensor]:
+        """Return both terms of a vector `numbers` if no column is in two of its elements, or []."""
+        pairs = self.pairs[numbers - self.start]
+        separate = self.terms and len(numbers) > 1 and len(pairs.unique()) == pairs.numel()
+        return [*pairs.T] if separate else []
 
 
 class Columns:
@@ -38,7 +45,7 @@ class Columns:
         self.records: list[Use | Sums] = []
         self.starts: list[int] = []
         self.settled = set[tuple[Any, ...]]()
-        self.sums: dict[tuple[int, ...], Sums] = {}
+        self.sums: dict[tuple[Any, ...], Sums] = {}
         self.matrices: dict[int, Any] = {-1: None}  # no column
 
     @property
@@ -69,9 +76,9 @@ class Columns:
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether all columns along an axis belong to different weights or stack entries."""
+        """Return whether distinct columns along an axis belong to distinct weights or entries."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
-        vector = line.long().tolist()
+        vector = [*dict.fromkeys(line.long().tolist())]
         firsts = (vector[:2], vector)  # fast path: the first two mostly share a matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
@@ -98,8 +105,11 @@ class Columns:
         for use in self.beneath(columns):
             use.joined.update(others)
 
-    def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the numbers of elements that depend on the columns of both arguments."""
+    def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
+        """Return the numbers of elements that depend on the columns of both arguments.
+
+        `terms`: the elements are sums, whose terms are vectors of separate layers.
+        """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
@@ -107,23 +117,33 @@ class Columns:
         (a, i), (b, j) = (s[both].unique(return_inverse=True) for s in (low, high))
         distinct, places = (i * len(b) + j).unique(return_inverse=True)
         pairs = torch.stack([a[distinct // len(b)], b[distinct % len(b)]], 1).long().cpu()
-        key = tuple(pairs.flatten().tolist())
+        key = (terms, *pairs.flatten().tolist())
         if key not in self.sums:
             one, two = map(self.beneath, pairs.T)
-            self.sums[key] = Sums(self.end, self.end + len(pairs), pairs, frozenset(one | two))
+            self.sums[key] = Sums(
+                self.end, self.end + len(pairs), pairs, frozenset(one | two), terms
+            )
             self.add(self.sums[key])
             for use in one ^ two:
                 use.joined |= two if use in one else one
         return high.masked_scatter(both, (places + self.sums[key].start).double())
 
-    def settle(self, rows: Tensor, kind: str) -> None:
-        """Record that an operation uses each row of the columns `[rows, n]` as one vector."""
+    def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
+        """Record that an operation uses each row of the columns `[rows, n]` as one vector.
+
+        `whole`: each element of a vector has one number in its row.
+        """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
-            numbers = row[row >= 0].unique()
-            if (key := (kind, *numbers.tolist())) in self.settled:
+            numbers, counts = row[row >= 0].unique(return_counts=True)
+            once = whole and len(counts) == int(counts.sum())
+            if (key := (kind, once, *numbers.tolist())) in self.settled:
                 continue
             self.settled.add(key)
             parts, rest = [*self.parts(numbers)], list[Tensor]()
+            sums = parts[0][0] if once and len(parts) == 1 else None
+            if isinstance(sums, Sums) and (terms := sums.vectors(numbers)):
+                self.settle(torch.stack(terms), kind)
+                continue
             summed = set[Use]().union(*(r.beneath for r, _ in parts if isinstance(r, Sums)))
             for record, own in parts:
                 if isinstance(record, Sums):
@@ -133,7 +153,7 @@ class Columns:
                 else:
                     record.sets[kind].add(tuple((own - record.start).tolist()))
             if rest:
-                self.settle(torch.cat(rest)[None], kind)
+                self.settle(torch.cat(rest)[None], kind, whole=False)
 
     def consume(self, columns: Tensor | None, axes: Iterable[int], kind: str) -> None:
         """Record that an operation uses the columns of each vector along `axes` together."""

@@ -15,6 +15,7 @@ until an operation uses columns as one vector. These columns are recorded as a s
     a product of activations    the columns of each inner product or, if it sums over tokens, of
                                 each entry of the batch: attention's heads
     a * b, a ** b, min(a, b)    the columns of a, and the columns of b: a gated layer's halves
+    a vector of a + b           the columns of a, and the columns of b, unless they share columns
 
 Columns in no set belong to an output head, columns among which `topk` chooses belong to a router,
 and a weight without products is a table.
@@ -26,7 +27,7 @@ sets into a division.
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ MOVES = re.compile(
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
-    r"|_weight_norm_interface|native_dropout|leaky_relu|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
+    r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
 )
 """Operations without torch's pointwise tag that act on each element or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
@@ -372,7 +373,8 @@ class Watch(TorchDispatchMode):
             self.numbers.join(distinct[0], [None])
         if name == "mul":
             self.factors[out.untyped_storage()] = sides
-        self.columns.write(out, reduce(self.numbers.joined, distinct))
+        joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
+        self.columns.write(out, reduce(joined, distinct))
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a `Side`."""

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,14 +102,15 @@ class Use:
             raise ValueError("no token of the forward pass used it")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
-        if _overlap(frozenset(self.sets.get(INNER, ()))):
+        windows = frozenset(self.sets.get(INNER, ()))
+        steps = {b - a for window in windows for a, b in pairwise(sorted(window))}
+        if len(steps) == 1 and _overlap(windows):
             reason = "windows of its outputs overlap: a table of positions"
             return Seen(None, reason, decays=False)
         division = Division()
         if self.outputs:
-            sets = frozenset[tuple[int, ...]]().union(*self._cuts())
             axes = frozenset(self.inputs), frozenset(self.outputs)
-            grouped = GROUP in self.sets
+            sets, grouped = frozenset(self._cuts()), GROUP in self.sets
             division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
@@ -117,6 +118,9 @@ class Use:
         reached = scaled or taken & {self, *self.joined}
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
+        crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in sets)
+        if crossed and all(s[outputs] == 1 < prod(s) for s in sides):
+            raise ValueError("operations use its outputs along two axes, which divides them all")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
         used = len(set().union(*chain.from_iterable(self.sets.values())))
@@ -133,15 +137,20 @@ class Use:
         """The number of outputs."""
         return prod(self.shape[a] for a in self.outputs) * self.groups
 
-    def _cuts(self) -> Iterator[set[tuple[int, ...]]]:
+    def _cuts(self) -> Iterator[tuple[int, ...]]:
         """Yield the sets of columns that divide the outputs.
 
         If one layer uses all outputs, layers that use a part of them, such as blocks, do not divide
-        the outputs.
+        the outputs. A set divides each group that it contains two or more columns of.
         """
+        groups = self.sets.get(GROUP, set())
+        group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
         for kind, sets in self.sets.items():
             whole = {columns for columns in sets if len(columns) == self._count}
-            yield whole if kind == LAYER and whole else sets
+            for columns in whole if kind == LAYER and whole else sets:
+                ordered = groupby(sorted(columns, key=group.__getitem__), group.__getitem__)
+                parts = (tuple(part) for _, part in ordered)
+                yield from (p for p in parts if not groups or kind == GROUP or len(p) > 1)
 
     def _reason(self) -> str:
         taken = {kind: sorted({len(s) for s in sets}) for kind, sets in self.sets.items()}

@@ -98,6 +98,25 @@ def rotary(m: Any, x: Tensor) -> Any:
     return m.out(attention(rotated(q), rotated(k), v))
 
 
+def turned(x: Tensor) -> Tensor:
+    """Apply rotary embedding to the two halves of each head separately."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * 0.6 - b * 0.8, b * 0.6 + a * 0.8], -1)
+
+
+def rotary_halves(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    return m.out(attention(turned(q), turned(k), v))
+
+
+def rotary_features(m: Any, x: Tensor) -> Any:
+    """Return linear attention by features of rotated queries and keys."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    features = torch.ones(4, 5)
+    q, k = (turned(y) @ features for y in (q, k))
+    return m.out((q.exp() @ (k.exp().mT @ v)).transpose(1, 2).flatten(2))
+
+
 def complex_rotary(m: Any, x: Tensor) -> Any:
     q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
     turn = torch.polar(torch.ones(2), torch.ones(2))
@@ -318,6 +337,51 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         halves(lambda a, b: a + b.exp() * torch.randn_like(b)),
         x,
         {"both.weight": rows(10)},
+    ),
+    "an addition after an activation": (
+        halves(lambda a, b: F.silu(a) + b),
+        x,
+        {"both.weight": rows(10)},
+    ),
+    "a product of exponents": (
+        halves(lambda a, b: (F.logsigmoid(a) + F.softplus(b).log()).logcumsumexp(1).exp()),
+        x,
+        {"both.weight": rows(10)},
+    ),
+    "an addition for each pair of tokens": (
+        halves(lambda a, b: a[:, :, None] + b[:, None]),
+        x,
+        {"both.weight": rows(10)},
+    ),
+    "rotary halves": (
+        lambda: Module(rotary_halves, "qkv 12 36, out 12 4"),
+        x,
+        {"qkv.weight": rows(4)},
+    ),
+    "random features of rotary heads": (
+        lambda: Module(rotary_features, "qkv 12 36, out 12 4"),
+        x,
+        {"qkv.weight": rows(4)},
+    ),
+    "experts with several slots": (
+        lambda: Module(
+            lambda m, x: x @ m.slots @ torch.cat([m.a(x[:, :2]), m.b(x[:, 2:4])], 1),
+            "a 12 6, b 12 6",
+            slots=torch.randn(12, 4),
+        ),
+        x,
+        {"a.weight": whole, "b.weight": whole},
+    ),
+    "tokens mixed by heads": (
+        lambda: Module(
+            lambda m, x: m.out(
+                x * torch.einsum("bnhd,hmn->bmhd", x.unflatten(-1, (3, 4)), m.mix).flatten(2)
+            ),
+            "out 12 4",
+            mix=torch.randn(3, x.shape[1], x.shape[1]),
+        ),
+        x,
+        {"mix": lambda w: w.unbind()},
     ),
     "a sum of branches": (
         lambda: Module(
@@ -934,6 +998,16 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Module(two_ways, "both 12 16, a 8 4, b 8 4"),
         "both.weight: .*: 0-3, 8-11; 4-7, 12-15",
     ),
+    "outputs along two axes": (
+        Module(
+            lambda m, x: (
+                m.a(m.both(x).unflatten(-1, (2, 4))).sum((2, 3))
+                + m.b(m.both(x).unflatten(-1, (2, 4)).mT).sum((2, 3))
+            ),
+            "both 12 8, a 4 3, b 2 3",
+        ),
+        "^both.weight: operations use its outputs along two axes",
+    ),
     "a hidden product": (
         Module(lambda m, x: m.out(hidden(x, m.weight)), "out 6 4", weight=torch.ones(6, 12)),
         "weight: spectrain_tests.product.default hides",
@@ -1245,6 +1319,12 @@ ACTIVATIONS = (
     "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu"
 )
 ACTIVATIONS += " relu6 rrelu selu sigmoid silu softplus softshrink softsign tanhshrink"
+
+
+def test_columns_pass_an_activation_with_a_parameter() -> None:
+    model = nn.Sequential(linear(12, 8), nn.PReLU(8), linear(8, 4))
+    split = split_parameters(model, example=x[0])
+    assert split.rows[0].reason.endswith("a layer uses all columns")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS.split())
