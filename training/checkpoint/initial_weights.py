@@ -89,26 +89,28 @@ def initial_weights(
     Raises BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is no
     checkpoint or if its model or tokenizer differs.
     """
-    path = config.checkpoint.initialize_from
-    if path is None:
+    if config.checkpoint.initialize_from is None:
         return None
-    info, digest, compared = first_rank(partial(_chosen, path, config, tokenizer, file))
+    info, digest, compared = first_rank(partial(chosen_weights, config, tokenizer, file))
     weights = CheckpointWeights(info)
     weights.check()
     return InitialWeights(config, weights, digest, compared=compared)
 
 
-def _chosen(
-    path: str, config: Config, tokenizer: str | None, file: Path | None
+def chosen_weights(
+    config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return the checkpoint, the sha256 of its meta.json, and whether both tokenizers are known."""
-    info = read_checkpoint(path)
+    """Return the checkpoint of `checkpoint.initialize_from`, which must not be null, the sha256 of
+    its meta.json, and whether both tokenizers are known. For arguments and errors see
+    `initial_weights`; without a vocabulary size, the models are not compared."""
+    assert config.checkpoint.initialize_from is not None
+    info = read_checkpoint(config.checkpoint.initialize_from)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     saved, configured = (
         model_facts(replace(each, init=config.model.init))
         for each in (info.config.model, config.model)
     )
-    different = list(changes(saved, configured))
+    different = list(changes(saved, configured)) if config.model.vocab_size is not None else []
     if different:
         raise ResumeError(
             f"checkpoint.initialize_from: the model of {info.path} must equal the run's model, got "

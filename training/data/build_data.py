@@ -215,6 +215,24 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
         yield from shared_text(*prefixes)
 
 
+def missing_files(config: Config) -> Iterator[str]:
+    """Yield a sentence with the missing files of sets, tokenizer and tasks, unless all exist."""
+    data = config.data
+    if data.mock:
+        return
+    files = {
+        f"data.{kind}.{name}.path": f"{each.path}.idx"
+        for kind in ("train", "validation")
+        for name, each in getattr(data, kind).items()
+    }
+    if data.tokenizer is not None:
+        files["data.tokenizer"] = str(tokenizer_file(data.tokenizer))
+    files |= {f"tasks.files.{name}": file for name, file in config.tasks.files.items()}
+    missing = [f"{key} ({file})" for key, file in files.items() if not Path(file).is_file()]
+    if missing:
+        yield f"a run needs files that do not exist here: {', '.join(missing)}"
+
+
 def without_sets(config: Config) -> Iterator[str]:
     """Yield the remedies for missing sets of a recipe: create the sets, or use other data."""
     if config.data.made_by is None:

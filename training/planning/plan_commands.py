@@ -11,12 +11,14 @@ from typing import Any
 from parallel.comm.groups import world_size
 from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
+from training.checkpoint.initial_weights import chosen_weights
+from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
 from training.config.yaml_files import flat, merged_overrides
-from training.data.build_data import check_rows, shared_sets, with_vocabulary
+from training.data.build_data import check_rows, missing_files, shared_sets, with_vocabulary
 from training.dry_run import device_named, plan_run, step_shape
-from training.errors import ConfigError, VocabularyError
+from training.errors import BrokenCheckpointError, ConfigError, VocabularyError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
     LEVELS,
@@ -101,14 +103,17 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print on stderr the warnings that a run of `config` would give about its data."""
-    for text in shared_sets(config.data):
+    """Print on stderr warnings about a config's data and initial weights: what a run would say or
+    refuse. The vocabulary size may still be null."""
+    for text in (*shared_sets(config.data), *missing_files(config)):
         print(f"warning: {text}", file=sys.stderr)
-    if config.checkpoint.initialize_from is None:
-        try:
+    try:
+        if config.checkpoint.initialize_from is not None:
+            chosen_weights(config)
+        elif config.model.vocab_size is not None:
             check_rows(config)
-        except VocabularyError as error:
-            print(f"warning: a new run would be refused: {error}", file=sys.stderr)
+    except (VocabularyError, ResumeError, BrokenCheckpointError) as error:
+        print(f"warning: a new run would be refused: {error}", file=sys.stderr)
 
 
 def own_gpus(config: Config) -> int:

@@ -14,6 +14,7 @@ from training.config import Config, check
 from training.data.build_data import on_mock_tokens
 from training.dry_run import device_named, plan_run
 from training.errors import ConfigError
+from training.planning.plan_commands import warn
 from training.rehearsal.fake_driver import GuardError
 from training.rehearsal.matching import mismatches
 from training.rehearsal.processes import perform
@@ -308,10 +309,11 @@ def run(config: Config, options: argparse.Namespace) -> int:
     Raises ConfigError if the config, number of GPUs, rank or device is not valid, or if the machine
     cannot rehearse.
     """
-    config = on_mock_tokens(config)
+    given, config = config, on_mock_tokens(config)
     check(config, options.gpus)
     ranks = chosen(config, options.rank, options.gpus)
     device = device_named(options.device or config.plan.device)
+    warn(given)
     some = f"{'ranks' if len(ranks) > 1 else 'rank'} {listed(ranks)}"
     print(f"rehearsing {some} of {options.gpus:,} on {device.name}", file=sys.stderr)
     try:
