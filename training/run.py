@@ -176,7 +176,9 @@ def train(
         if log is not None:
             stack.callback(log.close)
             if cost.interval:
-                log.note("monitors", trainer.progress.step, f"monitors: {cost}")
+                log.note(
+                    "monitors", trainer.progress.step, f"monitors: {cost.up_to(config.train.last)}"
+                )
         lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
         hooks = run_hooks(trainer, lifecycle, log, on_step)
         if hooks.profile is not None:
@@ -332,6 +334,10 @@ def opening_notes(
             where = f"new mixture from sample {phase.sample:,} on; token counts of the sets"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
+    asked, held_out = config.validation.samples or 0, trainer.validation
+    if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < asked]:
+        text = f"validation.samples = {asked:,}: all sequences of {', '.join(short)} are used"
+        yield "validation", text
     for task in trainer.tasks:
         yield "tasks", str(task)
     profile = announcement(config, trainer.progress.step)

@@ -76,14 +76,16 @@ class RunLog:
         """
         self.config = config
         folder = Path(config.run.dir)
-        damaged = []
+        damaged, moved = [], []
         for name, last in (("metrics.jsonl", step), ("monitors.jsonl", progress.step)):
             if last == 0:
-                set_aside(folder / name)
+                moved += set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
                 damaged.append(f"dropped {count} damaged lines of {name}")
         if step == 0:
-            set_aside(folder / EVENTS_FILE)
+            moved += set_aside(folder / EVENTS_FILE)
+        if moved:
+            print(f"starting at step 0; renamed logs of an earlier start: {', '.join(moved)}")
         self.events = LogFile(folder / EVENTS_FILE)
         replace_file(folder / "config.yaml", to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
@@ -276,8 +278,10 @@ WARNINGS: Final = {
 """Metric, and warning about new events, by key of `SpectralMetrics.state`."""
 
 
-def set_aside(path: Path) -> None:
-    """Rename a non-empty file to the first free `name.N.suffix`."""
+def set_aside(path: Path) -> list[str]:
+    """Rename a non-empty file to the first free `name.N.suffix`; return `OLD to NEW` if renamed."""
     if path.exists() and path.stat().st_size:
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        new = path.rename(next(name for name in names if not name.exists()))
+        return [f"{path.name} to {new.name}"]
+    return []

@@ -60,6 +60,15 @@ class MonitorCost:
         """Return the cost for JSON."""
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
+    def up_to(self, last: int) -> str:
+        """Return the text of a run that ends after step `last`."""
+        if self.interval > last:
+            return (
+                f"no step is monitored: the first would be {self.interval:,}, and the run ends "
+                f"after step {last:,}"
+            )
+        return str(self)
+
     def __str__(self) -> str:
         if not self.interval:
             return "off"
@@ -88,7 +97,7 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
 def run_hours(config: Config, planned: Plan) -> float:
     """Return the GPU-hours of a planned run, including its monitors."""
     cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
-    monitored = config.train.steps / cost.interval if cost.interval else 0.0
+    monitored = config.train.steps // cost.interval if cost.interval else 0
     seconds = monitored * (cost.seconds or 0.0)
     return gpu_hours(config, planned) + seconds * planned.gpus / 3600
 
@@ -198,7 +207,8 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     seconds = planned.time.forward * tokens / step_tokens
     times = 1 + (train.last - 1) // section.interval if section.interval else 1
     share = times * seconds * planned.gpus / (3600 * gpu_hours(config, planned))
-    often = f"every {section.interval:,} steps" if section.interval else "after the last step"
+    repeated = 0 < section.interval < train.last
+    often = f"every {section.interval:,} steps" if repeated else "after the last step"
     return (
         f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} "
         f"tokens, {seconds:.3g} s (modelled), which adds {share:.1%} to the run's time"

@@ -9,7 +9,7 @@ from models.families import all_units
 from tests.paths import ROOT
 from training.config import load_config
 from training.data.build_data import on_mock_tokens
-from training.dry_run import device_named, plan_run, step_shape
+from training.dry_run import device_named, gpu_hours, plan_run, step_shape
 from training.planning import added_cost as cost
 
 RUNS = [
@@ -74,6 +74,16 @@ def test_a_cpu_and_monitors_that_are_off_need_no_plan(monkeypatch):
     assert found == cost.MonitorCost(100) and "twice as long" in str(found)
     off = replace(config, monitors=replace(config.monitors, interval=0))
     assert cost.monitor_cost(off, 2, torch.device("cuda")) == cost.MonitorCost(0)
+
+
+def test_an_interval_beyond_the_end_of_the_run_is_not_promised():
+    assert "no step is monitored: the first would be 100" in cost.MonitorCost(100).up_to(99)
+    assert cost.MonitorCost(100).up_to(100).startswith("every 100 steps")
+    assert cost.MonitorCost(0).up_to(5) == "off"
+    keys = ["schedule.warmup_steps=1", "train.steps=90"]
+    short = on_mock_tokens(load_config(ROOT / "configs/llama1b_muon.yaml", keys))
+    planned = plan_run(short, 8, device_named("h200"))
+    assert cost.run_hours(short, planned) == gpu_hours(short, planned)
 
 
 def test_a_gpu_is_planned_by_its_name(monkeypatch):
