@@ -231,7 +231,8 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
-    Figures that the file omits are taken from the device that its key `base` names.
+    Figures that the file omits are taken from the device that its key `base` names, or from h100;
+    the device's name, by default the file's, then says so.
 
     Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """
@@ -239,11 +240,14 @@ def device_named(text: str) -> Device:
         return DEVICES[text]
     if not Path(text).is_file():
         raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
-    figures = dict(read_saved(Path(text)))
+    figures = {"name": Path(text).stem, **read_saved(Path(text))}
+    assumed = "base" not in figures and vars(DEVICES["h100"]).keys() - figures.keys()
     base = str(figures.pop("base", "h100"))
     if base not in DEVICES:
         raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])
     try:
-        return bind(Device, over(asdict(DEVICES[base]), figures))
+        device = bind(Device, over(asdict(DEVICES[base]), figures))
     except InvalidConfigError as error:
         raise InvalidConfigError([f"{text}: {line}" for line in error.problems]) from None
+    note = " (other figures: h100's)" if assumed else ""
+    return replace(device, name=device.name + note)

@@ -59,7 +59,8 @@ class Device(Section):
     def checks(self) -> Iterator[Check]:
         """Check the operand types of `peak`."""
         wrong = (self.peak.keys() ^ {*OPERANDS}) - {"fp8"}
-        rule = f"must have the keys {', '.join(OPERANDS)}, of which fp8 may be missing"
+        required = ", ".join(name for name in OPERANDS if name != "fp8")
+        rule = f"must have the keys {required}, and may have the key fp8"
         yield "peak", wrong, f"{rule}, got {', '.join(self.peak)}"
 
     @property
@@ -69,8 +70,9 @@ class Device(Section):
 
 
 # Peaks are from NVIDIA's data sheets, without sparsity; fp32 is the peak of CUDA cores, which
-# compute float32 products unless TF32 is allowed. The H100's copy rate was read on a device (3.0 of
-# 3.35 TB/s); the other copy rates are the same share of the bandwidth in the data sheets.
+# compute float32 products unless TF32 is allowed. Copy rates are assumptions, not measurements: 88
+# to 90% of the memory bandwidth in the data sheets (in TB/s: H100 SXM 3.35, H200 4.8, A100 80GB SXM
+# 2.04, B200 8).
 DEVICES: Final[Mapping[str, Device]] = {
     "h100": Device(
         name="NVIDIA H100 80GB HBM3",

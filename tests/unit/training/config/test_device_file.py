@@ -1,5 +1,6 @@
 """Files that describe the planned GPU are read like configs, with all problems at once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_a_file_replaces_figures_of_its_base(tmp_path: Path) -> None:
     device, base = device_named(file), DEVICES["a100"]
     assert (device.memory_bytes, device.copy_rate) == (1000, base.copy_rate)
     assert device.peak == base.peak | {"bf16": 1e12}
+    assert device.name == "device"  # not the name of the base
+
+
+def test_the_name_says_which_figures_are_assumed(tmp_path: Path) -> None:
+    device = device_named(described(tmp_path, "{name: My GPU, memory_bytes: 1000}"))
+    assert device.name == "My GPU (other figures: h100's)"
+    whole = {key: value for key, value in vars(DEVICES["a100"]).items()}
+    assert device_named(described(tmp_path, json.dumps(whole))) == DEVICES["a100"]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +41,11 @@ def test_a_file_replaces_figures_of_its_base(tmp_path: Path) -> None:
             "{memory_bytes: much, copy_rate: 0}",
             ["memory_bytes must be an integer, got 'much'", "copy_rate must be above 0, got 0"],
         ),
-        ("{peak: {int4: 1.0e+15}}", ["peak must have the keys fp8, bf16", "got fp8, bf16"]),
-        ("{peak: {replace: true, bf16: 1.0e+15}}", ["of which fp8 may be missing, got bf16"]),
+        (
+            "{peak: {int4: 1.0e+15}}",
+            ["peak must have the keys bf16, tf32", "may have the key fp8, got fp8"],
+        ),
+        ("{peak: {replace: true, bf16: 1.0e+15}}", ["fp64, and may have the key fp8, got bf16"]),
         ("{base: h900}", ["base must be one of h100", "got 'h900'"]),
         ("{base: device.yaml}", ["base must be one of h100"]),
         ("- 3", ["device.yaml"]),
