@@ -134,9 +134,11 @@ def examples(source: str, name: str) -> Iterator[Example]:
         try:
             values = FORMATS[name].example(row)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            missing = isinstance(error, KeyError)
+            got = f"no key {error} among {', '.join(row)}" if missing else f"{row!r:.200}"
             raise DataError(
                 f"{where}: the row must have the format {name}, with an answer (some test splits "
-                f"contain no answers), got {error!r:.80}"
+                f"contain no answers), got {got}"
             ) from None
         yield example_of(dict(zip(keys, values, strict=True)), where)
 

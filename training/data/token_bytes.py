@@ -120,11 +120,15 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json; raise DataError if `tokenizers` cannot read it."""
+    """Return the tokenizer of a tokenizer.json, without the file's truncation and padding; raise
+    DataError if `tokenizers` cannot read it."""
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:

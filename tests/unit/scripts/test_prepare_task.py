@@ -254,7 +254,13 @@ def test_rows_become_examples(tmp_path, capsys):
         ),
         (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
         (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two strings"),
-        ([1], "plain", "line 1: the row must have the format plain"),
+        ([1], "plain", r"line 1: the row must have the format plain, .* got \[1\]"),
+        (
+            {key: value for key, value in ROWS["piqa"][0].items() if key != "sol1"},
+            "piqa",
+            "line 1: the row must .* format piqa, .* got no key 'sol1' among goal, sol2, label",
+        ),
+        (ROWS["arc"][0] | {"choices": {}}, "arc", "got no key 'text' among question, choices, ans"),
     ],
 )
 def test_rows_of_no_example_are_refused(row, name, rule, tmp_path, capsys):

@@ -348,6 +348,22 @@ def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_pa
     assert [read(window=longest - cut).cut for cut in (1, 2)] == [0, 1]
 
 
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(tokens, tmp_path):
+    file = tmp_path / "task.jsonl"
+    file.write_text(json.dumps(GOOD | {"context": "A matrix has rows and columns"}) + "\n")
+    content = json.loads((tokens / "tokenizer.json").read_text())
+    cut = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    pad = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+           "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}  # fmt: skip
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(content | {"truncation": cut, "padding": pad}))
+    plain, changed = (
+        read_task("t", file, open_tokenizer(path), window=100, vocab_size=300, end_token=None)
+        for path in (tokens / "tokenizer.json", other)
+    )
+    assert changed == plain
+
+
 def test_scores_of_likelihoods_that_are_nan_are_nan():
     task = Task("one", [], [0, 1], [[1, 2], [1, 2]], cut=0, sha256=None)
     assert accuracies(task, [-1.0, -2.0, -math.inf, -1.0]) == (1, 1)
