@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, new_parser, whole_number
+from scripts.command import command, new_parser, output_path, whole_number
 from training.errors import BrokenCheckpointError, InputError, near_name
 from training.json_file import real_path
 from training.report.text import progress
@@ -132,7 +132,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("output", type=Path, metavar="OUT", help="new checkpoint folder")
+    parser.add_argument("output", type=output_path, metavar="OUT", help="new checkpoint folder")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--steps",

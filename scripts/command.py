@@ -16,6 +16,7 @@ from typing import ParamSpec
 from parallel.disk import replace_file
 from training.command_line import Parser, fail
 from training.errors import InputError
+from training.local_path import local_path
 
 P = ParamSpec("P")
 
@@ -47,7 +48,9 @@ def warn_replaced(overrides: Sequence[str]) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`: the script then also writes its figures as JSON."""
-    parser.add_argument("--json", type=Path, help="also write all figures as JSON to this file")
+    parser.add_argument(
+        "--json", type=output_path, help="also write all figures as JSON to this file"
+    )
 
 
 def check_free(target: Path) -> None:
@@ -67,6 +70,18 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def output_path(text: str) -> Path:
+    """Parse the path of an output as an argparse type.
+
+    Raises argparse.ArgumentTypeError for a URL, and for ~ and variables, which the shell expands
+    unless they are quoted.
+    """
+    _, wrong, rule = local_path("", text)
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{rule.partition('; write')[0]}, got {text!r:.80}")
+    return Path(text)
 
 
 def token_count(text: str) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import check_free, command, new_parser, warn_replaced
+from scripts.command import check_free, command, new_parser, output_path, warn_replaced
 from training.command_line import fail
 from training.report.text import progress
 
@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     export.add_argument(
         "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run folder or checkpoint folder"
     )
-    export.add_argument("target", type=Path, metavar="OUT", help="new model folder")
+    export.add_argument("target", type=output_path, metavar="OUT", help="new model folder")
     export.add_argument(
         "--format",
         choices=("huggingface", "consolidated"),
@@ -139,7 +139,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     back = commands.add_parser("import", help="convert a model folder to a checkpoint")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
-    back.add_argument("target", type=Path, metavar="OUT", help="new checkpoint folder")
+    back.add_argument("target", type=output_path, metavar="OUT", help="new checkpoint folder")
     back.add_argument(
         "--config",
         type=Path,
@@ -148,7 +148,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     back.add_argument(
         "--write-config",
-        type=Path,
+        type=output_path,
         metavar="NEW",
         help="also write a config that extends --config FILE with the model of config.json",
     )

@@ -19,7 +19,7 @@ from typing import Final, Literal
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
-from scripts.command import command, write_whole
+from scripts.command import command, output_path, write_whole
 from scripts.evaluation.harness import (
     TASK_SETS,
     Run,
@@ -80,12 +80,13 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype or "float32",
             options=options.options,
         )
+        lm_eval = run.command()  # refuses options before slow steps
         if run.python.exists():  # lm-eval would silently initialize missing weights randomly
             with progress(lambda: "loading the exported model to check for missing weights"):
                 load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
     text = table(rows(results["results"], sets.values()), sets)
-    kept = {"model": str(options.model), "command": run.command()}
+    kept = {"model": str(options.model), "command": lm_eval}
     kept |= {key: results[key] for key in MEASURED if key in results}
     write_whole(output / "results.json", json.dumps(kept, indent=2) + "\n")
     write_whole(output / "results.md", text)
@@ -232,7 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         help="output folder (default: evaluation/ in an exported model; no output for a run)",
     )
     parser.add_argument(

@@ -12,7 +12,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from scripts.command import command
+from scripts.command import command, output_path
 from training.command_line import Parser
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(description="Collect a corpus from Debian packages.")
-    parser.add_argument("output", type=Path, help="output folder for NAME.jsonl and packages/")
+    parser.add_argument(
+        "output", type=output_path, help="output folder for NAME.jsonl and packages/"
+    )
     parser.add_argument(
         "--corpus",
         type=Path,

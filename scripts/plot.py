@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import command, require, write_whole
+from scripts.command import command, output_path, require, write_whole
 from training.command_line import Parser
 from training.errors import InputError
 
@@ -35,14 +35,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]
     output = Parser(add_help=False)
-    output.add_argument("--output", type=Path, required=True, help="file: .svg, .png or .pdf")
+    output.add_argument(
+        "--output", type=output_path, required=True, help="file: .svg, .png or .pdf"
+    )
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     runs = kinds.add_parser("figures", help="draw all figures of runs, or write a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         help="output folder (default: RUN/figures of the first RUN; with --html, each RUN)",
     )
     form = runs.add_mutually_exclusive_group()
@@ -54,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     compare.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         help="page to write (default: compare.html in the common parent folder)",
     )
     spectrum = kinds.add_parser(

@@ -17,9 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.section import named
-from scripts.command import command, new_parser, require
+from scripts.command import command, new_parser, output_path, require
 from training.errors import InputError
 from training.report.text import markdown_table, table
+
+NOTE = (
+    "step sizes and ranges are those of the published seeds and sizes: with others, statements of "
+    "the papers can fail, and training can diverge"
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,7 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all)")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         default=Path("runs/reproduce"),
         help="output folder (default: runs/reproduce)",
     )
@@ -73,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [line for result in results for line in rows(result)]
     (output / "table.md").write_text(markdown_table(HEADINGS, lines), encoding="utf-8")
     print(table(HEADINGS, lines))
+    if options.small or options.seed is not None:
+        print(NOTE)
     return int(any(result.failed for result in results))
 
 

@@ -39,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, new_parser, whole_number
+from scripts.command import command, new_parser, output_path, whole_number
 from training.report.text import progress
 
 
@@ -70,9 +70,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
-    parser.add_argument("output", type=Path, help="folder of the runs")
+    parser.add_argument("output", type=output_path, help="folder of the runs")
     parser.add_argument(
-        "--results", type=Path, help="folder for runs.jsonl and the results (default: output)"
+        "--results",
+        type=output_path,
+        help="folder for runs.jsonl and the results (default: output)",
     )
     add_places(parser)
     parser.add_argument("override", nargs="*", help="key=value override of every run's config")

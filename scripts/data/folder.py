@@ -11,10 +11,10 @@ from typing import Any
 
 from parallel.disk import delete, sync
 from scripts.data.sources import LOCK
-from training.config.data import local_path
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
 from training.json_file import read_json
+from training.local_path import local_path
 
 PROGRESS = "progress.json"
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,14 @@ metadata: {{version: 1.0}}
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
 
+SHORT: Final = {
+    "-M": "--model", "-a": "--model_args", "-t": "--tasks", "-o": "--output_path",
+    "-b": "--batch_size", "-f": "--num_fewshot", "-L": "--limit",
+}  # fmt: skip
+"""Short names of lm-eval's options."""
+MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
+"""lm-eval's options whose repetitions are merged; of all other options it uses the last one."""
+
 STANDARD_ERROR = "_standard_error"
 """Suffix of local metrics that are standard errors, which lm-eval does not compute."""
 
@@ -75,7 +84,7 @@ STANDARD_ERROR = "_standard_error"
 class Run:
     """An evaluation: model folder, lm-eval's task names, and settings.
 
-    options   additional lm-eval options, appended to the command
+    options   additional lm-eval options, appended to the command; `check_options` checks them
     """
 
     model: Path
@@ -89,7 +98,8 @@ class Run:
     def command(self) -> list[str]:
         """Return lm-eval's command line.
 
-        Raises InputError if the model's path contains a comma, at which lm-eval splits arguments.
+        Raises InputError if the model's path contains a comma, at which lm-eval splits arguments,
+        or for options that lm-eval would silently replace.
         """
         if "," in str(self.model):
             raise InputError(
@@ -102,10 +112,34 @@ class Run:
         # -P: ignore a module of this name in the working directory.
         command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
-        command += ["--output_path", str(self.output), "--batch_size", "8"]
+        command += ["--output_path", str(self.output)]
         if self.task_folder is not None:
             command += ["--include_path", str(self.task_folder)]
+        names = check_options(self.options, command, settings)
+        command += [] if "--batch_size" in names else ["--batch_size", "8"]
         return [*command, *self.options]
+
+
+def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """Return the names of a user's lm-eval `options`.
+
+    Raises InputError for an option given twice or contained in the command `own`, and for a key of
+    --model_args that is in `settings`, a list of KEY=VALUE: lm-eval would silently replace values.
+    """
+    names: list[str] = []
+    fixed = {setting.partition("=")[0] for setting in settings}
+    for text in options:
+        if re.match("--?[A-Za-z]", text):
+            name = text.partition("=")[0] if text.startswith("--") else text[:2]
+            name = SHORT.get(name, name)
+            if name not in MERGED and (name in own or name in names):
+                by = "evaluate.py" if name in own else "an earlier option"
+                raise InputError(f"lm-eval's {name} is already set by {by}, got {text}")
+            names.append(name)
+        if names[-1:] == ["--model_args"]:
+            for key in fixed.intersection(re.findall(r"(\w+)=", text)):
+                raise InputError(f"--model_args must not set {key}, which evaluate.py sets")
+    return names
 
 
 def end_token(folder: Path) -> int | None:

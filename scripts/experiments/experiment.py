@@ -92,8 +92,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an experiment: checks that must pass for every seed and size, data, and the
-    panels of a figure.
+    """The result of an experiment: checks, data, and the panels of a figure.
+
+    Checks must pass for the published seed at the published size and at `SMALL`. At other seeds and
+    sizes, statements of papers are not always true.
 
     recorded.yaml contains expected values of `data` at the paper's setting.
     """

@@ -6,6 +6,7 @@ For a layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, a
 is lr n / |A|_F^2 |G|_* polar(G).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -146,12 +147,17 @@ class BlockDescent:
 
 
 def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
-    """Train for `steps` steps with a method; compute ranks every `interval` steps."""
+    """Train for `steps` steps with a method; compute ranks every `interval` steps.
+
+    Raises FloatingPointError if the training diverges.
+    """
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     optimizer, run = BlockDescent(weights, method), Training()
     for step in range(steps):
         loss, inputs = problem.loss(weights)
         gradients = torch.autograd.grad(loss, weights)
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {step}")
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         run.losses.append(loss.item())

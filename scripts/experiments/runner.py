@@ -100,13 +100,17 @@ class Result:
 
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
-    """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`."""
+    """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`. If the experiment
+    diverges, its only check fails and there is no figure."""
     experiment = EXPERIMENTS[name]
     published = not small and seed in (None, experiment.seed)
     seed = experiment.seed if seed is None else seed
     settings = experiment.settings(small=small)
     begin = time.perf_counter()
-    outcome = experiment.run(Draws(seed), **settings)
+    try:
+        outcome = experiment.run(Draws(seed), **settings)
+    except FloatingPointError as error:  # step sizes are chosen for the published seed
+        outcome = Outcome([Check(f"runs that diverge ({error})", 1, 0, 0, "theory")], {}, [])
     seconds = time.perf_counter() - begin
     data = json.loads(json.dumps(outcome.data))
     checks = [*outcome.checks, *(recorded(name, data) if published else [])]
@@ -127,7 +131,8 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
             "data": data,
         },
     )
-    save(drawn(outcome.panels), output / f"{name}{suffix}")
+    if outcome.panels:
+        save(drawn(outcome.panels), output / f"{name}{suffix}")
     return result
 
 

@@ -30,7 +30,7 @@ LEVELS = {
         {"plan", "checkpoint", "observe"},
     ],
     "training": [
-        {"errors"},
+        {"errors", "local_path"},
         {"json_file", "command_line"},
         {"config"},
         {"assignments", "data", "machine"},

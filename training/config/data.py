@@ -3,33 +3,12 @@
 import re
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from models.section import AtLeast0, Check, Count, Positive, Section, Whole, named
-
-URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)|hf:")
-VARIABLE: Final = re.compile(r"\$(\w+)")
-
-
-def local_path(key: str, path: str | None) -> Check:
-    """Check that `path`, the value of `key`, is null or a local path that needs no expansion."""
-    path = path or ""
-    if URL.match(path):
-        rule = (
-            "must be a local path, because object stores and hubs are not supported: mount the "
-            "store and set the path of the mounted folder, or copy the files"
-        )
-        return key, True, rule
-    variable = VARIABLE.search(path)
-    name = "HOME" if path.startswith("~") else variable[1] if variable else None
-    rule = (
-        f"must be written out, because ~ and $NAME are not expanded; write '${{oc.env:{name}}}' "
-        "for the variable's value"
-    )
-    return key, name is not None, rule
-
+from training.local_path import local_path
 
 BEGINNINGS = ("after_steps", "after_share", "with_decay")
 """Keys that set where a phase begins; each phase has exactly one of these keys."""

@@ -18,10 +18,11 @@ from models.pc_config import PCConfig
 from models.section import Check, Count, ExactInt, Positive, Section, Whole
 from spectral.gram_penalty import Normalize, Side
 from spectral.rules import RULES
-from training.config.data import DataConfig, TasksConfig, ValidationConfig, local_path
+from training.config.data import DataConfig, TasksConfig, ValidationConfig
 from training.config.optimizer_section import OptimizerConfig
 from training.config.schedule import ScheduleConfig, TrainConfig
 from training.errors import printable
+from training.local_path import local_path
 
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.command import add_config, command, new_parser, require
+from scripts.command import add_config, add_json, command, new_parser, require
 from tests.commands import output_of
 from tests.paths import ROOT
 from training.command_line import Parser
@@ -91,6 +91,16 @@ def test_an_option_with_two_values_is_refused(capsys: pytest.CaptureFixture[str]
         assert re.search("must be given once, got .*, then ", capsys.readouterr().err)
     assert sub.parse_args(["a", "--steps", "6", "--steps", "6"]).steps == 6
     assert sub.parse_args(["a", "--steps", "7"]).steps == 7
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/x", "hf://a/b.json", "~/x.json", "$HOME/x.json"])
+def test_outputs_that_are_no_local_paths_are_refused(text, capsys) -> None:
+    parser = new_parser("Test.")
+    add_json(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", text])
+    assert f"got '{text}'" in capsys.readouterr().err
+    assert parser.parse_args(["--json", "a/b.json"]).json == Path("a/b.json")
 
 
 def test_every_command_line_is_read_by_that_parser() -> None:

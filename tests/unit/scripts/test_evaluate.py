@@ -138,6 +138,38 @@ def test_results_of_another_evaluation_at_the_same_time_are_refused(tmp_path) ->
         evaluate(run, offline=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--num_fewshot", "0", "--num_fewshot=5"], "--num_fewshot is already set by an earlier"),
+        (["-L", "5", "--limit", "6"], "--limit is already set by an earlier option, got --limit"),
+        (["--model", "vllm"], "--model is already set by evaluate.py"),
+        (["-t", "piqa"], "--tasks is already set by evaluate.py, got -t"),
+        (["--output_path=x"], "--output_path is already set by evaluate.py"),
+        (["--include_path", "x"], "--include_path is already set by evaluate.py"),
+        (["--model_args", "max_length=9,pretrained=other"], "--model_args must not set pretrained"),
+        (["--model_args", "max_length=9", "dtype=float16"], "--model_args must not set dtype"),
+    ],
+)
+def test_options_that_lm_eval_would_replace_are_refused(options, rule, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    run = Run(model=tmp_path, tasks=["a"], python=Path("x"), output=tmp_path,
+              task_folder=tmp_path, options=options)  # fmt: skip
+    with pytest.raises(InputError, match=rule):
+        run.command()
+
+
+def test_own_options_of_lm_eval_are_passed(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = ["--batch_size", "32", "--model_args", "max_length=9", "--include_path", "tasks",
+               "--gen_kwargs", "a=-1", "--gen_kwargs", "b=2"]  # fmt: skip
+    run = Run(model=tmp_path, tasks=["a"], python=Path("x"), output=tmp_path, options=options)
+    command = run.command()
+    assert command[-len(options) :] == options and command.count("--batch_size") == 1
+    plain = Run(model=tmp_path, tasks=["a"], python=Path("x"), output=tmp_path).command()
+    assert plain[-2:] == ["--batch_size", "8"]
+
+
 def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     sets = {"pc_paper": TASK_SETS["pc_paper"]}
     values = {"acc": 0.5, "acc_stderr": 0.02, "acc_norm": 0.6, "acc_norm_stderr": 0.03}

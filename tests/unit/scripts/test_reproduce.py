@@ -66,6 +66,15 @@ def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
     assert "| FAIL |" in (tmp_path / "table.md").read_text()
 
 
+def test_an_experiment_that_diverges_fails_in_a_row(tmp_path, capsys) -> None:
+    names = ["gated_regression", "pi_bound"]
+    assert main([*names, "--small", "--seed", "1", "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "gated_regression: 1 of 1 FAILED" in printed and "pi_bound: passed" in printed
+    assert "runs that diverge (the loss is" in printed and "training can diverge" in printed
+    assert not json.loads((tmp_path / "gated_regression.json").read_text())["passed"]
+
+
 def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypatch) -> None:
     # Shapes without published numbers replace the published shapes.
     shapes = ((16, 8, 32), (20, 10, 40), (32, 16, 64), (40, 20, 80), (64, 32, 128))
