@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from training.data.manifest import Manifest
 
 Row = tuple[str, str]
-"""A path and its verdict: `good` or a description of the damage."""
+"""A path and its verdict: `GOOD`, `UNCHECKED` or a description of the damage."""
 
 
 @command
@@ -38,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.paths:
             rows.extend(verified(path))
     print(table(("what", "verdict"), rows))
-    return int(any(verdict != GOOD for _, verdict in rows))
+    return int(any(verdict not in (GOOD, UNCHECKED) for _, verdict in rows))
 
 
 GOOD = "good"
+UNCHECKED = "good; the bytes of text are not checked, because the tokenizer is not byte-level"
 LONGEST = 10_000_000
 """Largest number of steps of a run whose logs are checked for missing steps."""
 
@@ -53,10 +54,12 @@ def verified(path: Path) -> Iterator[Row]:
     import_engine()
     from training.checkpoint.checkpoints import FOLDER
     from training.checkpoint.stored_checkpoint import COMPLETE, META
-    from training.data.manifest import MANIFEST_FILE
+    from training.data.manifest import MANIFEST_FILE, read_manifest
 
     if (path / MANIFEST_FILE).is_file():
-        yield from rows(str(path), lambda: data_problems(path))
+        for what, verdict in rows(str(path), lambda: data_problems(path)):
+            partly = verdict == GOOD and not read_manifest(path).tokenizer.byte_level
+            yield what, UNCHECKED if partly else verdict
     elif (path / META).is_file() or (path / COMPLETE).is_file():
         yield from rows(str(path), lambda: checkpoint_problems(path))
     elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():

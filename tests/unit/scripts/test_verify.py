@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.prepare_data import main as prepare
 from scripts.verify import main
 from tests.fuzzed import FLIP, damage, leaves, replaced
 from tests.run_configs import tiny_config
@@ -99,6 +100,26 @@ def test_every_fact_of_a_manifest_is_compared(tmp_path, capsys):
             if other != value:
                 path.write_text(json.dumps(replaced(content, keys, other)))
                 assert main([str(path.parent)]) == 1, (keys, other)
+
+
+def test_bytes_that_cannot_be_checked_are_mentioned(tmp_path, capsys):
+    tokens = {chr(i): i for i in range(32, 127)} | {"\n": 10, "<end>": 0}
+    model = {"type": "WordLevel", "vocab": tokens, "unk_token": " "}
+    special = {"id": 0, "content": "<end>", "special": True, "single_word": False,
+               "lstrip": False, "rstrip": False, "normalized": False}  # fmt: skip
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    content = {"version": "1.0", "model": model, "added_tokens": [special], "pre_tokenizer": split,
+               "decoder": {"type": "Fuse"}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "text.txt").write_text("line of many " * 300)
+    options = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--output", str(tmp_path / "d")]
+    assert prepare([f"a={tmp_path / 'text.txt'}", *options]) == 0
+    capsys.readouterr()
+    assert main([str(tmp_path / "d")]) == 0
+    assert "good; the bytes of text are not checked, because" in capsys.readouterr().out
+    manifest = tmp_path / "d" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"documents": ', '"documents": 1'))
+    assert main([str(tmp_path / "d")]) == 1 and "good" not in capsys.readouterr().out
 
 
 def test_another_folder_is_refused(tmp_path, refusal):
