@@ -40,7 +40,8 @@ _DEMO_FRACTION = Fraction(1, 20)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data; return 0 on success, 1 if a worker was killed."""
     options = parse(arguments)
-    output = real_path(Path(options.output).expanduser())
+    options.output = str(Path(options.output).expanduser())
+    output = real_path(Path(options.output))
     place = output if options.shard is None else options.shard.folder(output)
     try:
         _prepare(options, output)
@@ -106,7 +107,9 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
             f"{name}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
             f"{counted(entry.bytes, 'byte')} of text"
         )
-    print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
+    made = manifest.tokenizer
+    end = f"end-of-document token {made.eod_token} (id {made.eod_id})"
+    print(f"wrote {options.output}: vocabulary {made.vocab_size:,}, {end}")
     if not options.demo and options.corpus is None:
         print(how_to_train(options.output, list(manifest.sets)))
 

@@ -6,6 +6,7 @@ look like dates to dates, and reads a truncated .zst file without an error. It a
 that appear late or change their type, and restarts line numbers in each block.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -57,7 +58,11 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
 
 
 def numbered_documents(
-    inputs: Sequence[Input], options: ReadOptions, start: Position, owns: Owns
+    inputs: Sequence[Input],
+    options: ReadOptions,
+    start: Position,
+    owns: Owns,
+    blank: Counter[str],
 ) -> Generator[tuple[Position, str], None, None]:
     """Yield the documents of `read_documents`, each with the position after it.
 
@@ -66,15 +71,21 @@ def numbered_documents(
         options: options for splitting files into documents.
         start: the position at which an interrupted run stopped.
         owns: function that returns whether to yield a document.
+        blank: counts the blank documents, which are skipped, by the name of their input.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
             continue
         first = start.document if number == start.input else 0
-        with closing(read_documents(inputs[number : number + 1], options)) as documents:
-            for index, text in enumerate(documents):
+        index = 0
+        with closing(_documents(inputs[number], options)) as documents:
+            for text in documents:
+                if _is_blank(text):
+                    blank[str(inputs[number])] += 1
+                    continue
                 if index >= first and owns(number, index):
                     yield Position(number, index + 1), text
+                index += 1
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:

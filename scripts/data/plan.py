@@ -153,8 +153,8 @@ class Preparation:
                     f"set {plan.name}: {blank:,} of the first {counted(first, 'document')} "
                     f"{'is' if blank == 1 else 'are'} blank; blank documents are skipped"
                 )
-            if mixture := plan.listing().mixture():
-                warnings.append(f"set {plan.name}: {mixture}")
+            listing = plan.listing()
+            warnings += [f"set {plan.name}: {text}" for text in listing.warnings()]
         return warnings
 
     def inputs(self) -> list[Input]:

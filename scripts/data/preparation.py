@@ -5,9 +5,10 @@ documents, and `prepare` joins the shards.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 if is_validation(index, plan.fraction):
                     continue
                 if size >= share:
+                    print(f"the tokenizer uses only the first {size:,} characters of {plan.name}")
                     break
                 size += len(text)
                 progress.update(len(text))
@@ -234,6 +236,7 @@ class Pipeline:
     progress     the position and counts, which `saver` saves
     encoder      the encoder that `pool` runs
     shards       shards that contain encoded documents; None: encode all documents
+    blank        number of skipped blank documents of the present portion, by input
     """
 
     preparation: Preparation
@@ -244,10 +247,21 @@ class Pipeline:
     pool: Workers
     shard: Shard
     shards: Shards | None
+    blank: Counter[str] = field(default_factory=Counter)
 
     def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input."""
-        yield from self.progress.portions(self.preparation)
+        """Yield the remaining portions, each with the number of its first input; print how many
+        blank documents of a portion were skipped."""
+        for plan, portion, first in self.progress.portions(self.preparation):
+            yield plan, portion, first
+            if count := self.blank.total():
+                example = self.blank.most_common(1)[0][0]
+                print(
+                    f"warning: set {plan.name}: skipped {counted(count, 'blank document')}, most "
+                    f"of {example}",
+                    file=sys.stderr,
+                )
+            self.blank.clear()
         for name, decoded in self.progress.decoded.items():
             decoded.check(name, allowed=self.preparation.allow_lossy, final=True)
             if decoded.lost:
@@ -298,7 +312,8 @@ class Pipeline:
         def owns(number: int, document: int | None) -> bool:
             return self.shard.owns(first + number, document)
 
-        documents = numbered_documents(inputs, self.preparation.reading, start, owns)
+        reading = self.preparation.reading
+        documents = numbered_documents(inputs, reading, start, owns, self.blank)
         with closing(documents), closing(self.pool.encode(documents, self.encoder)) as chunks:
             yield from chunks
 
@@ -347,11 +362,15 @@ def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
     if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
         return
     count = writers[f"{plan.name}.train"].written.documents
-    more = f"give a fraction of at least 1/{2 * count}, or " if count > 1 else ""
+    remedies = [f"give a fraction of at least 1/{2 * count}"] if count > 1 else []
+    if not all(each.has_keys for each in plan.inputs()):
+        remedies.append(
+            "split .txt and .md files into more documents with a smaller --document-bytes"
+        )
+    remedies = remedies or ["give more documents, or other documents as --validation NAME=INPUT"]
     raise DataError(
         f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} of "
-        f"{counted(count, 'document')} is less than half a document; {more}split .txt and .md "
-        "files into more documents with a smaller --document-bytes"
+        f"{counted(count, 'document')} is less than half a document; {', or '.join(remedies)}"
     )
 
 

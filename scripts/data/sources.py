@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -79,18 +79,27 @@ class Listing:
             text += f"; ignores {_by_suffix(self.ignored)}, such as {self.ignored[0]}"
         return f"reads {text}"
 
-    def mixture(self) -> str | None:
-        """Return a warning if a folder contains both rows and plain text, such as Parquet files and
-        a README."""
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about files that contain both rows and plain text, such as Parquet files
+        and a README, and about files whose names differ only in the suffix."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
-        if not text or len(text) == len(files):
-            return None
-        names = ", ".join(path.name for path in text[:3])
-        return (
-            f"files of rows are mixed with {len(text):,} text files ({names}), which are read as "
-            "documents; to exclude text files, give a quoted glob such as 'FOLDER/**/*.parquet'"
-        )
+        if text and len(text) < len(files):
+            names = ", ".join(path.name for path in text[:3])
+            yield (
+                f"files of rows are mixed with {len(text):,} text files ({names}), which are read "
+                "as documents; to exclude text files, give a quoted glob such as "
+                "'FOLDER/**/*.parquet'"
+            )
+        named: dict[str, set[str]] = {}
+        for path in (str(each.path) for each in files):
+            named.setdefault(path.removesuffix(_suffix(Path(path))), set()).add(path)
+        if same := [paths for paths in named.values() if len(paths) > 1]:
+            paths = " and ".join(sorted(same[0]))
+            yield (
+                f"the names of several files differ only in the suffix ({paths}): if they have "
+                "the same content, give a quoted glob that matches only one of them"
+            )
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:

@@ -15,9 +15,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from scripts.data import preparation
 from scripts.data.compression import read_lines
 from scripts.data.corpora import read_corpora
-from scripts.data.document_files import ReadOptions, read_documents
+from scripts.data.document_files import CHECKED, ReadOptions, read_documents
 from scripts.data.sources import find_inputs
 from scripts.prepare_data import main
 from tests.text_files import TEXTS, lines, write_jsonl
@@ -83,6 +84,38 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     assert f"warning: set web: files of rows are mixed with 1 text files ({Path(name).name})" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "warned"),
+    [
+        (("a.jsonl", "a.jsonl.gz"), True),
+        (("a.txt", "a.md"), True),
+        (("a.json", "b.jsonl", "b.parquet"), True),
+        (("a.jsonl", "a.b.jsonl", "sub/a.jsonl.gz"), False),
+    ],
+)
+def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in names:
+        (tmp_path / name).write_text("")
+    warnings = list(find_inputs(str(tmp_path)).warnings())
+    assert any("differ only in the suffix" in text for text in warnings) is warned
+
+
+def test_the_end_token_and_a_shortened_training_of_the_tokenizer_are_said(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    command = [f"web={tmp_path}/a.jsonl", "--train-tokenizer", "257", "--output"]
+    assert main([*command, str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "vocabulary 257, end-of-document token <|endoftext|> (id 0)\n" in said
+    assert "characters of web" not in said
+    monkeypatch.setattr(preparation, "TOKENIZER_BYTES", len(TEXTS[0]))
+    assert main([*command, str(tmp_path / "other")]) == 0
+    line = f"the tokenizer uses only the first {len(TEXTS[0])} characters of web"
+    assert line in capsys.readouterr().out
 
 
 def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) -> None:
@@ -222,6 +255,15 @@ def test_inputs_without_a_document_are_warned_of(tmp_path, capsys) -> None:
     assert main(command) == 0
     expected = f"warning: set a: {tmp_path}/in/b.jsonl and 2 more inputs contain no document"
     assert expected in capsys.readouterr().err
+
+
+def test_blank_documents_after_the_first_thousand_are_counted(tmp_path, capsys) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*TEXTS * (CHECKED // len(TEXTS) + 1), "", " ", "end"])
+    write_jsonl(tmp_path / "b.jsonl", ["one", "two"])
+    command = [f"web={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--train-tokenizer", "257"]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert f"set web: skipped 2 blank documents, most of {tmp_path}/a.jsonl" in said
 
 
 def test_blank_documents_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
