@@ -46,7 +46,8 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting whose first effect would be after `train.steps`."""
+    """Yield a sentence for each setting whose first effect would be after `train.steps` or a
+    timeout."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
     validated = config.data.validation or config.data.mock
@@ -54,12 +55,25 @@ def _never(config: Config) -> Iterator[str]:
         "monitors.interval": config.monitors.interval,
         "validation.samples_interval": config.validation.samples_interval if validated else None,
         "checkpoint.keep_every": None if every is None else lcm(every, checkpoint.interval),
+        "watchdog.replica_interval": config.watchdog.replica_interval,
     }
     for key, first in firsts.items():
         if first is not None and first > train.steps:
             value = attrgetter(key)(config)
             multiple = "" if value == first else f" (first at {first}, with checkpoint.interval)"
             yield f"{key} = {value}{multiple} has no effect in a run of {train.steps} steps"
+    spikes, limit = config.spikes, config.parallel.timeout_seconds / 2
+    if spikes.deviations is not None and spikes.window >= train.steps:
+        yield (
+            f"spikes.deviations = {spikes.deviations} has no effect in a run of {train.steps} "
+            f"steps, because the first spikes.window = {spikes.window} losses are never spikes"
+        )
+    hang = config.watchdog.hang_seconds
+    if hang is not None and hang > limit and hang != type(config.watchdog).hang_seconds:
+        yield (
+            f"watchdog.hang_seconds = {hang:g} has no effect with parallel.timeout_seconds = "
+            f"{2 * limit:g}, half of which is used instead"
+        )
     if schedule.kind == "wsd" and not schedule.cooldown_steps(schedule.length(train)):
         yield (
             f"schedule.cooldown_fraction = {schedule.cooldown_fraction} has no effect with "

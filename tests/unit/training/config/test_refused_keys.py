@@ -190,9 +190,13 @@ OTHERS = {
     "checkpoint.keep_every = 7 (first at 105, with checkpoint.interval)": [
         "checkpoint={interval: 15, keep_every: 7}"
     ],
+    "watchdog.replica_interval = 101": ["watchdog.replica_interval=101"],
+    "spikes.deviations = 4.0": ["spikes={deviations: 4, window: 100}"],
+    "watchdog.hang_seconds = 400": ["watchdog.hang_seconds=400"],
     "schedule.cooldown_fraction = 0.004": ["schedule={kind: wsd, cooldown_fraction: 0.004}"],
 }
-"""Weight decay that a retraction undoes, and steps after the end of the run, by overrides."""
+"""Weight decay that a retraction undoes, steps after the end of the run, and a time above half of
+the timeout, by overrides."""
 
 
 def test_every_setting_without_effect_is_said(minimal: Path) -> None:
