@@ -106,6 +106,16 @@ def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
     assert not (folder / "run" / "STOP").exists()
 
 
+def test_a_run_that_saves_nothing_is_not_queued_again(folder):
+    text = "stopped by the SLURM time limit after step 3 of 9; it was not saved, because ..."
+    stopped = json.dumps({"kind": "stopped", "text": text})
+    put(folder, "srun", f"echo '{stopped}' >> $RUN_DIR/events.jsonl; exit 0")
+    with job(folder, SLURM_JOB_END_TIME=str(int(time.time()) + 100)) as process:
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and queued(folder) == []
+    assert "not requeued: the run would begin again" in printed
+
+
 @pytest.mark.parametrize(
     ("squeue", "again"),
     [
