@@ -76,7 +76,8 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 
     The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes,
     with one byte-level pre-tokenizer that adds no space before the text. No step may change, add or
-    remove characters: there must be no normalizer, and other pre-tokenizers must only split.
+    remove characters: there must be no normalizer, other pre-tokenizers must only split, and added
+    tokens must not remove the spaces beside them.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -85,6 +86,11 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     normalizers = _steps(content.get("normalizer"), "normalizers")
     changed = bool(normalizers) or any(model.get(name) for name in AFFIXES)
     only_cuts = all(s["type"] in CUTS and s.get("behavior") != "Removed" for s in steps)
+    # Other special tokens in a text are encoded as plain text.
+    changed |= any(
+        not token["special"] and (token.get("lstrip") or token.get("rstrip"))
+        for token in content["added_tokens"]
+    )
     if changed or not only_cuts:
         return False
     added = {token["content"] for token in content["added_tokens"]}

@@ -65,6 +65,21 @@ def test_bytes_are_not_claimed_for_other_tokenizers(byte_level: Path, tmp_path: 
         assert token_byte_lengths(folder) is not None
 
 
+@pytest.mark.parametrize("side", [("lstrip",), ("rstrip",), ("lstrip", "rstrip")])
+@pytest.mark.parametrize("special", [False, True])
+def test_bytes_are_not_claimed_if_added_tokens_remove_spaces(
+    side, special, byte_level: Path, tmp_path: Path
+) -> None:
+    tokens = json.loads(byte_level.read_text())["added_tokens"]
+    added = tokens[-1] | {"id": 999, "content": "CODE", "special": special}
+    folder = edited(byte_level, tmp_path, added_tokens=[*tokens, added | dict.fromkeys(side, True)])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # as in data preparation
+    ids = tokenizer.encode("the  CODE  hat").ids
+    kept = tokenizer.decode(ids, skip_special_tokens=False) == "the  CODE  hat"
+    assert kept is special and (token_byte_lengths(folder) is not None) is special
+
+
 @pytest.mark.parametrize("wrong", [-1, 10**12, "7", None, 5])
 def test_an_id_that_is_wrong_is_named(wrong: object, byte_level: Path, tmp_path: Path) -> None:
     model = json.loads(byte_level.read_text())["model"]
