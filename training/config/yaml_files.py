@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import lru_cache, reduce
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -116,14 +116,26 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each override whose key a later override sets to another value."""
-    keys = [dict(flat(_override(text))) for text in overrides]
+    """Yield a sentence for each override of which a later override changes or removes a value."""
+    contents = list(map(_override, overrides))
+    nothing: Content = {}
+    states = [*accumulate(contents, over, initial=nothing)][1:]
     for i, text in enumerate(overrides):
+        keys = [key for key, _ in flat(contents[i])]
+        values = {key: _value(states[i], key) for key in keys}
         for later in range(i + 1, len(overrides)):
-            common = keys[i].keys() & keys[later].keys()
-            if any(keys[i][key] != keys[later][key] for key in common):
+            now = {key: _value(states[later], key) for key in keys}
+            # A section that was emptied for sets of later overrides is not replaced.
+            if any(now[key] != old for key, old in values.items() if not isinstance(old, Mapping)):
                 yield f"override {overrides[later]} replaces override {text}"
                 break
+
+
+def _value(content: Any, key: str) -> Any:
+    """Return the value of a dotted key, or None."""
+    for name in key.split("."):
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:

@@ -365,6 +365,22 @@ def test_an_override_that_another_one_replaces_is_named() -> None:
     assert [*replaced(overrides)] == ["override train={steps: 9} replaces override train.steps=5"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["pc.level=4", "pc=null"], True),
+        (["pc=null", "pc.level=4"], True),
+        (["pc.level=4", "pc={replace: true, steps: 3}"], True),
+        (["data.train.a.path=x", "data.train=null"], True),
+        (["data.train=null", "data.train.a.path=x"], False),
+        (["pc.level=4", "pc={steps: 3}"], False),
+    ],
+)
+def test_overrides_of_a_section_are_replaced_by_overrides_of_the_whole(overrides, warned):
+    first, last = overrides
+    assert [*replaced(overrides)] == [f"override {last} replaces override {first}"] * warned
+
+
 def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> None:
     recipe = root / "configs" / "tiny_moe_sso.yaml"
     mixture = load_config(recipe, ["optimizer.roles.router.lr=4e-3"])
