@@ -12,7 +12,7 @@ import numpy as np
 
 from models.families import model_size
 from models.section import named
-from parallel.plan.devices import DEVICES, Device
+from parallel.plan.devices import DEVICES, REQUIRED, Device
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import step_time
@@ -21,7 +21,7 @@ from training.assignments import config_assignments, unit_options
 from training.config import Config
 from training.config.binding import InvalidConfigError, bind
 from training.config.schedule import EqualSteps
-from training.config.yaml_files import over, read_saved
+from training.config.yaml_files import REPLACE, over, read_saved
 from training.data.build_data import with_mock_sets
 from training.data.manifest import manifest_of
 from training.data.mock_tokens import MockTokens
@@ -232,7 +232,7 @@ def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
     Figures that the file omits are taken from the device that its key `base` names, or from h100;
-    the device's name, by default the file's, then says so.
+    the device's name, by default the file's, then says so. A complete `peak` replaces the base's.
 
     Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """
@@ -241,7 +241,11 @@ def device_named(text: str) -> Device:
     if not Path(text).is_file():
         raise InvalidConfigError([f"device must be a file or {named(text, DEVICES)}"])
     figures = {"name": Path(text).stem, **read_saved(Path(text))}
-    assumed = "base" not in figures and vars(DEVICES["h100"]).keys() - figures.keys()
+    peak = figures.get("peak")
+    if whole := isinstance(peak, Mapping) and peak.keys() >= {*REQUIRED}:
+        figures["peak"] = {**peak, REPLACE: True}  # without the base's peak of fp8
+    complete = whole and figures.keys() >= vars(DEVICES["h100"]).keys()
+    note = "" if complete or "base" in figures else " (other figures: h100's)"
     base = str(figures.pop("base", "h100"))
     if base not in DEVICES:
         raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])
@@ -249,5 +253,4 @@ def device_named(text: str) -> Device:
         device = bind(Device, over(asdict(DEVICES[base]), figures))
     except InvalidConfigError as error:
         raise InvalidConfigError([f"{text}: {line}" for line in error.problems]) from None
-    note = " (other figures: h100's)" if assumed else ""
     return replace(device, name=device.name + note)

@@ -24,6 +24,8 @@ fragmentation."""
 
 OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
 """Operand types of matrix products."""
+REQUIRED: Final = ("bf16", "tf32", "fp32", "fp64")
+"""Operand types that every device supports."""
 
 
 class Device(Section):
@@ -59,8 +61,7 @@ class Device(Section):
     def checks(self) -> Iterator[Check]:
         """Check the operand types of `peak`."""
         wrong = (self.peak.keys() ^ {*OPERANDS}) - {"fp8"}
-        required = ", ".join(name for name in OPERANDS if name != "fp8")
-        rule = f"must have the keys {required}, and may have the key fp8"
+        rule = f"must have the keys {', '.join(REQUIRED)}, and may have the key fp8"
         yield "peak", wrong, f"{rule}, got {', '.join(self.peak)}"
 
     @property
