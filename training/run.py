@@ -168,7 +168,7 @@ def train(
         # No change to the run folder is made above this line; no refusal of the run occurs below.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
-            interrupts.training_begins()
+            interrupts.training_begins(saves=config.checkpoint.interval > 0)
         first_rank(lambda: mark_started(run_dir))
         name = run_id(start.meta if start is not None else {})
         beginning = Beginning(start, weights, facts, machine_facts(config, groups), name)

@@ -79,6 +79,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._training = False
+        self._saves = True
         launched = "LOCAL_RANK" in os.environ
         self._second = signal.SIGTERM if launched else signal.SIGINT
         self._first_rank = os.environ.get("RANK", "0") == "0"
@@ -94,9 +95,10 @@ class Interrupts:
         _release()
         _stop_with_launcher()
 
-    def training_begins(self) -> None:
+    def training_begins(self, *, saves: bool = True) -> None:
         """Start to set `requested` at the first SIGINT instead of ending the process, and to drop
-        output that cannot be written."""
+        output that cannot be written. `saves` is false if the run saves no checkpoints."""
+        self._saves = saves
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
@@ -109,10 +111,8 @@ class Interrupts:
                 self._end("ended by Ctrl-C before training began")
             elif number == signal.SIGINT and not self.requested:
                 self.requested = True
-                self._say(
-                    "Ctrl-C: the run saves after the next step and stops; a second Ctrl-C stops it "
-                    "immediately"
-                )
+                how = "saves after the next step and" if self._saves else "does not save and"
+                self._say(f"Ctrl-C: the run {how} stops; a second Ctrl-C stops it immediately")
 
     def _end(self, text: str) -> None:
         """End this process and its child processes."""

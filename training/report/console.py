@@ -19,7 +19,10 @@ def first_line(config: Config) -> str:
     """Return the first line, printed before torch is imported: name, folder and how to stop."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
-    return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
+    how = "saves and stops"
+    if config.checkpoint.interval == 0:
+        how = "stops without saving, because checkpoint.interval is 0"
+    return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` {how}"
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,9 @@ def test_a_run_folder_is_a_path(minimal: Path, folder: str) -> None:
 
 def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     config = tiny_config(str(tmp_path), run__dir="a; b", checkpoint__interval=5)
-    assert "`touch 'a; b/STOP'`" in first_line(config)
+    assert "`touch 'a; b/STOP'` saves and stops" in first_line(config)
+    unsaved = replace(config, checkpoint=replace(config.checkpoint, interval=0))
+    assert "stops without saving, because checkpoint.interval is 0" in first_line(unsaved)
     assert all("'a; b'" in command for command in next_commands(config))
 
 
