@@ -16,7 +16,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
-from scripts.command import command, counted, new_parser, whole_number, write_whole
+from scripts.command import command, counted, new_parser, output_path, whole_number, write_whole
 from training.data.tasks import Example, example_of
 from training.errors import DataError, InputError
 from training.json_file import parse_json, real_path
@@ -181,7 +181,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
     )
-    parser.add_argument("--output", type=Path, required=True, help=".jsonl file to write")
+    parser.add_argument("--output", type=output_path, required=True, help=".jsonl file to write")
     parser.add_argument(
         "--format",
         choices=tuple(FORMATS),

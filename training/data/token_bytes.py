@@ -86,7 +86,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     normalizers = _steps(content.get("normalizer"), "normalizers")
     changed = bool(normalizers) or any(model.get(name) for name in AFFIXES)
     only_cuts = all(s["type"] in CUTS and s.get("behavior") != "Removed" for s in steps)
-    # Other special tokens in a text are encoded as plain text.
+    # Special tokens in a text are encoded as plain text.
     changed |= any(
         not token["special"] and (token.get("lstrip") or token.get("rstrip"))
         for token in content["added_tokens"]
