@@ -118,7 +118,7 @@ def _found_source(info: CheckpointInfo) -> Path:
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(
-            f"{info.path} has no tokenizer, because the imported model had none; give "
+            f"{info.path} has no tokenizer, because the imported model had none; pass "
             "--tokenizer PATH, or --no-tokenizer to export without a tokenizer"
         )
     if source is None:

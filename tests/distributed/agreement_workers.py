@@ -13,7 +13,7 @@ import pretrain
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import read_config
-from training import errors
+from training import command_line
 from training.run import train
 from training.step import StepResult, Trainer
 
@@ -23,7 +23,7 @@ def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
     wait only briefly for this rank, as no torchrun stops them."""
     said = StringIO()
     mine = overrides[int(os.environ["RANK"])]
-    with redirect_stderr(said), patch.object(errors, "PATIENCE", 0.5):
+    with redirect_stderr(said), patch.object(command_line, "PATIENCE", 0.5):
         code = pretrain.main(["--config", config, *mine])
     return code, said.getvalue()
 

@@ -16,7 +16,7 @@ from tests.commands import output_of
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
-from training import errors
+from training import command_line
 from training.lifecycle.lifecycle import REASONS
 from training.lifecycle.terminal import _stop_with_launcher
 from training.loop import Outcome
@@ -82,7 +82,7 @@ def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
     ],
 )
 def test_a_launcher_s_variable_that_is_no_number_is_a_line(variables, said, folder, capsys):
-    with patch.dict(os.environ, variables), patch.object(errors, "PATIENCE", 0.0):
+    with patch.dict(os.environ, variables), patch.object(command_line, "PATIENCE", 0.0):
         _stop_with_launcher()
         assert run(folder) == 2
     printed = capsys.readouterr().err

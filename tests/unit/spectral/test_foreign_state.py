@@ -468,7 +468,7 @@ def test_a_rule_that_is_written_into_a_group_in_mid_run_is_refused(new: str) -> 
 def test_a_copy_knows_the_rule_of_its_state(copied: Callable[[Any], Any]) -> None:
     optimizer = copied(made("muon"))
     optimizer.param_groups[0]["rule"] = "normuon"
-    refuses(optimizer, "must stay 'muon'|must have")
+    refuses(optimizer, "must keep its rule 'muon'|must have")
 
 
 @DTYPES

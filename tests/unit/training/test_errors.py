@@ -8,8 +8,8 @@ import pytest
 
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
-from training import errors
-from training.command_line import fail
+from training import command_line
+from training.command_line import fail, print_error
 from training.errors import printable
 from training.nonfinite import NonFiniteError
 from training.report.console import sample_lines
@@ -18,7 +18,7 @@ from training.run import reports, train
 
 
 def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(errors, "PATIENCE", 0.0)
+    monkeypatch.setattr(command_line, "PATIENCE", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "3")
     assert fail("one\ntwo", code=2) == 2
@@ -38,7 +38,7 @@ def test_a_text_from_elsewhere_commands_no_terminal(capsys) -> None:
     shown = printable(text)
     assert shown == "a\ufffd]0;title\ufffdb\ufffdc\ufffdd\ufffde\ufffd\nf\tä😀"
     shown.encode()
-    errors.print_error(text)
+    print_error(text)
     assert capsys.readouterr().err == "".join(f"error: {line}\n" for line in shown.split("\n"))
     lines = list(sample_lines({"sample/a/text": text, "sample/a/prompt": text}))
     assert lines == [printable(line) for line in lines]

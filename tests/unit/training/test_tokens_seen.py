@@ -9,7 +9,7 @@ from scripts.plots.run_data import read_run
 from scripts.plots.run_page import key_figures
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training import build
+from training import step as training_step
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
 from training.checkpoint.stored_checkpoint import CheckpointInfo
 from training.machine.device import versions
@@ -26,7 +26,7 @@ STARTS = [
 
 def test_over_three_resumes_with_another_batch_and_length(folder, tmp_path, world, monkeypatch):
     read = 0
-    batches = build.training_batches
+    batches = training_step.training_batches
 
     def counted(*arguments):
         nonlocal read
@@ -34,7 +34,7 @@ def test_over_three_resumes_with_another_batch_and_length(folder, tmp_path, worl
             read += batch.shape[0] * (batch.shape[1] - 1)
             yield batch
 
-    monkeypatch.setattr(build, "training_batches", counted)
+    monkeypatch.setattr(training_step, "training_batches", counted)
     common = {"train__steps": 10, "checkpoint__interval": 100, "log__interval": 1}
     common |= {"train__micro_batch": 4, "monitors__interval": 1, "monitors__groups": "[weights]"}
     common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}

@@ -59,12 +59,14 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
 @pytest.mark.parametrize(("interval", "chosen"), [("null", 100), ("2", 2), ("0", 0)])
 def test_a_run_says_how_often_it_is_monitored(interval, chosen, folder, world, capsys):
     """The run states the interval in its first lines, and as a number in its events, against which
-    a log is verified."""
-    keys = {"monitors__interval": interval, "train__exit_step": 1}
+    a log is verified. An interval beyond the last step is reported."""
+    keys = {"monitors__interval": interval, "train__steps": 2, "schedule__warmup_steps": 0}
     train(tiny_config(folder, "adamw", **keys), world)
     started = lines(folder, "events.jsonl")[0]
     assert started["intervals"]["monitors"] == chosen
-    assert (f"monitors: every {chosen} steps" in capsys.readouterr().out) == (chosen > 0)
+    printed = capsys.readouterr().out
+    assert ("monitors: every 2 steps" in printed) == (chosen == 2)
+    assert ("no step is monitored: the first would be 100" in printed) == (chosen == 100)
 
 
 def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):

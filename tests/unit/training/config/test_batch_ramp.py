@@ -14,7 +14,7 @@ from scripts.plots.run_data import read_run
 from tests.minimal_config import problems
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
-from training import build
+from training import step as training_step
 from training.checkpoint import checkpoints
 from training.config import InvalidConfigError, check, load_config
 from training.config.schedule import (
@@ -90,14 +90,14 @@ def test_it_is_a_run_cut_by_hand(config_folder: str, world, capsys, counted: lis
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sequences of each micro-batch of runs."""
     read: list[int] = []
-    batches = build.training_batches
+    batches = training_step.training_batches
 
     def noted(*arguments: Any) -> Any:
         for batch in batches(*arguments):
             read.append(batch.shape[0])
             yield batch
 
-    monkeypatch.setattr(build, "training_batches", noted)
+    monkeypatch.setattr(training_step, "training_batches", noted)
     return read
 
 
