@@ -218,7 +218,7 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
     claims: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.parameter not in parameters:
-            raise ValueError(f"unit {unit.name} is in {unit.parameter}, not a model parameter")
+            raise ValueError(f"{unit.parameter} of unit {unit.name} is not a model parameter")
         parameter = parameters[unit.parameter]
         if prod(unit.view_shape) != parameter.numel():
             raise ValueError(

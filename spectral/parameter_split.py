@@ -257,7 +257,7 @@ def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Se
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(
-            f"all patterns in units that match {weight.name} must have equal values, got different "
+            f"units: all patterns that match {weight.name} must have equal values, got different "
             f"values for {' and '.join(units)}"
         )
     if weight.parameter.ndim < 2:

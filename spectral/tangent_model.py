@@ -250,7 +250,7 @@ def _mirrored(gram: Tensor) -> Tensor:
 
 
 def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: int) -> Tensor:
-    """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
+    """Compute a float64 orthonormal basis `[batch, size, rows]` of the rational Krylov space.
 
     The space is spanned by `pair` `[batch, 2, rows]` and by the products of `pair` with powers of
     `gram` and of its resolvents. Linearly dependent rows are zero. The systems that are solved at a

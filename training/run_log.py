@@ -67,7 +67,7 @@ class RunLog:
     ) -> None:
         """Open the folder of a run whose reports continue after `step`.
 
-        warned     numbers of reported warnings, a result of `SpectralMetrics.state`
+        warned     counts of reported warnings, a result of `SpectralMetrics.state`
         run_id     id of the run for trackers
         progress   progress of the run; its step is `step`, or `step` + 1 if the last step is not
                    reported yet

@@ -102,8 +102,7 @@ def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple
 def sum_gradients(
     of_total: Tensor, of_normed: Tensor, total: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of either term of the sum `total` `[..., d]`, and the gradient of the
-    gain `[d]`."""
+    """Return the gradients of the sum `total` `[..., d]` and of the gain `[d]`."""
     of_sum, of_gain = rms_norm_gradients(of_normed, total, gain, epsilon)
     return of_total + of_sum, of_gain
 

@@ -137,8 +137,8 @@ class TrainConfig(Section):
     write each gradient in one pass; null: the kernels of `compile` or autograd; auto: triton on a
     GPU with Triton, null otherwise and under Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for norms with the preceding residual additions, rotary embedding
-    and activations. inductor fuses these operations; aot_eager captures the same graphs, for
+    """Backend of torch.compile for activations, rotary embedding and norms with the preceding
+    residual additions. inductor fuses these operations; aot_eager captures the same graphs, for
     debugging; null does not compile; auto is inductor on a GPU that supports it, null on a CPU and
     under Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10

@@ -273,9 +273,9 @@ class MonitorsConfig(Section):
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """Groups of figures to compute, in addition to the figures that rules report. noise is off by
-    default because it stores the gradients of `noise_samples` micro-batches and the weights of
-    `noise_samples` steps, spectra because it computes the singular values of momentum and updates,
+    """Groups of figures to compute, in addition to the figures that rules report. noise and
+    spectra are off by default: noise stores the gradients of `noise_samples` micro-batches and the
+    weights of `noise_samples` steps; spectra computes the singular values of momentum and updates,
     which cost as much as the singular values of weights."""
     activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """Memory per rank, in GiB, for the Gram matrices of activations; if they need more, each

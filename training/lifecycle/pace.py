@@ -48,7 +48,7 @@ class Pace:
         self.restart(Progress())
 
     def restart(self, progress: Progress) -> None:
-        """Start timing after the steps of `progress`."""
+        """Time the steps that follow `progress`."""
         self._mark = time.perf_counter()
         self._marked = progress.step, progress.tokens
 

@@ -104,9 +104,7 @@ class HeldFolder:
             )
         with contextlib.suppress(OSError):  # the run continues if the disk does not respond
             if self._lock_number() not in (None, self._lock):
-                raise FolderError(
-                    f"run.dir {self.path} is used by another run, because its lock was removed"
-                )
+                raise FolderError(f"run.dir {self.path} lost its lock and is used by another run")
 
     def _is_there(self) -> bool:
         """Return whether the folder is still at its path; True if the disk does not respond."""

@@ -48,7 +48,7 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_restarts() -> None:
-    """Raise ConfigError if torchrun may restart ranks of several nodes with one shared store.
+    """Raise ConfigError if torchrun may restart ranks on several nodes that share one store.
 
     Each node counts its own restarts, so ranks could wait for each other in different attempts.
     """

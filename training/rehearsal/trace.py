@@ -182,7 +182,7 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the number of a tensor's storage, and count the storage from now on; `stream` is
+        """Return the id of a tensor's storage, and count its bytes until it is freed; `stream` is
         the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata

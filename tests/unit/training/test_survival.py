@@ -353,7 +353,7 @@ def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> No
             lock.touch()
 
     config = config_of(folder, checkpoint__interval=2, train__steps=6)
-    with pytest.raises(FolderError, match="is used by another run, because its lock was removed"):
+    with pytest.raises(FolderError, match="lost its lock and is used by another run"):
         train(config, world, on_step=take)
     assert checkpoints.steps(folder / "run") == [2]
     assert taken == [False, False, False, True]
