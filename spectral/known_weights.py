@@ -75,6 +75,8 @@ ATTENTION = re.compile(
 gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
 """Functions that split a tensor, or may because their code cannot be read."""
+GATES = {"*", "mul"}
+"""Products of the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and indices that may divide a layer's outputs."""
 SHAPES = {"view", "reshape"}
@@ -325,27 +327,28 @@ class KnownWeights:
         return [x for x in later if x.multiplies], mixer
 
     def _cuts(self, weight: Weight) -> str:
-        """Return the class whose forward pass uses a layer's outputs and may divide them, or ""."""
+        """Return why a forward pass that uses a layer's outputs may divide them, or ""."""
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
-            if sequential and not (PARTS | AXES).isdisjoint(words.after(module, name)):
-                return kind_of(module)
+            if sequential and (cut := (PARTS | AXES).intersection(words.after(module, name))):
+                return _divider(module, cut)
             if type(module).forward is nn.Module.forward or (sequential and ends):
                 continue  # a container, whose parent uses the outputs
             later = words.after(module, name)
             used = {*(later if ends or sequential else words.of(module))}
             apart, parts = (PRODUCTS, PARTS) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
-            halves = ends and later.count(":") > 1  # of a gated layer
-            return kind_of(module) if (cut or halves) and not ATTENTION.search(name) else ""
+            gated = ends and later.count(":") > 1 and not GATES.isdisjoint(later)
+            divides = (cut or gated) and not ATTENTION.search(name)
+            return _divider(module, cut) if divides else ""
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
         """Return evidence other than names that a layer contains several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
-        if cutter := cutter or self._cuts(weight):
-            return f"{cutter} splits channels"
+        if why := f"{cutter} splits channels" if cutter else self._cuts(weight):
+            return why
         heads = [_first(module, HEAD_COUNTS) for _, module in weight.path[1:3]]
         if outputs == _inputs(weight, outputs) and outputs in heads:
             return f"it mixes the {outputs} heads of attention"
@@ -427,6 +430,13 @@ def projection_of(name: str) -> str | None:
     part = PROJECTIONS.sub(lambda word: word[0][0], words)
     factor = part != "q" and re.search(r"_(b|up)(_|$)", name)
     return None if factor or part not in ("q", "k", "v", "qk", "kv", "qkv") else part
+
+
+def _divider(module: nn.Module, words: set[str]) -> str:
+    """Return why a module's forward pass, whose code contains `words`, may divide outputs."""
+    return f"{kind_of(module)} " + (
+        "calls code that cannot be read" if words == {OPAQUE} else "splits channels"
+    )
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:

@@ -850,6 +850,11 @@ def kernel(y: Any) -> None:
 tuned = triton.autotune(configs=[triton.Config({})], key=[])(kernel)
 
 
+def gated_halves(m: Any, x: Tensor) -> Tensor:
+    y = m.wide(x)
+    return torch.cat([y[:, :4] * y[:, 4:], x[:, 4:]], 1)
+
+
 def not_imported(m: Any, x: Tensor) -> Tensor:
     from safetensors.flax import save
 
@@ -897,12 +902,21 @@ def inherited() -> nn.Module:
         lambda: branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
         lambda: branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
         lambda: branch(not_imported),
+        lambda: holder("Gate", gated_halves, wide=linear(8, 8)),
     ],
 )
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:
     model = nn.Sequential(linear(8, 8), build(), linear(8, 3))
-    with pytest.raises(ValueError, match="1.wide.weight looks like .*splits channels"):
+    why = "(splits channels|calls code that cannot be read)"
+    with pytest.raises(ValueError, match=f"1.wide.weight looks like .*{why}"):
         split_parameters(model)
+
+
+def test_slices_of_tokens_do_not_divide_a_layer() -> None:
+    shift = holder("Shift", lambda m, x: x[:, 1:] + m.wide(x)[:, :-1], wide=linear(8, 8))
+    split = split_parameters(nn.Sequential(linear(8, 8), shift, linear(8, 3)))
+    (row,) = [row for row in split.rows if row.name == "1.wide.weight"]
+    assert row.reason == "one matrix"
 
 
 @pytest.mark.parametrize(
