@@ -125,8 +125,12 @@ def replaced(overrides: Sequence[str]) -> Iterator[str]:
         values = {key: _value(states[i], key) for key in keys}
         for later in range(i + 1, len(overrides)):
             now = {key: _value(states[later], key) for key in keys}
-            # A section that was emptied for sets of later overrides is not replaced.
-            if any(now[key] != old for key, old in values.items() if not isinstance(old, Mapping)):
+            # A section that an override empties, and later overrides fill, is not replaced.
+            if any(
+                now[key] != old
+                for key, old in values.items()
+                if not isinstance(now[key] if old is None else old, Mapping)
+            ):
                 yield f"override {overrides[later]} replaces override {text}"
                 break
 

@@ -369,7 +369,8 @@ def test_an_override_that_another_one_replaces_is_named() -> None:
     ("overrides", "warned"),
     [
         (["pc.level=4", "pc=null"], True),
-        (["pc=null", "pc.level=4"], True),
+        (["pc=null", "pc.level=4"], False),
+        (["data.train.a=null", "data.train.a.path=x"], False),
         (["pc.level=4", "pc={replace: true, steps: 3}"], True),
         (["data.train.a.path=x", "data.train=null"], True),
         (["data.train=null", "data.train.a.path=x"], False),
