@@ -60,14 +60,16 @@ class Registry(UserDict[str, type[Rule]]):
 
     def __contains__(self, name: object) -> bool:
         """Return whether a rule of this name is known or installed."""
-        return name in self.data or name in list(self)
+        if name in self.data or name in list(self):
+            return True
+        installed.cache_clear()  # a package may be new
+        return name in list(self)
 
     def __missing__(self, name: str) -> type[Rule]:
         """Return an installed package's rule; raises ValueError for an unknown name."""
-        names = tuple(self)
-        if name in self.left_out:
+        if name not in self and name in self.left_out:
             raise ValueError(self.left_out[name])
-        require_choice("rule", name, names)
+        require_choice("rule", name, tuple(self))
         return self.data[name]
 
     def load(self) -> None:
