@@ -80,10 +80,11 @@ def numbered_documents(
         index = 0
         with closing(_documents(inputs[number], options)) as documents:
             for text in documents:
+                remains = index >= first and owns(number, index)
                 if _is_blank(text):
-                    blank[str(inputs[number])] += 1
+                    blank[str(inputs[number])] += remains
                     continue
-                if index >= first and owns(number, index):
+                if remains:
                     yield Position(number, index + 1), text
                 index += 1
 
