@@ -111,8 +111,10 @@ class Interrupts:
                 self._end("ended by Ctrl-C before training began")
             elif number == signal.SIGINT and not self.requested:
                 self.requested = True
-                how = "saves after the next step and" if self._saves else "does not save and"
-                self._say(f"Ctrl-C: the run {how} stops; a second Ctrl-C stops it immediately")
+                how = "saves after the next step and stops"
+                if not self._saves:
+                    how = "stops after the next step without saving"
+                self._say(f"Ctrl-C: the run {how}; a second Ctrl-C stops it immediately")
 
     def _end(self, text: str) -> None:
         """End this process and its child processes."""

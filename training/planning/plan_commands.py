@@ -12,13 +12,12 @@ from parallel.comm.groups import world_size
 from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
 from training.checkpoint.initial_weights import chosen_weights
-from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
 from training.config.yaml_files import flat, merged_overrides
 from training.data.build_data import check_rows, missing_files, shared_sets, with_vocabulary
 from training.dry_run import device_named, plan_run, step_shape
-from training.errors import BrokenCheckpointError, ConfigError, VocabularyError
+from training.errors import ConfigError, InputError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
     LEVELS,
@@ -112,7 +111,7 @@ def warn(config: Config) -> None:
             chosen_weights(config)
         elif config.model.vocab_size is not None:
             check_rows(config)
-    except (VocabularyError, ResumeError, BrokenCheckpointError) as error:
+    except InputError as error:
         print(f"warning: a new run would be refused: {error}", file=sys.stderr)
 
 
