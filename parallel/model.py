@@ -131,7 +131,7 @@ class ParallelModel:
     def sum_in_products(self, active: bool) -> None:
         """Enable or disable gradient accumulation within the matrix products of linear layers.
 
-        If enabled, observers of the reducers do not receive the gradients of these layers.
+        If enabled, the reducers' observers do not receive the gradients of these layers.
         """
         sum_in_products_(self.chunks, active)
 
