@@ -3,6 +3,7 @@ its name."""
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Entry:
 @pytest.fixture
 def reason(monkeypatch: pytest.MonkeyPatch) -> str:
     """List the rules twice, and return the reason in the single warning."""
-    monkeypatch.setattr(rules, "installed", lambda path: [Entry()])
+    monkeypatch.setattr(rules, "installed", cache(lambda path: [Entry()]))
     monkeypatch.setattr(RULES, "left_out", {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
