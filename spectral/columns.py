@@ -134,8 +134,9 @@ class Columns:
         `whole`: each element of a vector has one number in its row.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
-            numbers, counts = row[row >= 0].unique(return_counts=True)
-            once = whole and len(counts) == int(counts.sum())
+            used = row[row >= 0]
+            numbers = used.unique()
+            once = whole and len(numbers) == len(used)
             if (key := (kind, once, *numbers.tolist())) in self.settled:
                 continue
             self.settled.add(key)
