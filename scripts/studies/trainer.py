@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -321,6 +321,13 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """Return the last error in a run's log, or the last line if the log contains no error."""
+    """Return the first line of the last error in a run's log, or the last line if the log contains
+    no error."""
     lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
-    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
+    errors = [list(group) for error, group in groupby(lines, is_error) if error]
+    return errors[-1][0] if errors else lines[-1]
+
+
+def is_error(line: str) -> bool:
+    """Return whether a line of a log belongs to an error; a command prefixes all its lines."""
+    return line.startswith("error: ")

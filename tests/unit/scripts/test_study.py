@@ -14,7 +14,7 @@ import yaml
 from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.search import begin, run_of
-from scripts.studies.trainer import summary
+from scripts.studies.trainer import message, summary
 from scripts.study import main
 from tests.paths import ROOT
 from tests.run_results import json_lines
@@ -277,3 +277,18 @@ def test_every_candidate_of_the_studies_is_a_config(root):
             for candidate in (candidates[0], candidates[-1]) if candidates else ([],):
                 run = run_of(study, name, candidate, study.seeds[0])
                 load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (["error: old", "step 1", "error: no a.idx", "error: mount it"], "error: no a.idx"),
+        (["error: one", "Exception ignored"], "error: one"),
+        (["step 1", "Killed"], "Killed"),
+        ([], "nothing"),
+    ],
+)
+def test_a_failed_run_is_named_with_the_first_line_of_its_error(log, expected, tmp_path):
+    """Further lines of an error say where a value is set."""
+    (tmp_path / "log.txt").write_text("\n".join(log))
+    assert message(tmp_path / "log.txt") == expected
