@@ -1,4 +1,4 @@
-"""Batches of items with equal keys and of stacks with equal row counts; copies in few launches.
+"""Items grouped by key, stacks with equal row counts as one batch, and copies in few launches.
 
 Stacks of matrices with equal row counts but different column counts form one batch. Quantities
 whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed once for
@@ -45,7 +45,7 @@ def split_figures(
 
 
 def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Compute `X W` `[batch, vectors, cols]` of each stack; `x` is `[..., vectors, rows]`."""
+    """Compute `X W` `[batch, vectors, cols]` for each stack W; `x` is `[..., vectors, rows]`."""
     return [torch.bmm(part, w) for part, w in zip(split_like(x, stacks), stacks, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Numbers of weights' columns and of sums of columns, and records of columns used together."""
+"""Numbers that identify columns and sums of columns, and records of columns used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -17,19 +17,19 @@ class Sums(NamedTuple):
     end: int
     pairs: Tensor  # [columns, 2]
     beneath: frozenset[Use]  # the weights of these columns
-    terms: bool  # the pairs are elements of two tensors that were added
+    terms: bool  # whether each pair consists of elements of two tensors that were added
 
     def added(self, numbers: Tensor) -> Tensor:
-        """Return the columns that the given sums add, except a column that all of them add.
+        """Return the columns that occur in some, but not all, of the given sums.
 
-        Such a column only scales or shifts the sums.
+        A column that occurs in all sums only scales or shifts them.
         """
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
         return torch.cat(moving or [*pairs])
 
     def vectors(self, numbers: Tensor) -> list[Tensor]:
-        """Return both terms of a vector `numbers` if no column is in two of its elements, or []."""
+        """Return the two terms of a vector of sums, or [] if two of its elements share a column."""
         pairs = self.pairs[numbers - self.start]
         separate = self.terms and len(numbers) > 1 and len(pairs.unique()) == pairs.numel()
         return [*pairs.T] if separate else []
@@ -79,7 +79,7 @@ class Columns:
         """Return whether distinct columns along an axis belong to distinct weights or entries."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = [*dict.fromkeys(line.long().tolist())]
-        firsts = (vector[:2], vector)  # fast path: the first two mostly share a matrix
+        firsts = (vector[:2], vector)  # fast path: the first two usually share a matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
@@ -106,9 +106,9 @@ class Columns:
             use.joined.update(others)
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return the numbers of elements that depend on the columns of both arguments.
+        """Return the numbers of elements that depend on a column of `first` and one of `second`.
 
-        `terms`: the elements are sums, whose terms are vectors of separate layers.
+        `terms`: whether the elements are sums, whose terms are vectors of separate layers.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
@@ -131,7 +131,7 @@ class Columns:
     def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
         """Record that an operation uses each row of the columns `[rows, n]` as one vector.
 
-        `whole`: each element of a vector has one number in its row.
+        `whole`: whether each element of a vector has exactly one number in its row.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             used = row[row >= 0]

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs: captured once, then launched by a single call of the host.
 
 A graph repeats the same kernels on the same memory. Therefore parameters, state and gradients must
-stay in place, and learning rates and the predicate are tensors that are updated in place. Scratch
+stay in place, and learning rates and the active flag are tensors that are updated in place. Scratch
 memory is in the graph's own pool, which is allocated once and freed with the graph.
 """
 
@@ -22,7 +22,7 @@ initialised at their first use, which cannot be captured."""
 
 
 class CapturedCall:
-    """A function without arguments that is captured at its third call and replayed later.
+    """A function without arguments that the third call captures and later calls replay.
 
     Without CUDA every call runs the function normally, so programs also run on a CPU.
     """
@@ -109,7 +109,7 @@ class CapturedStep:
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()
-        if self._first is None:  # not earlier: a step moves the state of cast parameters
+        if self._first is None:  # not before the step, which moves the state of cast parameters
             self._first = self._fixed()
 
     def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
@@ -124,7 +124,7 @@ class CapturedStep:
         """Return the constants of a graph: the addresses of tensors, and the values of fields."""
         fixed: dict[str, object] = {}
         for i, group in enumerate(self.optimizer.param_groups):
-            rename_(group["rule"], group)  # values written by a scheduler
+            rename_(group["rule"], group)  # a scheduler may have written values under other names
             rule, parameters = rule_of(group), group["params"]
             states = [self.optimizer.state[p] for p in parameters]
             values = {

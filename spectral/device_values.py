@@ -90,7 +90,7 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite, as a 0-d bool on `device` or the first tensor's.
+    """Return whether all elements are finite: a 0-d bool on `device`, else on the first tensor's.
 
     The function checks the largest and the smallest element, which cannot overflow, unlike a norm.
     """

@@ -32,8 +32,8 @@ class Division:
     Attributes:
         rows: row counts of consecutive matrices, which repeat along the outputs; empty if the
             parameter is one matrix (or one matrix per stack entry, group and stride offset).
-        transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more axes (a
-            transposed convolution) the matrix is `[out, in * ...]`.
+        transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more than two
+            axes (a transposed convolution) the matrix is `[out, in * ...]`.
         stacked: whether the first axis enumerates matrices, such as the experts of a layer.
         stride: number of interleaved matrices, such as gate and up: matrix j contains the outputs
             j, j + stride, ...; each interleaved matrix is further divided by `rows`.

@@ -1,7 +1,7 @@
 """Polynomial weight preconditioning: the effective weight of a PC layer, and its gradient.
 
-Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 3,
-algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
+Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training" (arXiv
+2606.06470), section 3, algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
 
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
@@ -91,8 +91,8 @@ class Preconditioner:
         norm_recovery: whether to multiply by sg[s]; otherwise PC(W) = gamma g(W / s).
         spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
             PC(W) = gamma g(W).
-        init_compensation: whether the initial gamma, instead of being 1, makes the Frobenius norms
-        of PC(W) and W equal. epsilon: added to s, so that a zero matrix gives zero.
+        init_compensation: whether the initial gamma makes ||PC(W)||_F = ||W||_F instead of being 1.
+        epsilon: added to s, so that a zero matrix gives zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
     """
@@ -202,7 +202,7 @@ class Preconditioner:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
         The argument is s_exact / s, or s_exact without normalisation. s_exact is computed by a cold
-        start, so it is right even where the tracked pair is wrong. If the argument is outside the
+        start, so it is correct even if the tracked pair is wrong. If the argument is outside the
         map's domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions whose code is not read, because the names suffice or because the code
-divides only tokens."""
+"""Packages and functions whose code is not read, because their names suffice or because they divide
+only tokens."""
 OPAQUE = "<opaque>"
 """The word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
 torch's, a module that is not imported yet."""
@@ -48,7 +48,7 @@ class ForwardWords:
     def after(self, module: nn.Module, child: str) -> list[str]:
         """Return the words after the name of a child in a module's forward pass.
 
-        In an `nn.Sequential`, the words end at the first child of the next module with parameters.
+        In an `nn.Sequential`, the words end where the next module with parameters uses a child.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)
@@ -192,7 +192,7 @@ def _function(value: Any) -> Any:
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
     value = value.__func__ if isinstance(value, classmethod) else value
     if isinstance(value, nn.Module) and not is_bare(value):
-        return None  # its layers are not the caller's layers
+        return None  # the layers of this module are not the caller's layers
     if isinstance(value, (type, nn.Module)):
         value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
     return value if callable(value) or _is_opaque(value) else None

@@ -103,8 +103,8 @@ def gram_penalty(
 ) -> Tensor:
     """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Take the arguments and raise the errors of `gram_penalty_and_grad`, whose gradient is used in
-    backward. Raises RuntimeError when the penalty is differentiated twice.
+    Arguments, errors and the gradient in the backward pass are as in `gram_penalty_and_grad`.
+    Raises RuntimeError when the penalty is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

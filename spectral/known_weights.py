@@ -74,9 +74,9 @@ ATTENTION = re.compile(
 """Names of layers that are next to attention projections but are not divided into heads: output,
 gates, low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
-"""Functions that split a tensor, or may because their code cannot be read."""
+"""Functions that split a tensor, and the word for unreadable code, which may split one."""
 GATES = {"*", "mul"}
-"""Products of the two halves of a layer's outputs."""
+"""Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and indices that may divide a layer's outputs."""
 SHAPES = {"view", "reshape"}
@@ -104,7 +104,7 @@ class KnownWeights:
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return the division of each weight; raises ValueError if a division is unclear."""
+        """Return the division of each weight; raise ValueError if a division is unclear."""
         answers = {weight.name: self.answer(weight) for weight in weights}
         for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
@@ -118,7 +118,7 @@ class KnownWeights:
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return the division of a weight; raises ValueError if it is unclear."""
+        """Return the division of a weight; raise ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
         if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
             return Seen(None, "a gain or bias by its name or class", decays=False)
@@ -142,7 +142,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a weight that is not a gain, head, router or table, and a reason.
+        """Return the division, and its reason, of a weight that is no gain, head, router or table.
 
         Raises ValueError if the division is unclear.
         """
@@ -180,7 +180,7 @@ class KnownWeights:
             if rows and outputs % sum(rows) == 0:
                 return rows, KNOWN[name].replace(" ", ", ")
             part = projection_of(name)
-            oriented = weight.is_layer or name.endswith("weight")  # others may be `[in, out]`
+            oriented = weight.is_layer or name.endswith("weight")  # else `[in, out]` is possible
             size = _head_size(part, around, outputs) if part and oriented else None
             if size and not self._joins(part or "", name, around):
                 return (size,), f"heads of {size}"
@@ -217,12 +217,12 @@ class KnownWeights:
                 return
 
     def _last(self, module: nn.Module) -> nn.Module | None:
-        """Return the last layer with a matrix in a module."""
+        """Return the last layer of a module that multiplies by a matrix."""
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer that no name divides is an output layer, and the evidence.
+        """Return whether a layer with no division by name is an output layer, and the evidence.
 
         The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
         nearby layer uses all outputs.
@@ -250,8 +250,8 @@ class KnownWeights:
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
-        Returns None if this depends on other layers of the enclosing modules. Raises ValueError if
-        it is unclear.
+        Returns None if the answer depends on other layers of the enclosing modules. Raises
+        ValueError if the answer is unclear.
         """
         later, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
@@ -291,7 +291,7 @@ class KnownWeights:
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
         """Return the evidence that a layer is a head, or "".
 
-        No later layer uses the outputs of the given layer.
+        The caller has checked that no layer in `later` uses the outputs of this layer.
         """
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
@@ -309,10 +309,10 @@ class KnownWeights:
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], str]:
-        """Return the layers with a matrix that follow a weight's layer, and the class of a mixer.
+        """Return the layers with a matrix after a weight's layer, and the class of a mixer.
 
-        Layers follow in the model's order or in a forward pass. A mixer adds or multiplies
-        activations after the weight's layer; its class is "" if there is none.
+        They are later in the model's order or in a forward pass. A mixer is a module that adds or
+        multiplies activations after the weight's layer; without a mixer, the class is "".
         """
         steps, mixer = weight.path[_base(weight) :], ""
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
@@ -440,7 +440,7 @@ def _divider(module: nn.Module, words: set[str]) -> str:
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head: None without evidence, 0 if the evidence is unclear."""
+    """Return a projection's rows per head; None without evidence, 0 for unclear evidence."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -513,7 +513,7 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module has an attribute of heads and contains attention projections."""
+    """Return whether a module has a number of heads and contains attention projections."""
     stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
     return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
 
@@ -532,7 +532,7 @@ def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> boo
 
 
 def _is_table(weight: Weight) -> bool:
-    """Return whether a weight's name and shape suggest that it is looked up or added."""
+    """Return whether a weight's name and shape suggest that its rows are looked up or added."""
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:

@@ -69,8 +69,8 @@ def stable_rank_of_gram(gram: Tensor) -> Tensor:
     """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, with relative error 1e-3.
 
     The stable rank is the trace divided by the largest eigenvalue. The eigenvalue is computed from
-    a Krylov space and never exceeds the true eigenvalue; it is less than 1e-6 too small unless the
-    largest eigenvalues differ by less than 1%.
+    a Krylov space and never exceeds the true eigenvalue. If the largest eigenvalues differ by at
+    least 1%, its relative error is below 1e-6.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
@@ -91,9 +91,9 @@ def nuclear_norm(w: Tensor) -> Tensor:
 def nuclear_rank(w: Tensor) -> Tensor:
     """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
-    Source: "When do spectral gradient updates help in deep learning?". The paper predicts that a
-    spectral step is better for a block if the nuclear rank of the block's gradient exceeds the
-    stable rank of the block's input activations.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), which
+    predicts that a spectral step is better for a block if the nuclear rank of the block's gradient
+    exceeds the stable rank of the block's input activations.
     """
     return nuclear_rank_of(singular_values(w))
 

@@ -84,7 +84,7 @@ def _weight(
 
 
 class Layer(NamedTuple):
-    """A module with inputs of one size: a linear layer, a convolution or a norm."""
+    """A linear layer, convolution or norm: a module whose inputs have a fixed size."""
 
     module: nn.Module
     inputs: int

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key in a saved state for other programs' entries whose keys are numbers, tensors or this name;
-torch would treat such keys as parameters."""
+"""Key in a saved state under which other programs' entries are stored if their keys are numbers,
+tensors or this name; torch would treat such keys as parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -85,7 +85,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             count it in `skipped_steps`, a 0-d tensor.
         master_weights: whether the state contains a float32 copy of every 16-bit parameter, which
             is stepped and then rounded to the parameter. Without master weights, a 16-bit parameter
-            loses every update smaller than its rounding: half of Muon's updates at lr 2e-3.
+            loses every update smaller than its rounding: at lr 2e-3, half of Muon's updates.
         replicas: process group of the ranks with equal copies of all plain parameters and
             gradients, as under DDP. Each matrix is then orthogonalised by one of these ranks. None
             means the process group of the DDP model that was split; without a DDP model, every rank
@@ -546,7 +546,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Step a group's parameters with one call per dtype and device.
 
-        With many small parameters, the work per parameter takes most of the time.
+        With one call per parameter, many small parameters would be slow.
         """
         assert self._snapshot is not None  # of this step
         stepped: list[Tensor] = []
@@ -629,7 +629,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
-    """Return the rates and predicate of a group's parameters on a device."""
+    """Return the rates and active flag of a group's parameters on a device."""
     gate = None if active is None else active.to(device)
     return Step(group["lr"], group["weight_decay"], gate)
 

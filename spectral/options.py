@@ -63,7 +63,7 @@ CHOICES: Final = frozenset({"use_muon", "algorithm"})
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule; for rules of other packages, AdamW's."""
+    """Return the default learning rate of a rule; for rules of other packages, AdamW's default."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 

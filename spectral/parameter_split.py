@@ -253,7 +253,7 @@ def _refuse_unfit(weight: Weight) -> None:
 
 
 def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
-    """Return a parameter's division if its shape, its module or the arguments determine it."""
+    """Return a parameter's division if its shape, module or the user's arguments determine it."""
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(

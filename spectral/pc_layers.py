@@ -62,7 +62,7 @@ class EffectiveWeight(nn.Module):
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of the matrices `members`, which `stack` contains."""
+        """Return the top singular pairs of the matrices in `stack`, whose indices are `members`."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class DividedWeight(EffectiveWeight):
         return torch.tensor([c for stage in stages(level) for c in stage], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise ValueError for coefficients that differ by more than rounding to 16 bits."""
+        """Raise ValueError if saved coefficients differ by more than rounding to 16 bits."""
         coefficients = self.get_extra_state()
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):

@@ -86,8 +86,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # The public SSO code calls this schedule polar_express for Muon; it is steeper at zero (slope
-    # 20775 instead of 6363).
+    # The public SSO code uses this schedule for Muon, by the name polar_express. Its slope at zero
+    # is 20775 instead of 6363.
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -110,11 +110,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
 """Bound on `M g` between two restarts of the Gram form, by dtype: M is the largest singular value
-up to the first restart, g the product of the slopes at zero of the steps between the restarts.
+before the first of the two, g the product of the slopes at zero of the steps between them.
 
-A rounding error e of the Gram matrix becomes `(M g)^2 e` in its null directions, and an error e of
-its factor becomes `M g e` in all directions: at most 0.5 and 2% in float16. Unlisted dtypes do not
-use the Gram form: bfloat16 would have to restart at every step.
+A rounding error e of the Gram matrix becomes `(M g)^2 e` in its null directions (at most 0.5 in
+float16), and an error e of its factor becomes `M g e` in all directions (at most 0.02). Unlisted
+dtypes do not use the Gram form: bfloat16 would have to restart at every step.
 """
 
 
@@ -243,8 +243,8 @@ class Polar(NamedTuple):
 
     `bounded` is False where a value is not finite, or where, by an estimate, a singular value has
     exceeded `EXCESS` times the largest image of [0, 1] before the last step. The estimate uses the
-    Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5 to 2.4
-    (n = 1 to 8,192); several growing values are detected earlier.
+    Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5 (n = 1)
+    to 2.4 (n = 8,192); several growing values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -255,7 +255,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
     The result overwrites `x` if `x` is float32 or float64 and `dtype` is the dtype of `x`;
-    otherwise, other values may overwrite `x`. A matrix with NaN or infinity becomes NaN.
+    otherwise `x` may be overwritten with other values. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
@@ -328,7 +328,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of equal rows with their polar factors; return whether each stayed bounded."""
+    """Replace stacks of equal row counts with polar factors; return whether each stayed bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
         factor: Tensor | None = None  # Q: these steps map X to Q X
@@ -443,7 +443,7 @@ def is_bounded(
 
 
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute the polar factor of one matrix `[rows, cols]` in plain code, as in `msign`.
+    """Compute the polar factor of one matrix `[rows, cols]` in plain code; `msign` equals it.
 
     Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
     """

@@ -37,9 +37,9 @@ def signed(signature: Callable[P, None]) -> Callable[P, None]:
 class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
-    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). The steps equal
-    the steps of `torch.optim.AdamW` with the same betas. Use AdamW for embeddings, heads, gains and
-    biases, which `split_parameters` always assigns to AdamW, and as a baseline.
+    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). The steps equal the steps of
+    `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings, heads,
+    gains and biases, which `split_parameters` always assigns to AdamW.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -78,7 +78,7 @@ class AdamW(SpectralOptimizer):
 
 
 class Muon(SpectralOptimizer):
-    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M times a scale s for the shape.
+    """Muon: `W -= lr s msign(M)` with the momentum M and a scale s that depends on the shape.
 
     Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). The steps equal the steps
     of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
@@ -256,8 +256,8 @@ class AdaMuon(SpectralOptimizer):
 class MuonSphere(SpectralOptimizer):
     """Muon on weights that are rescaled to spectral norm R before every step.
 
-    Source: "Controlled LLM Training on Spectral Sphere". Use MuonSphere if weights must not grow:
-    there is no weight decay to tune, and learning rates transfer between widths.
+    Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393). Use MuonSphere if
+    weights must not grow: weight decay needs no tuning, and learning rates transfer between widths.
 
         optimizer = MuonSphere(split_parameters(model), lr=5e-3)
 
@@ -323,9 +323,9 @@ class MuonSphere(SpectralOptimizer):
 class SpectralSphere(SpectralOptimizer):
     """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
 
-    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
-    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use SSO
-    like MuonSphere, which omits this condition.
+    Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1; lambda
+    solves `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use
+    SSO like MuonSphere, which omits this condition.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
@@ -355,14 +355,14 @@ class SpectralSphere(SpectralOptimizer):
             negative.
         tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None means
             2e-4, or the rounding error of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16
-            bits the step subtracts the direction's component along u v^T if it is at most 0.05
-            (float16) or 0.1 (bfloat16), as rounding errors are; a larger component remains.
+            bits, a component along u v^T of at most 0.05 (float16) or 0.1 (bfloat16) counts as a
+            rounding error and is subtracted from the direction; a larger component remains.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
-            without early exit, exactly this number. None means 8 with early exit; without early
-            exit 1, or 2 for float32 matrices of more than 256 rows on a GPU whose float64 is slow
-            (consumer cards, B300).
+            without early exit, the exact number. None means 8 with early exit, else 1, or 2 for
+            float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards,
+            B300).
         early_exit (default None): Stop when all units have converged, which makes the host wait for
-            the device; None means on a CPU only.
+            the device; None means true only on a CPU.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
@@ -404,8 +404,8 @@ class SpectralSphere(SpectralOptimizer):
 class MuonPlusPlus(SpectralOptimizer):
     """Muon++: Muon whose step does not change the weight's top singular value.
 
-    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. Use Muon++ for
-    experiments with weights of constant norm.
+    Source: "Towards a Principled Muon under muP" (arXiv 2601.01306), algorithms 1 and 2. Use Muon++
+    for experiments with weights of constant norm.
 
         optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
 
@@ -439,7 +439,7 @@ class MuonPlusPlus(SpectralOptimizer):
             dual only; None means 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
             float64 is slow (consumer cards, B300).
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
-            4.13) exceeds its threshold, multiply the weight by sqrt(rho before / rho now). Not
+            4.13) exceeds its threshold, multiply the weight by sqrt(last step's rho / rho). Not
             allowed with project_rescale.
         correlation_threshold (default 1.0): Positive factor C of the paper's threshold, C
             (rows^-1/2 + cols^-1/2).
@@ -484,8 +484,8 @@ class MuonPlusPlus(SpectralOptimizer):
 class SpectralDescent(SpectralOptimizer):
     """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
 
-    Source: "When do spectral gradient updates help in deep learning?". Use spectral descent for
-    theory and small models.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use
+    spectral descent for theory and small models.
 
         optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
 

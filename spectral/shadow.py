@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage's elements: `values`, which broadcast to a tensor of this layout.
+    """The numbers of a storage's elements: `values`, which broadcast to a tensor of `layout`.
 
     Without values, an element's number is `start` plus its distance from the layout's offset.
     """

@@ -1,14 +1,15 @@
 """Top singular triplets tracked from step to step, batched, without a host sync.
 
 Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
-followed by Rayleigh-Ritz, which selects the best vector of the space. A step takes two passes over
-the matrix, for any number of vectors, and the convergence depends on the square root of the
-spectral gap. The generic vector finds directions that are orthogonal to the cached vectors. For few
-rows, a CPU computes the eigenvectors of the Gram matrix instead.
+followed by Rayleigh-Ritz, which selects the best vector of the space. For any number of vectors, a
+step takes two passes over the matrix. The number of steps to convergence depends on the square root
+of the spectral gap. The generic vector finds directions that are orthogonal to the cached vectors.
+For few rows, a CPU computes the eigenvectors of the Gram matrix instead.
 
 The caller of `top_singular` caches the top vector. The caller of `top_pairs` can also cache
-`NEARBY` vectors of the next largest singular values. These vectors contain a direction long before
-it overtakes the top vector, so a few passes find it; from the top vector alone, many passes do not.
+`NEARBY` vectors of the next largest singular values. A direction that will overtake the top vector
+is among these vectors long before, so a few passes find it; many passes from the top vector alone
+do not.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
 that reads the matrix once, while a product with a few columns is several times slower on a CPU.
@@ -52,8 +53,8 @@ FAINT = 1e-20
 """Factor of the fixed vector that is added to a cached vector: negligible, except if the cached
 vector is zero."""
 RIDGE = 1e-7
-"""Number that is added to the diagonal of a basis's Gram matrix. With it the Gram matrix is
-positive even if rows are zero, and does not magnify rounding errors in dependent rows."""
+"""Number that is added to the diagonal of a basis's Gram matrix, so that this matrix is positive
+even if rows are zero, and dependent rows do not magnify rounding errors."""
 
 
 def top_singular(
@@ -99,7 +100,7 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` of several stacks; only work on columns is launched once per stack.
+    """Compute `top_singular` of several stacks; only work on columns needs a launch per stack.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
@@ -153,7 +154,7 @@ def _iterated(
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
-    # Add fixed vectors to the last call's vectors, which may be of another space or zero.
+    # Add fixed vectors to the last call's vectors, which may be zero or outside the new space.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
     return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
@@ -221,7 +222,7 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
     """
     image = torch.bmm(best, t)
     t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the part along `best`
-    # Of a matrix of rank 1 and of its vectors, only rounding errors of either sign remain.
+    # At rank 1, only rounding errors of either sign remain of the matrix and of the vectors.
     largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
@@ -315,7 +316,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 def cycle(count: int) -> int:
     """Return the number of steps between two orthogonalisations of blocks of `count` vectors.
 
-    One program computes each orthogonalisation.
+    At most `VECTORS` vectors are orthogonalised at a time, so that one program suffices.
     """
     return max(1, min(CYCLE, VECTORS // count))
 

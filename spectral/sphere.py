@@ -13,7 +13,7 @@ SCALES: dict[Scale, Callable[[int, int], float]] = {
     "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
 }
-"""Scale of the update of a `[rows, cols]` matrix; a factor times this scale is the radius (SSO
+"""Scale of the update of a `[rows, cols]` matrix; the radius is a factor times this scale (SSO
 paper, eqs. 7 and 16). With spectral_mup, updates change hidden features by the same RMS at every
 width; with align_adam_rms, the RMS of an update is 0.2, as is typical of AdamW."""
 

@@ -78,8 +78,8 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     """Choose the units of each call of the rule.
 
     An elementwise rule steps all units of one dtype and device in one call. A whole-matrix rule
-    steps as many units of one shape as fit the workspace. On a device with kernels, it also steps
-    units of other shapes with the same shorter side in the same call, because they share work.
+    steps as many units of one shape as fit the workspace. On a device with kernels, the same call
+    also steps units of other shapes with the same shorter side, because these units share work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -138,7 +138,8 @@ def joined(reports: Sequence[Report]) -> Report:
 class ParameterUnits(Units):
     """Units of one shape, rule and step that this rank steps alone.
 
-    `state` contains the optimizer's state of each parameter; `take` accumulates gradients in it.
+    `state` contains the optimizer's state of each parameter; `take` accumulates the gradients in
+    this state.
     """
 
     def __init__(

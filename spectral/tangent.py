@@ -43,11 +43,12 @@ TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3, tor
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
 # Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). If the model
-# on a GPU is not wide (`tangent_model.is_wide`), a second evaluation in float32 corrects the loss
-# from squaring.
+# on a GPU is not wide (`tangent_model.is_wide`), a second evaluation in float32 corrects the
+# accuracy lost by squaring.
 EVALUATIONS, NARROW_EVALUATIONS = 1, 2
 # Largest component along Theta that counts as rounding errors of msign, by the dtype of msign's
-# products. On recorded momenta at the exact multiplier, the largest were 0.031 and 0.067.
+# products. On recorded momenta at the exact multiplier, the largest components were 0.031
+# (float16) and 0.067 (bfloat16).
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
@@ -223,7 +224,7 @@ class _Refinement:
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Transpose problems with tall matrices; raises ValueError like `Solver.solve`."""
+        """Transpose problems with tall matrices; raise ValueError like `Solver.solve`."""
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
         for problem in problems:
@@ -241,9 +242,8 @@ class _Refinement:
         self.v = [problem.v.to(self.dtype) for problem in wide]
         self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
-        # Whether the first evaluation is also the last and may overwrite M.
         self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
-        self.last = self.limit == 1
+        self.last = self.limit == 1  # the first evaluation is the last and may overwrite M
 
     def begin(self, model: Model) -> None:
         """Use the root of the model as the first guess."""

@@ -39,7 +39,7 @@ RIDGE = 1e-13
 GRID = (2, 512)
 """Number of rounds of the search for the root, and of intervals of the grid per round."""
 CPU_GRID = (6, 8)
-"""The last interval is the same as with `GRID`, but f is evaluated 54 instead of 1,026 times."""
+"""The last interval is as short as with `GRID`, but f is evaluated 54 instead of 1,026 times."""
 
 DIRECT_ROWS = 32
 """Largest number of rows at which the model uses `N N^T` itself instead of a projection."""
@@ -50,7 +50,7 @@ saves a pass over M; in float16 it raises the errors of f on recorded momenta fr
 WIDE_ROWS = 256
 """Largest number of rows at which the model of an msign in 32 bits or more computes `N N^T` and its
 resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
-float64 use it for any number of rows. In 16 bits f is not exact enough to need float64."""
+float64 do so for any number of rows. In 16 bits f is not exact enough to need float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of GPUs whose float64 products take at most about twice as long as float32
 products: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300)

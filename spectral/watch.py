@@ -68,7 +68,7 @@ STAYS = re.compile(
 )
 """Operations without torch's pointwise tag that act on each element or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums. If they reduce some of the columns, the result identifies none."""
+"""Reductions other than sums. A reduction of only some columns hides the use of all columns."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
@@ -142,7 +142,7 @@ def _run(model: nn.Module, example: Any) -> Any:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it shows all products of attention
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # MATH shows all products of attention
             if isinstance(example, Mapping):
                 return model(**example)
             if isinstance(example, (tuple, list)):
@@ -174,7 +174,7 @@ class Side(NamedTuple):
 
     columns: Tensor | None
     shape: tuple[int, ...]
-    counts: bool  # it is an activation, not a position, gain or other constant
+    counts: bool  # whether it is an activation, not a position, gain or other constant
     is_parameter: bool
 
     @property
@@ -445,8 +445,8 @@ class Watch(TorchDispatchMode):
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over axes if it computes inner products.
 
-        The sum does if one factor is a parameter, if the factors broadcast along different token
-        axes as in attention, or if one factor is a state of outer products.
+        It computes inner products if one factor is a parameter, if the factors broadcast along
+        different token axes as in attention, or if one factor is a state of outer products.
         """
         first, second = sides
         known = [side.columns for side in sides if side.columns is not None]
@@ -467,7 +467,7 @@ class Watch(TorchDispatchMode):
         return inner
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
-        """Return whether columns are sums with a term that changes along `axes`, not `constant`."""
+        """Return whether one term of the sums changes along `axes` but not along `constant`."""
         record = self.numbers.record(columns.max())
         if not constant or not isinstance(record, Sums) or columns.min() < record.start:
             return False
@@ -571,9 +571,9 @@ class Watch(TorchDispatchMode):
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
         """Return the axes along which a product that sums over `axis` uses columns together.
 
-        These are the other axes if the sum is a weighted sum of vectors: if it adds outputs of
-        different matrices or, in a product of activations, if the other axis contains consecutive
-        outputs.
+        This is `axis`, except if the product is a weighted sum of vectors: all other axes if it
+        adds outputs of different matrices, and the product's other axis if, in a product of
+        activations, consecutive outputs are along that axis.
         """
         others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):

@@ -47,7 +47,7 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
-    idle: bool = False  # a product with it had no rows, as for an expert without tokens
+    idle: bool = False  # a product with the weight had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
     ended: bool = False  # its outputs are the model's outputs or enter the loss
@@ -141,7 +141,7 @@ class Use:
         """Yield the sets of columns that divide the outputs.
 
         If one layer uses all outputs, layers that use a part of them, such as blocks, do not divide
-        the outputs. A set divides each group that it contains two or more columns of.
+        the outputs. A set divides each group of which it contains two or more columns.
         """
         groups = self.sets.get(GROUP, set())
         group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
@@ -243,9 +243,9 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the stride and row counts of the matrices in `labels`, equal in all parts.
+    """Return the stride and the row counts of the matrices in `labels`.
 
-    Raises ValueError if no stride fits.
+    Raises ValueError if no stride gives equal row counts in all `parts`.
     """
     size = len(labels) // parts
     if parts == 1 and not any(finest):

@@ -42,9 +42,10 @@ class Tile:
     """Tiling of a product: tiles of `block` x `block`, computed from `depth` columns at a time.
 
     Attributes:
-        block, depth: sizes of a tile. warps, stages: Triton's `num_warps` and `num_stages`.
+        block, depth: sizes of a tile.
+        warps, stages: Triton's `num_warps` and `num_stages`.
         precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products,
-        about 22 bits). Products of 16-bit numbers are exact in both precisions.
+            about 22 bits). Products of 16-bit numbers are exact in both precisions.
     """
 
     block: int
@@ -72,7 +73,7 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Placeholder for the symmetric product of the package quack-kernels, which chooses its tiles."""
+"""Placeholder for the symmetric product of quack-kernels, which chooses its own tiles."""
 
 
 @dataclass(frozen=True)

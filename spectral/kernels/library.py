@@ -1,9 +1,9 @@
 """Batched matrix products by the library (cuBLAS, MKL).
 
 This is the CPU path and the reference in every kernel test. Dtypes without CPU instructions
-(float16, and bfloat16 if torch uses no AVX-512, as on most laptops) are multiplied in float32, in
-which GPUs accumulate too. torch's products in these dtypes take 10 to 50 times as long (torch 2.13,
-one thread, 128 to 1,024 rows, AMD EPYC with AVX2), and their errors are as large.
+(float16, and bfloat16 if torch uses no AVX-512, as on most laptops) are multiplied in float32, the
+dtype in which GPUs accumulate. torch's products in these dtypes are no more exact and take 10 to 50
+times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC with AVX2).
 """
 
 import math
@@ -43,9 +43,9 @@ def product(
     The CPU time of X X^T in blocks, divided by the time of the whole product, in float32 on one
     thread (torch 2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512:
     0.90 (0.90) at 512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76)
-    at 2048 x 2048. float64 gains as much. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at
-    256 x 256. Two blocks are slower than four; so are eight blocks below 1,024 rows. On processors
-    with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
+    at 2048 x 2048. The ratios in float64 are similar. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8
+    at 256 x 256. Two blocks are slower than four; so are eight blocks below 1,024 rows. On
+    processors with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
     """
     other = a.mT if b is None else b
     if is_slow(a):

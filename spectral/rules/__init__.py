@@ -39,8 +39,8 @@ class Registry(UserDict[str, type[Rule]]):
     """Rules by name.
 
     Rules of other installed packages are loaded only when the names are listed or a name is
-    missing, because those packages may import this one. `left_out` maps the name of each unusable
-    rule of these packages to the reason.
+    missing, because those packages may import this package. `left_out` maps the name of each
+    unusable rule of these packages to the reason.
     """
 
     loading = False
@@ -66,7 +66,7 @@ class Registry(UserDict[str, type[Rule]]):
         return name in list(self)
 
     def __missing__(self, name: str) -> type[Rule]:
-        """Return an installed package's rule; raises ValueError for an unknown name."""
+        """Return an installed package's rule; raise ValueError for an unknown name."""
         if name not in self and name in self.left_out:
             raise ValueError(self.left_out[name])
         require_choice("rule", name, tuple(self))
@@ -84,7 +84,7 @@ class Registry(UserDict[str, type[Rule]]):
                     self.left_out.pop(entry.name, None)
                 except (
                     Exception
-                ) as error:  # other packages may raise anything, and most programs need none
+                ) as error:  # other packages may raise anything, and few programs need them
                     text = (
                         f"{entry.value} is left out because it is not a rule of {__name__}: {error}"
                     )

@@ -67,7 +67,7 @@ class Stack(NamedTuple):
         weight: `[batch, ...]`, one row per unit.
         grad: the gradient, or the result of `Rule.accumulate`; may be overwritten.
         state: the rule's state.
-        step: rates and predicate.
+        step: rates and active flag.
     """
 
     weight: Tensor
@@ -83,7 +83,7 @@ class Rule(ABC):
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
     reads_weight: ClassVar[bool] = True
-    """Whether a step reads the weight for more than decaying it and subtracting the update."""
+    """Whether a step uses the weight for more than decay and subtraction of the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """State entries for `accumulate`, which have the weight's shape and are initially 0."""
 
@@ -144,7 +144,7 @@ class Rule(ABC):
         and state. An elementwise rule may assume finite gradients, because the optimizer checks
         them.
 
-        All stacks have the same dtype, device and predicate. On a device with kernels, a
+        All stacks have the same dtype, device and active flag. On a device with kernels, a
         whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
         devices it receives one stack.
         """
@@ -300,7 +300,7 @@ def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | No
 
 
 def _broadcast(active: Tensor, x: Tensor) -> Tensor:
-    """Reshape a predicate, 0-d or `[batch]`, to broadcast over `x` `[batch, ...]`."""
+    """Reshape an active flag, 0-d or `[batch]`, to broadcast over `x` `[batch, ...]`."""
     return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
 
 

@@ -71,7 +71,7 @@ class MomentumRule(Rule):
     ) -> list[Tensor]:
         """Update the momenta and return the directions of the steps; see `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
-        # Without a predicate the library handles many small tensors in one call.
+        # Without an active flag the library handles many small tensors in one call.
         if active is not None and kernels.updates([*grads, *means]):
             from ..kernels.update import average_
 

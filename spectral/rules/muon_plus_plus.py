@@ -49,7 +49,7 @@ class MuonPlusPlusRule(RadiusRule):
     B300)."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
-    the weight by sqrt(rho before / rho now). Not allowed with project_rescale."""
+    the weight by sqrt(last step's rho / rho). Not allowed with project_rescale."""
     correlation_threshold: float = 1.0
     """Positive factor C of the paper's threshold, C (rows^-1/2 + cols^-1/2)."""
 

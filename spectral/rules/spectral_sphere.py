@@ -19,7 +19,7 @@ from .muon_sphere import MuonSphereRule, retracted
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
-"""Mean number of msign evaluations with early exit at 2e-4, for `cost`."""
+"""Mean number of msign evaluations with early exit at tolerance 2e-4, for `cost`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +28,16 @@ class SpectralSphereRule(MuonSphereRule):
 
     tolerance: float | None = None
     """Largest |<u v^T, direction>| that counts as tangent; null means 2e-4, or the rounding error
-    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits the step subtracts the
-    direction's component along u v^T if it is at most 0.05 (float16) or 0.1 (bfloat16), as rounding
-    errors are; a larger component remains."""
+    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits, a component along
+    u v^T of at most 0.05 (float16) or 0.1 (bfloat16) counts as a rounding error and is subtracted
+    from the direction; a larger component remains."""
     max_evaluations: int | None = None
-    """Maximum number of msign evaluations per unit and step; without early exit, exactly this
-    number. null means 8 with early exit; without early exit 1, or 2 for float32 matrices of more
-    than 256 rows on a GPU whose float64 is slow (consumer cards, B300)."""
+    """Maximum number of msign evaluations per unit and step; without early exit, the exact number.
+    null means 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU
+    whose float64 is slow (consumer cards, B300)."""
     early_exit: bool | None = None
-    """Stop when all units have converged, which makes the host wait for the device; null means on a
-    CPU only."""
+    """Stop when all units have converged, which makes the host wait for the device; null means true
+    only on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

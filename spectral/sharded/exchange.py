@@ -159,7 +159,7 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write, or with `add` add, `whole[matrix]` from its owner to all parts of the matrix.
+        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it.
 
         Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
         as in `gather`.

@@ -13,10 +13,10 @@ from typing import Literal
 from ..batching import grouped
 
 Strategy = Literal["auto", "ping_pong"]
-"""Strategy of choosing owners; see `place`."""
+"""Strategy for the choice of owners; see `place`."""
 
 SLACK = 0.02
-"""Largest accepted relative increase of the largest load, if fewer elements are then sent."""
+"""Largest relative increase of the largest load that is accepted to send fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def longest_processing_time(
     Among ranks with equal loads, the lower rank is chosen; items of equal cost keep their order. If
     all loads in `base` are 0, the largest load is at most 4/3 of the optimum (Graham, 1969).
 
-    If `holders` is given (the number of elements of each item on each rank), the better of two
-    methods to send fewer elements is used. The first method swaps items of equal cost. The second
-    assigns each item to the rank with the most elements of the item, as long as no load exceeds
-    `1 + SLACK` times the largest load without `holders`.
+    If `holders` (the number of elements of each item on each rank) is given, two methods reduce the
+    sent elements, and the better result is used. The first method swaps items of equal cost. The
+    second assigns each item to the rank with the most elements of the item, as long as no load
+    exceeds `1 + SLACK` times the largest load without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:

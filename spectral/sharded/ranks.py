@@ -40,7 +40,7 @@ class RankGroup:
         return received
 
     def agree(self, flag: Tensor, value: int = 0) -> tuple[Tensor, Tensor]:
-        """Return whether `flag` (0-d bool) is True on every rank, and whether `value` is equal.
+        """Return whether `flag` (0-d bool) is True, and whether `value` is equal, on all ranks.
 
         Both results are 0-d tensors on the device of `flag`.
         """
@@ -65,7 +65,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.cache
 def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, which is created once per default group."""
+    """Return the process group of `ranks`, which is created once for each default group."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
         raise RuntimeError(f"this rank must be one of the ranks {ranks} of the device mesh")
@@ -107,7 +107,7 @@ class TensorLayout:
     """Each rank's part of a tensor.
 
     boxes   each rank's part, by rank of the group
-    copies  number of the tensor's copy that contains each rank's part, by rank of the group
+    copies  index of the tensor's copy that contains each rank's part, by rank of the group
     """
 
     boxes: tuple[Box, ...]
@@ -160,7 +160,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
-    A DTensor's state is sharded evenly; every rank holds the whole state of a plain parameter.
+    A DTensor's state is sharded evenly; every rank stores the whole state of a plain parameter.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)

@@ -143,7 +143,7 @@ class SharedMatrices:
             rule: rule of all parameters.
             parts: for each parameter, this rank's part of the weight, of the gradient (may be
                 overwritten) and of all state entries, without a batch axis, and the parameter's
-                step. The predicate must be equal for all parameters and ranks.
+                step. The active flag must be equal for all parameters and ranks.
 
         Returns:
             Figures of the matrices that this rank owns: the parameter of each row, and the report.
@@ -209,7 +209,7 @@ class SharedMatrices:
         """Add updates to this rank's parts of the weights.
 
         If the rule does not read weights, the weights are decayed here, and NaN marks a refused
-        update. This mark takes no additional bytes, and no launches per matrix.
+        update. This mark costs no additional bytes and no launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])
