@@ -253,12 +253,13 @@ class Pipeline:
         """Yield the remaining portions, each with the number of its first input; print how many
         blank documents of a portion were skipped."""
         for plan, portion, first in self.progress.portions(self.preparation):
+            resumed = self.progress.position != Position()
             yield plan, portion, first
             if count := self.blank.total():
                 example = self.blank.most_common(1)[0][0]
                 print(
                     f"warning: set {plan.name}: skipped {counted(count, 'blank document')}, most "
-                    f"of {example}",
+                    f"of {example}{', since the preparation was resumed' if resumed else ''}",
                     file=sys.stderr,
                 )
             self.blank.clear()

@@ -9,6 +9,8 @@ import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import datasets
 import pyarrow
@@ -19,6 +21,8 @@ from scripts.data import preparation
 from scripts.data.compression import read_lines
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import CHECKED, ReadOptions, read_documents
+from scripts.data.preparation import Pipeline
+from scripts.data.resume_point import Progress
 from scripts.data.sources import find_inputs
 from scripts.prepare_data import main
 from tests.text_files import TEXTS, lines, write_jsonl
@@ -264,6 +268,21 @@ def test_blank_documents_after_the_first_thousand_are_counted(tmp_path, capsys) 
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert f"set web: skipped 2 blank documents, most of {tmp_path}/a.jsonl" in said
+
+
+def test_blank_documents_before_an_interruption_are_not_counted_again(capsys) -> None:
+    """The warning of the resumed preparation says so."""
+    portions: Any = [SimpleNamespace(inputs=["a.jsonl"])] * 2
+    sets: Any = [SimpleNamespace(name="web", portions=portions)]
+    progress, unused = Progress(input=0, document=5), cast(Any, None)
+    plan: Any = SimpleNamespace(sets=sets)
+    pipeline = Pipeline(plan, unused, progress, unused, unused, unused, unused, unused)
+    for _ in pipeline.portions():
+        pipeline.blank["a.jsonl"] += 1
+    skipped = "warning: set web: skipped 1 blank document, most of a.jsonl"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{skipped}, since the preparation was resumed", skipped
+    ]  # fmt: skip
 
 
 def test_blank_documents_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
