@@ -309,7 +309,7 @@ def device_facts(device: torch.device) -> Facts:
 def driver() -> str | None:
     """Return the version of the NVIDIA driver, or None if unknown."""
     with contextlib.suppress(OSError):
-        words = DRIVER.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER.read_text(encoding="utf-8").partition("\n")[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
 

@@ -7,7 +7,7 @@ import torch
 
 from spectral.kernels import dispatch
 from training.machine.backends import check_kernels
-from training.machine.device import DeviceError, Gpus, choose
+from training.machine.device import DeviceError, Gpus, choose, driver
 
 NONE = Gpus(built="13.0", devices=(), problem=None, usable=0)
 EIGHT = Gpus(
@@ -52,6 +52,20 @@ def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank
     with pytest.raises(DeviceError) as caught:
         choose(wanted, gpus, rank)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("", None),
+        ("\nNVRM version: 550.54\n", None),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12.3\n", "550.54.15"),
+    ],
+)
+def test_the_drivers_version_is_read_from_its_first_line(text, version, tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr("training.machine.device.DRIVER", tmp_path / "version")
+    assert driver() == version
 
 
 @pytest.fixture
