@@ -128,9 +128,9 @@ def require(module: str) -> None:
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Turn errors that the user can fix into lines on stderr and exit codes.
 
-    `main` returns 0 on success, and 1 if a check or a run failed. InputError and OSError print
-    `error: ...` and return 2; Ctrl-C returns 130. Other exceptions are bugs and show their
-    traceback. Characters that stdout or stderr cannot encode are escaped.
+    `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
+    EngineError print `error: ...` and return 2; Ctrl-C returns 130. Other exceptions are bugs and
+    show their traceback. Characters that stdout or stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)
@@ -144,6 +144,12 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             return fail(error, code=2)
         except MemoryError as error:
             return fail(f"out of memory: {error}", code=1)
+        except RuntimeError as error:
+            from models.engine import EngineError  # imported here because it loads torch
+
+            if not isinstance(error, EngineError):
+                raise
+            return fail(error, code=2)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

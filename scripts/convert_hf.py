@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here because the import takes seconds.
-    from models.engine import EngineError, check_engine, import_engine
+    from models.engine import check_engine, import_engine
 
     try:
         import_engine()
@@ -41,8 +41,6 @@ def _convert(options: argparse.Namespace) -> int:
         if untested is not None:
             print(f"warning: {untested}", file=sys.stderr)
         (_export if options.command == "export" else _import)(options)
-    except EngineError as error:
-        return fail(error, code=2)
     except OSError as error:
         full = "; nothing was written" if error.errno == errno.ENOSPC else ""
         return fail(f"{options.target}: {error.strerror or error}{full}", code=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models.engine import EngineError
 from scripts.command import add_config, add_json, command, new_parser, require
 from tests.commands import output_of
 from tests.paths import ROOT
@@ -31,6 +32,19 @@ def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert unreadable() == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+    @command
+    def without_engine() -> int:
+        raise EngineError("megatron-core must be 0.16.1 or newer, got 0.1")
+
+    @command
+    def bug() -> int:
+        raise RuntimeError("a bug")
+
+    assert without_engine() == 2
+    assert capsys.readouterr().err == "error: megatron-core must be 0.16.1 or newer, got 0.1\n"
+    with pytest.raises(RuntimeError, match="a bug"):
+        bug()
 
 
 def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> None:
