@@ -46,7 +46,7 @@ class InitConfig(Section):
     radius_scaler: Positive = 1.0
     """Factor that multiplies the radius; c in the SSO paper."""
     depth_scaled: bool = False
-    """Divide the std of some matrices, see `depth_scaling`; must be false with `spectral`."""
+    """Divide the std of matrices named by `depth_scaling`; must be false with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: divide the std of o and down by sqrt(2 * layers); layer: divide the std of o, up and
     down in layer l, counted from 0, by sqrt(2 * (l + 1)), as in the PC paper."""
@@ -153,15 +153,15 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Count | None = None
     """Sequence length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies with fewer rotations than this over the original length are low; null for
+    """llama3: frequencies below this number of rotations over the original length are low; null for
     other kinds."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies with more rotations than this over the original length are unchanged;
+    """llama3: frequencies above this number of rotations over the original length are unchanged;
     null for other kinds."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies with fewer rotations than this over the original length are low."""
+    """yarn: frequencies below this number of rotations over the original length are low."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies with more rotations than this over the original length are unchanged."""
+    """yarn: frequencies above this number of rotations over the original length are unchanged."""
     truncate: bool = True
     """yarn: round the bounds of the transition between unchanged and low frequencies to whole
     dimensions."""

@@ -63,9 +63,9 @@ class PCConfig(Section):
     blocks: list[str] | None = None
     """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
-    """Strength of the preset: level 4 raises singular values above 0.3 times the largest to the
-    largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing. null
-    = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
+    """Strength of the preset: level 4 raises singular values above 0.3 times the largest to about
+    the largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing.
+    null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Overrides of the level for some roles or layers, under names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
@@ -81,9 +81,9 @@ class PCConfig(Section):
     learnable_gamma: bool = True
     """Train the scalar gamma of every PC layer."""
     gamma_lr: AtLeast0 | None = None
-    """Peak learning rate of gamma; null = the rate of optimizer.scalar."""
+    """Peak learning rate of gamma; null = the learning rate of optimizer.scalar."""
     gamma_weight_decay: AtLeast0 | None = None
-    """Decoupled weight decay of gamma, towards 0; null = the decay of optimizer.scalar."""
+    """Decoupled weight decay of gamma, towards 0; null = the weight decay of optimizer.scalar."""
     init_compensation: bool = False
     """Initialise gamma such that PC(W) has the Frobenius norm of W; false = gamma starts at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"

@@ -91,14 +91,18 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
-        "--nproc", type=whole_number(), default=1, metavar="N", help="ranks of each run (default 1)"
+        "--nproc",
+        type=whole_number(),
+        default=1,
+        metavar="N",
+        help="ranks of each run (default: 1)",
     )
     ranks.add_argument(
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="use N GPUs per run, with one rank per GPU; by default, run as many at a time as this "
-        "node's GPUs allow",
+        help="use N GPUs per run, with one rank per GPU; without --jobs, as many runs at a time as "
+        "fit on this node's GPUs",
     )
 
 

@@ -136,7 +136,7 @@ class ValidationConfig(Section):
     """Interval and size of validation."""
 
     interval: Whole = 0
-    """Steps between validations; 0 = none. Every run also validates after its last step."""
+    """Steps between validations; 0 = only the validation after the last step, which always runs."""
     samples: Count | None = None
     """Number of sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
@@ -160,8 +160,8 @@ class TasksConfig(Section):
     a file is `{"context": "...", "choices": ["...", "..."], "answer": 0}`. scripts/prepare_task.py
     creates such files. `NAME: null` removes a task of the base."""
     interval: Whole = 0
-    """Steps between evaluations of the tasks; 0 evaluates only after the last step. Every run
-    evaluates after the last step."""
+    """Steps between evaluations of the tasks; 0 = only the evaluation after the last step, which
+    always runs."""
     examples: Count | None = None
     """Number of examples to score, from the start of each file; null = all examples."""
 

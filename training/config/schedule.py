@@ -23,7 +23,7 @@ class RampStage(Section):
     """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the end
     of the stage."""
     until_tokens: Count | None = None
-    """Number of tokens since the start of the run; the step that reaches it is the last step of the
+    """Number of tokens since the start of the run; the step that reaches this number ends the
     stage. null = `until_steps` sets the end of the stage."""
 
     def checks(self) -> Iterator[Check]:
@@ -142,7 +142,8 @@ class TrainConfig(Section):
     debugging; null does not compile; auto is inductor on a GPU that supports it, null on a CPU and
     under Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
-    """Maximum number of consecutive non-finite steps to skip; one more ends the run."""
+    """Maximum number of consecutive non-finite steps or loss spikes to skip; one more ends the
+    run."""
 
     @property
     def last(self) -> int:
@@ -199,7 +200,7 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant and then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
-    """Unit in which warm-up and decay progress. With tokens, a batch of `train.global_batch`
+    """Unit in which warm-up and decay are measured. With tokens, a batch of `train.global_batch`
     sequences counts as one step, a smaller batch of `train.batch_ramp` as a fraction of a step."""
     warmup_steps: Whole = 0
     """Number of steps of linear warm-up from 0 to the peak."""

@@ -74,8 +74,7 @@ class CheckpointConfig(Section):
     """Saving of checkpoints, and conditions for continuing from a checkpoint."""
 
     interval: Whole = 1000
-    """Steps between checkpoints; 0 never saves. Otherwise, a run also saves when it ends or is
-    stopped."""
+    """Steps between checkpoints; a run also saves when it ends or is stopped. 0 never saves."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all checkpoints."""
     keep_every: Count | None = None
@@ -86,9 +85,9 @@ class CheckpointConfig(Section):
     differences are refused. With `tokenizer`, `initialize_from` also accepts weights that were
     trained with another tokenizer."""
     initialize_from: str | None = None
-    """Run folder or checkpoint, of any layout, that contains the initial weights of a new run; null
-    initialises random weights. Its model and tokenizer must equal the new run's. Its PC layers are
-    converted to plain weights."""
+    """Run folder or checkpoint, of any layout, with the initial weights of a new run; null
+    initialises random weights. The checkpoint's model and tokenizer must equal the run's; its PC
+    layers become plain weights."""
 
     def checks(self) -> Iterator[Check]:
         """Check the path of initial weights."""
@@ -122,11 +121,12 @@ class SpikeConfig(Section):
     """Skip a step whose loss is more than this many standard deviations above the mean of the last
     `window` losses; null skips only steps with a non-finite loss or gradient."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
-    """Number of past losses to compare with; the first `window` losses of a run are never spikes.
+    """Number of past losses that give the mean and deviation; the first `window` losses of a run
+    are never spikes.
     """
     rewinds: Whole = 0
-    """Number of times that the run, instead of ending after too many skipped steps, may return to
-    its last checkpoint and skip the samples of the skipped steps."""
+    """Number of times that a run, after too many skipped steps, may return to its last checkpoint
+    and skip these steps' samples instead of ending."""
 
 
 class GramPenaltyConfig(Section):
