@@ -3,9 +3,9 @@
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 if the run reached its last step or was stopped and saved, 130 if Ctrl-C stopped the
-run and it was saved, 1 if the run failed, 2 for invalid input. A plan exits with 0 even if it does
-not fit the GPUs.
+Exit codes: 0 if the run reached its last step or was saved and stopped, but 130 if Ctrl-C stopped
+it; 1 if the run failed; 2 for invalid input. A plan exits with 0 even if the model does not fit the
+GPUs.
 """
 
 import signal
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# torch is imported later: Ctrl-C must be handled before, and --help does not need torch.
+# torch is imported later: Ctrl-C must be handled before that, and --help does not need torch.
 from parallel.error_text import described
 from training.command_line import Parser, check_launched, fail, own_rank
 from training.errors import InputError, MissingSetError, VocabularyError
@@ -248,7 +248,8 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
     """Yield a warning for each override that a later override replaces, each setting of an unused
-    rule in the config file or overrides and, unless training, each setting without effect."""
+    rule in the config file or overrides and, in modes other than training, each setting without
+    effect."""
     from training.config.effects import settings_of_unused_rules, without_effect
     from training.config.yaml_files import own_keys, replaced
 

@@ -148,15 +148,15 @@ def head_units(
 ) -> list[Unit]:
     """Return the units of an attention parameter `[groups, rows per group, width]` on one rank.
 
-    A unit is one head (head), all heads of a role in a group (group), all heads of a role
-    (component), or the whole parameter (fused).
+    By `split.qkv_units`, a unit is one head (head), all heads of a role in a group (group), all
+    heads of a role (component), or the whole parameter (fused).
 
     Args:
         prefix, parameter: prefix of the layer's names, and name of the parameter in its attention.
         roles: (role, heads per group, rows per head), in the order of a group's rows.
         groups: number of KV heads; the parameter is sharded over ranks by groups.
         width: number of columns.
-        split: `qkv_units` states what a unit is; raises ValueError for a value not in QKVUnits.
+        split: the division into units; raises ValueError if `qkv_units` is not in QKVUnits.
         infix: text between the role and the number in a unit's name.
     """
     local = groups // split.tensor_size

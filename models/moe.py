@@ -40,7 +40,7 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 
 
 def mixture(model: ModelConfig) -> MoEConfig:
-    """Return the config of the mixture-of-experts layers; raises ValueError if there is none."""
+    """Return the config of the mixture-of-experts layers; raise ValueError if there is none."""
     if model.moe is None:
         raise ValueError(f"model.moe must be a section for family {model.family}, got null")
     return model.moe

@@ -1,6 +1,7 @@
 """The pc section of a run config: the units that are PC layers, and their polynomial.
 
-Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 5.
+Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training" (arXiv
+2606.06470), section 5.
 """
 
 from collections.abc import Iterator, Sequence

@@ -44,7 +44,7 @@ Check = tuple[str, object, str]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
-    """Base class of all sections; turns each into a frozen dataclass with keyword arguments."""
+    """Base class of all sections, which become frozen dataclasses with keyword arguments."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -65,7 +65,7 @@ class Unit:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the unit is a copy that another pipeline stage counts, saves and reports."""
+        """Whether the unit copies a unit that another pipeline stage counts, saves and reports."""
         return self.tied_stage == "last"
 
     @property
@@ -213,7 +213,7 @@ def vector_unit(
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """Check that every element of every parameter is in exactly one unit.
 
-    Raises ValueError if not; the message names the unit or parameter.
+    Raises ValueError otherwise; the message names the unit or parameter.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the average; print the used and unused checkpoints and how to start a run from it."""
+    """Write the average; print used and unused checkpoints, and how to start from the average."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
@@ -109,7 +109,7 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on the state that the average omits and on the norms of its matrices."""
+    """Yield notes on the state that the average omits, and on the norms of averaged matrices."""
     yield (
         "the average contains no optimizer state, random number generator state or data position, "
         "so no run can resume from it"

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
     sbatch --nodes=8 scripts/slurm/preflight.sbatch
 
-Every rank computes with and sends integers whose exact results are known. Each row of the table
+Every rank computes and sends integers, for which the exact results are known. Each row of the table
 shows the slowest and the median rate over all ranks, and lists ranks below 80% of the median. The
 exit code is 1 if a result is wrong. If a check hangs, its name is the last line printed.
 """
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start() -> torch.device:
-    """Initialize torch.distributed, with one rank without torchrun; return this rank's device."""
+    """Initialize torch.distributed (one rank without torchrun) and return this rank's device."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         os.environ.update(alone)

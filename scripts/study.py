@@ -4,7 +4,7 @@
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius --jobs 2 train.steps=50
 
 A study is a YAML file with `title`, `seeds`, `overrides` for every run, and `variants` by name. A
-variant has a `config`, its own `overrides`, and the variant `against` which it is compared. Each
+variant has a `config`, its own `overrides`, and `against`, the variant to compare with. Each
 run is a process of pretrain.py with one thread per rank, the study's `environment`, and as many
 ranks as `--nproc` or `--gpus-per-run`. runs.jsonl stores the figures and settings of finished runs,
 which are not repeated, even if their folders are gone, so the same command resumes an interrupted

@@ -56,7 +56,7 @@ def write_checkpoint(
     `read` must return each parameter in its units' `view_shape`; `buffers` contains the shape of
     each buffer. `meta` is called with the folder after all weights are written; it may add files,
     and returns the first entries of meta.json, including `step`. Raises InputError if `target`
-    exists, if the disk is too small, or if `read` or `meta` raises it.
+    exists, if the disk is too small, or if `read` or `meta` raises InputError.
     """
     units = all_units(config.model, **unit_options(config))
     check_room(target, 4 * sum(unit.numel for unit in units))
@@ -187,7 +187,7 @@ class Mean:
 
     buffers  shape of each buffer
     units    units of each parameter
-    norms    ratio of spectral norm and radius of each matrix with a sphere rule read so far
+    norms    ratio of spectral norm and radius, for each matrix read so far that has a sphere rule
     """
 
     def __init__(

@@ -202,8 +202,10 @@ class CoreAttention(torch.nn.Module):
 
 
 class SDPACoreAttention(CoreAttention):
-    """Attention by PyTorch's scaled_dot_product_attention; KV heads are repeated in memory only for
-    float32 on GPUs."""
+    """Attention by PyTorch's scaled_dot_product_attention.
+
+    KV heads are repeated in memory for float32 on GPUs, but not for other dtypes or on CPUs.
+    """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
@@ -222,7 +224,7 @@ def flash_attention(kernel: str) -> Callable[..., Any]:
 
 
 class FlashCoreAttention(CoreAttention):
-    """Attention by the package of `kernel`, a key of `FLASH_MODULES`; for 16-bit dtypes on GPUs."""
+    """Attention in 16 bits on GPUs by the package of `kernel`, a key of `FLASH_MODULES`."""
 
     def __init__(self, *arguments: Any, kernel: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -286,7 +288,7 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentRange | None = None
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
@@ -477,7 +479,7 @@ def check_varying(head: int, dtype: torch.dtype) -> None:
 def varying_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Lengths
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s positions of sequences of t.
+    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension

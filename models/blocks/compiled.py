@@ -54,7 +54,7 @@ class Fused:
         self.backend = backend
         self.backward = backward
         if backend is not None:
-            import torch._dynamo.config as dynamo  # imported here: takes a second
+            import torch._dynamo.config as dynamo  # imported here because it takes a second
 
             # torch.compile accepts this limit as a keyword only from torch 2.13 on.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)

@@ -1,6 +1,6 @@
 """Input and output of a decoder: a scaled embedding, and logits or token losses.
 
-Logits may be soft-capped. A z-loss also uses the squared log-sum-exp of each token's logits.
+Logits may be soft-capped. A z-loss needs the squared log-sum-exp of each token's logits.
 
 The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax that
 backward needs, they are by far the largest activations of a model with a large vocabulary. The
@@ -269,7 +269,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Return Megatron's result, with rotary positions within documents if any are given."""
+        """Return Megatron's result, with rotary positions within `documents`, if any."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):

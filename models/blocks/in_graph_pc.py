@@ -33,7 +33,7 @@ class UnitWeight(EffectiveWeight):
     """The preconditioned units of a linear layer's weight, with tracked singular vectors.
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
-    tensor  the ranks that share the weight, None if this rank has whole units
+    tensor  process group of the ranks that share the weight, None if this rank has whole units
     u, v    singular vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider: constants
             in a forward pass
     """
@@ -156,7 +156,7 @@ def precondition_(
     """Parametrize the weights that contain preconditioned units; return the parametrizations.
 
     `units` are this rank's units, and `parameters` their parameters by name; `tensor` maps each
-    domain to the process group of the ranks that share its weights, if units are not whole.
+    domain with sharded units to the process group of the ranks that share its weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []

@@ -57,7 +57,7 @@ def softcapped_attention(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
 
     Args:
         query: `[s, b, heads, d]`.

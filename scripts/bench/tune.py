@@ -87,7 +87,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile, None for the library; `by_kernel` takes the tile as last argument."""
+    """Return calls by tile, None for the library; the last argument of `by_kernel` is the tile."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 

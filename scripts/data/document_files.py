@@ -93,7 +93,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
     """Check the first `CHECKED` documents of every input; return each input's counts of checked and
     of blank documents.
 
-    The check reads on while all documents of an input are blank.
+    The check of an input continues until a document is not blank.
 
     Raises:
         DataError: as in `read_documents`; also if all rows of an input are blank.

@@ -33,13 +33,13 @@ class AtomicFolder:
 
     Args:
         output: the folder to write.
-        check: raises InputError if `output` must not be written. `check` is called after locking
+        check: function that raises InputError if `output` must not be written; called after locking
             and before `output` is replaced.
         key: identifies everything that determines the content; None if no later run may resume.
 
     Raises:
         InputError: `output` is a URL or contains ~ or a variable; another run is writing the same
-            folder or has just finished it; or a folder of another program has the same name.
+            folder or has just finished it; or another program wrote `output.preparing`.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:

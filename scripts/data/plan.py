@@ -98,7 +98,7 @@ class SetPlan:
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write (NAME.train, NAME.validation), by its name."""
+        """Return the sources of each set to write, by its name: NAME.train or NAME.validation."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):
@@ -210,7 +210,7 @@ class Preparation:
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`; fewer than `count` inputs are cut."""
+        """Return shard `number` (from 0) of `count`; if there are fewer inputs, they are cut."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:

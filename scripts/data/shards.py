@@ -144,9 +144,9 @@ class Shards:
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
         """Yield chunks of the documents of input `unit` after the first `skip`, with positions.
 
-        `unit` counts inputs in the preparation, `number` in the portion; positions contain
-        `number`. Stops at the first document that no shard contains and returns its number, or None
-        if the shards contain all documents of the input.
+        `unit` is the input's number in the preparation, and `number` its number in the portion,
+        which positions contain. Stops at the first document that no shard contains and returns its
+        number, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]

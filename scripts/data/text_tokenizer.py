@@ -76,10 +76,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
 
 
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the documents, cut inside runs of `LONGEST_WORD` characters with or without spaces.
+    """Yield the documents, cut after `LONGEST_WORD` consecutive spaces or consecutive nonspaces.
 
     BPE training treats such a run, for example a line of dashes or of encoded bytes, as one word,
-    and its time is quadratic in the length of a word.
+    and takes a time quadratic in the length of a word.
     """
     for text in documents:
         start = 0

@@ -74,7 +74,7 @@ SHORT: Final = {
 }  # fmt: skip
 """Short names of lm-eval's options."""
 MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
-"""lm-eval's options whose repetitions are merged; of all other options it uses the last one."""
+"""Options whose repetitions lm-eval merges; of any other option lm-eval uses the last value."""
 
 STANDARD_ERROR = "_standard_error"
 """Suffix of local metrics that are standard errors, which lm-eval does not compute."""

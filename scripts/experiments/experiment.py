@@ -94,8 +94,8 @@ class Panel:
 class Outcome:
     """The result of an experiment: checks, data, and the panels of a figure.
 
-    Checks must pass for the published seed at the published size and at `SMALL`. At other seeds and
-    sizes, statements of papers are not always true.
+    Checks must pass for the published seed at the published size and at the size for tests. At
+    other seeds and sizes, statements of papers are not always true.
 
     recorded.yaml contains expected values of `data` at the paper's setting.
     """

@@ -64,8 +64,8 @@ class Regression:
 def drawn(
     draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """Return the problem with A = feature(V X) and Y = W# A, where `feature` gets `maps` different
-    V X.
+    """Return the problem with A = feature(V X) and Y = W# A; `feature` has `maps` arguments, each
+    with its own V.
 
     `sizes` are the numbers of inputs, features and samples; rows of V and W# have a mean squared
     length of 1.

@@ -43,7 +43,7 @@ class Experiment(NamedTuple):
         return " ".join((getdoc(self.run) or "").split("\n\n")[0].split())
 
     def settings(self, *, small: bool) -> dict[str, Any]:
-        """Return the sizes: the paper's, or with `small` those for tests."""
+        """Return the paper's sizes or, with `small`, the sizes for tests."""
         sizes = self.run.__kwdefaults__ or {}
         return sizes | self.small if small else sizes
 

@@ -11,7 +11,7 @@ from spectral import msign, solve_multiplier
 from spectral.measures import singular_values
 from spectral.singular_triplets import cold_start
 
-TOLERANCE = 2e-4  # shapes of the paper's configurations
+TOLERANCE = 2e-4
 MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100

@@ -31,12 +31,12 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Largest allowed difference of float32 logits, because both implementations round differently. It
-is relative to the largest logit if that is above 1."""
+"""Largest difference of float32 logits that counts as rounding; relative to the largest logit if
+that logit exceeds 1."""
 
 
 class DifferentError(InputError):
-    """The exported model differs from the trained model."""
+    """Error for an exported model that differs from the trained model."""
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> float:

@@ -205,8 +205,8 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""Seconds without a heartbeat after which a run on another host counts as ended, or longer if its
-steps are slow."""
+"""Seconds without a heartbeat after which a run on another host counts as ended; longer for a run
+with slow steps."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def run_status(run: RunData) -> RunStatus:
     """Return the status of a run from its last event, lock and heartbeat.
 
     A run that ended without an event, such as a killed run, counts as failed. If the last event is
-    no end, `alive` decides between running and failed.
+    not an end, `alive` decides between running and failed.
     """
     steps = run.config["train"]["steps"]
     ends = [each for each in run.events if each["kind"] in _EVENTS]

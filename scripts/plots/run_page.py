@@ -162,7 +162,7 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Yield name and value of each card that the run has data for; `measure` is the validation
+    """Yield name and value of each card for which the run has data; `measure` is the validation
     metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]

@@ -58,7 +58,7 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Return whether `keys` contains a key, a section that contains it, or a key inside it."""
+    """Return whether `keys` contains `key`, a section around `key`, or a key inside `key`."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 

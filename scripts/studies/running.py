@@ -32,7 +32,7 @@ def run_study(
     """Tune the variants, train all seeds, then train the curve; return the content of results.json.
 
     results.json is updated after each part. After the tuning, `begin_runs` is called with all
-    remaining runs, so that nothing is idle between parts.
+    remaining runs, so that no processor or GPU is idle between parts.
     """
     study, start = begin(study, ROOT)
     given = list(extra)

@@ -1,4 +1,4 @@
-"""Training of a study's runs without a record, by pretrain.py with one thread per rank.
+"""Training of a study's unrecorded runs by pretrain.py, with one thread per rank.
 
 Several runs may use processor cores or GPUs of this node at the same time.
 """
@@ -151,7 +151,7 @@ def visible_gpus() -> Sequence[str]:
 
 
 class RunFailedError(InputError):
-    """A run ended without a loss for another reason than a nonfinite loss or gradient."""
+    """Error for a run that has no loss for a reason other than a nonfinite loss or gradient."""
 
 
 class Trainer:
@@ -168,7 +168,7 @@ class Trainer:
         places: Sequence[Place] = (Place(),),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Each of `places` trains one run at a time, with the variables in `environment`."""
+        """Prepare to train one run at a time in each place, with the variables in `environment`."""
         self.output = output
         self.book = book
         self.given = dict(environment or {})
