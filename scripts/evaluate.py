@@ -234,7 +234,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=output_path,
-        help="output folder (default: evaluation/ in an exported model; no output for a run)",
+        help="output folder (default: evaluation/ in an exported model; none for a run)",
     )
     parser.add_argument(
         "--dtype", help="compute dtype (default: float32; for a run, the training precision)"

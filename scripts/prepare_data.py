@@ -312,7 +312,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace different or damaged data in the output folder",
+        help="replace damaged data, or data from other inputs or options, in the output folder",
     )
     parser.add_argument(
         "--demo", action="store_true", help="prepare the embedded corpus in examples/data"
