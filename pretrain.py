@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             needed = f"{', '.join(others)} or {last}" if others else last
             parser.error(f"{flag(name)} needs {needed}")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
-        parser.error("--ranks must not be used under torchrun, which has started the ranks")
+        parser.error("--ranks must not be used under torchrun, which starts the ranks itself")
     if options.rehearse and options.gpus is None:
         parser.error("--rehearse needs --gpus N")
     return options
@@ -279,7 +279,7 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     if place is not None:
         yield (
             f"{key} is set by {place}; {key}=null removes set {name}, and "
-            f"data.{kind}=null removes all sets of data.{kind} set so far"
+            f"data.{kind}=null removes all earlier sets of data.{kind}"
         )
 
 

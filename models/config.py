@@ -61,7 +61,7 @@ class InitConfig(Section):
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
         shaped = self.std is None and self.depth_scaled
-        yield "depth_scaled", shaped, "must be false with std null, which depends on the shape"
+        yield "depth_scaled", shaped, "must be false with std null, which sets the std by shape"
 
 
 class MoEConfig(Section):
@@ -117,7 +117,10 @@ class MoEConfig(Section):
         yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
         yield "top_k", self.top_k > experts, f"must be at most experts = {experts}"
         few = used * (experts // groups) < self.top_k <= experts and experts % groups == 0
-        rule = f"must be at most {used * (experts // groups)}, the experts in top_groups = {used}"
+        rule = (
+            f"must be at most {used * (experts // groups)}, the number of experts in "
+            f"top_groups = {used} groups"
+        )
         yield "top_k", few, rule
         yield "top_k", self.top_k < used, f"must be at least top_groups = {used}"
         lonely = self.shared_gate and self.shared_experts < 1

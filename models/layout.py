@@ -84,7 +84,7 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
         return [range(length)]
     if length % (2 * size):
         raise ValueError(
-            f"length must be divisible by 2 * context parallel size = {2 * size}, got {length}"
+            f"length must be divisible by 2 * context-parallel size = {2 * size}, got {length}"
         )
     step = length // (2 * size)
     return [range(i * step, (i + 1) * step) for i in (rank, 2 * size - 1 - rank)]

@@ -71,7 +71,7 @@ def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
     as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
-        rule = f"must keep its default {shown(default)}, as it has no effect {when}"
+        rule = f"must keep its default {shown(default)}, because it has no effect {when}"
         yield key, getattr(section, key) != default, rule
 
 

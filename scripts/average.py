@@ -38,7 +38,7 @@ def _average(options: argparse.Namespace) -> int:
     infos, left_out = chosen(options.run, options.output, options.steps, options.last)
     weights = list(shares(len(infos), options.ema))
     pairs = zip(infos, weights, strict=True)
-    print("mean of " + ", ".join(f"step {info.step} times {w:.4g}" for info, w in pairs))
+    print("average = " + " + ".join(f"{w:.4g} * step {info.step}" for info, w in pairs))
     for text in left_out:
         print(f"not averaged: {text}")
     norms = average(infos, weights, options.output, on_sphere=options.on_sphere)
@@ -71,7 +71,7 @@ def chosen(
     missing = [step for step in requested or () if step not in there]
     if missing:
         present = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}; its steps are {present}")
+        raise InputError(f"{run} has no checkpoint of step {missing[0]}; available: {present}")
     infos, broken = [], []
     for step in sorted(set(requested or there)):
         try:

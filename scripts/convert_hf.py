@@ -57,7 +57,10 @@ def _export(options: argparse.Namespace) -> None:
     form = {"dtype": options.dtype, "shard_bytes": options.shard_size}
     if options.format == "consolidated":
         info = export_consolidated(options.source, options.target, **form)
-        print(f"wrote {options.target}: step {info.step} of {info.path}, with Spectrain's names")
+        print(
+            f"wrote {options.target}: step {info.step} of {info.path}, with Spectrain's parameter "
+            "names"
+        )
         return
     info = export(
         options.source,

@@ -95,11 +95,9 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:
     """Score a run's newest checkpoint, or a given checkpoint, and print the table."""
-    for name in ("run", "options"):
-        if getattr(options, name):
-            raise InputError(
-                f"{getattr(options, name)} needs an exported model, got the run {options.model}"
-            )
+    run = () if options.run is None else ("--run", str(options.run))
+    if given := " ".join((*run, *options.options)):
+        raise InputError(f"{given} needs an exported model, got the run {options.model}")
     with progress(lambda: "importing packages, loading the model, scoring the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)
     text = table(rows(results))

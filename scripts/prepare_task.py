@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chance = sum(1 / count for count in choices) / len(choices)
     print(
         f"wrote {options.output}: {counted(len(rows), 'example')}, {sum(choices):,} choices, "
-        f"accuracy by chance {chance:.3f}; to score the task in a run, set "
+        f"chance accuracy {chance:.3f}; to score the task in a run, set "
         f"tasks.files.{options.output.stem}={options.output}"
     )
     return 0

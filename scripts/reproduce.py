@@ -22,8 +22,8 @@ from training.errors import InputError
 from training.report.text import markdown_table, table
 
 NOTE = (
-    "step sizes and ranges are those of the published seeds and sizes: with others, statements of "
-    "the papers can fail, and training can diverge"
+    "step sizes and expected ranges were chosen for the published seeds and sizes; with other "
+    "seeds or sizes, checks can fail and training can diverge"
 )
 
 

@@ -101,7 +101,7 @@ def data_problems(folder: Path) -> Iterator[str]:
     try:
         stated, path = manifest.tokenizer, manifest.tokenizer_path
         if file_sha256(path) != stated.sha256:
-            yield f"{path} is damaged: its sha256 differs from the manifest"
+            yield f"{path} is damaged: its sha256 differs from the manifest's"
         lengths = token_byte_lengths(manifest)
         facts: dict[str, object] = {"vocab_size": vocabulary_size(path)}
         facts["byte_level"] = lengths is not None
@@ -131,7 +131,7 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
     tokens = TokenSet(name, prefix, 1, vocab_size=vocabulary, verify="full")
     for kind, expected in entry.sha256.items():
         if file_sha256(f"{prefix}.{kind}") != expected:
-            yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest"
+            yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest's"
     largest, size = 0, 0
     for block in tokens.blocks(0, tokens.tokens):
         largest = max(largest, int(block.max()))
@@ -195,7 +195,7 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     expected = logged_steps(run_dir, name.partition(".")[0])
     missing = sorted(expected - {line["step"] for line in log.lines})
     if missing:
-        yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
+        yield f"number of missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:

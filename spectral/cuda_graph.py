@@ -154,7 +154,7 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
     """Raise ValueError if a step of the optimizer cannot be captured."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
-            "nonfinite must be 'skip' in a captured step, because 'raise' must wait for the device"
+            "nonfinite must be 'skip' in a captured step, because 'raise' waits for the device"
         )
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:
@@ -169,5 +169,5 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
         waits = rule_of(group).waiting_field
         if waits is not None:
             raise ValueError(
-                f"{waits} of group {i} must not be True in a captured step: the host would wait"
+                f"{waits} of group {i} must not be True in a captured step: it makes the host wait"
             )

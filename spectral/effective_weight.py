@@ -281,7 +281,7 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
     """Reshape gamma to `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
     gamma = torch.as_tensor(gamma, dtype=w.dtype, device=w.device)
     if gamma.ndim and gamma.shape != w.shape[:-2]:
-        raise ValueError(f"gamma must be a scalar or {list(w.shape[:-2])}, got {list(gamma.shape)}")
+        raise ValueError(f"gamma must be 0-d or {list(w.shape[:-2])}, got {list(gamma.shape)}")
     return gamma[..., None, None]
 
 

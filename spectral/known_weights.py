@@ -187,13 +187,13 @@ class KnownWeights:
             if size is not None:
                 kind = kind_of(around)
                 problem = (
-                    f": the heads of {kind} do not divide its {outputs} outputs, or are "
+                    f": heads of {kind} do not divide the weight's {outputs} outputs, or are "
                     "concatenated"
                 )
             elif part or is_fused(name):
                 problem = problem or f": its name is {name}"
             elif _is_attention(around) and not ATTENTION.search(name):
-                problem = ": its module also has projections of heads"
+                problem = ": its attention module also projects heads"
         if problem:
             raise _unclear(weight, f" looks like several matrices in one{problem}")
         if not weight.is_layer:
@@ -408,7 +408,7 @@ class KnownWeights:
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed = getattr(module, "is_transposed", None)
         if not (named and isinstance(transposed, bool) and len(shape) == 3):
-            raise _unclear(weight, f" has shape {shape} and unknown matrices")
+            raise _unclear(weight, f" has shape {shape}, whose matrix axes are unknown")
         division = Division(stacked=True, transposed=transposed)
         if not is_fused(weight.own_name):
             return division, "experts"

@@ -42,19 +42,19 @@ HOSTS: Final = frozenset(
 """Keys that schedulers and other programs write into groups of any optimizer."""
 ANY: Final = (True, False, None)
 FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "fused": (ANY, "steps are always joined"),
-    "foreach": (ANY, "steps are always joined"),
+    "fused": (ANY, "all parameters are always stepped together"),
+    "foreach": (ANY, "all parameters are always stepped together"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
-    "capturable": ((False, None), "nonfinite='skip' and tensor learning rates make it capturable"),
+    "capturable": ((False, None), "with nonfinite='skip' and tensor lr, a step is capturable"),
     "differentiable": ((False, None), "no gradient flows through a step"),
     "maximize": ((False, None), "minimise the negative loss"),
-    "amsgrad": ((False, None), "torch.optim.AdamW keeps the largest second moment"),
+    "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
 }
 """Options of torch's optimizers that are fixed here: the allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
-    "ns_coefficients": "schedule='simple' has torch's coefficients, other schedules better ones",
+    "ns_coefficients": "set schedule='simple' for torch's, or a schedule with better coefficients",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
 }
 """Replacements for options of torch.optim.Muon."""

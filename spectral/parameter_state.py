@@ -183,7 +183,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         values = [group[name] for name in names]
     except KeyError as error:
         raise ValueError(
-            f"a group of rule {group['rule']!r} must have {error.args[0]}; call add_param_group"
+            f"a group of rule {group['rule']!r} must have {error.args[0]}; add groups with "
+            "add_param_group"
         ) from None
     with suppress(TypeError):  # an unhashable value; below, the rule raises an error for it
         return _rule(kind, *values)

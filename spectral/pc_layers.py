@@ -131,8 +131,8 @@ class DividedWeight(EffectiveWeight):
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
-                f"a PC layer of level {self.preconditioners[0].level} cannot load a state with "
-                f"other coefficients, {saved.tolist()}"
+                f"a PC layer of level {self.preconditioners[0].level} cannot load a state saved "
+                f"with other coefficients, {saved.tolist()}"
             )
 
 

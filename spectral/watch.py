@@ -291,7 +291,7 @@ class Watch(TorchDispatchMode):
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
         elif indices and name in LOOKUPS:
-            self._hide(indices, f"{func}, which uses them as an index,")
+            self._hide(indices, f"{func}, which uses the outputs as an index,")
         elif not _is_continuous(fresh[0]):
             if acts_on_each:
                 self._stay("where", tracked, fresh[0])

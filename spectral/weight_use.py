@@ -120,7 +120,7 @@ class Use:
             return Seen(None, "its columns are used one at a time: scalars")
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in sets)
         if crossed and all(s[outputs] == 1 < prod(s) for s in sides):
-            raise ValueError("operations use its outputs along two axes, which divides them all")
+            raise ValueError("operations on two axes would divide it into single outputs")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
         used = len(set().union(*chain.from_iterable(self.sets.values())))
@@ -212,7 +212,7 @@ def _division(
     others -= {0} if stacked else set()
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
-        raise ValueError(f"products sum over axes {shown} of shape {shape}: no units describe this")
+        raise ValueError(f"no units describe products that sum over axes {shown} of shape {shape}")
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []

@@ -1,5 +1,5 @@
-"""Construction of a run's model, optimizer and trainer from its config, and their restoring from a
-checkpoint, to continue a run or to rewind it."""
+"""Construction of a run's model, optimizer and trainer from its config, and loading of a checkpoint
+into them, to continue a run or to rewind it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -151,7 +151,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     """Return the progress at a checkpoint; if the mixture has changed, a new phase begins.
 
-    Raises ResumeError if the mixture has changed and the checkpoint contains no counts of its sets.
+    Raises ResumeError if the mixture has changed and the checkpoint contains no counts of sets.
     """
     with refusing(info.path / META, KeyError, TypeError, ValueError):
         progress = bind(Progress, info.meta["progress"])
@@ -162,8 +162,8 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     if progress.read is None and progress.sample:
         raise ResumeError(
             f"{info.path} was saved by an earlier version and does not state how much of each "
-            "set was read: restore the former data until the next checkpoint, and change the data "
-            "then"
+            "set was read: continue with the former data until the next checkpoint, and then "
+            "change the data"
         )
     phase = present.phase_after(progress.sample, progress.read or {})
     return replace(progress, phase=phase)

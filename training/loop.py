@@ -145,7 +145,7 @@ class Loop:
         progress.phase = mixture.phase_after(progress.sample, read)
         trainer.read_on()
         shares = ", ".join(
-            f"{name} {share:.1%} after {progress.phase.tokens(name):,} tokens"
+            f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
             for name, share in mixture.shares.items()
         )
         self.hooks.note("data", progress.step, f"data: from step {progress.step + 1:,} on {shares}")
@@ -176,14 +176,14 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Report metrics whose report a stop prevented, like `validate_and_report`."""
+        """Report metrics that a stop left unreported; return like `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Validate if due, report `metrics`, and return the validation metrics: {} if no validation
-        was due, None if a stop interrupted it."""
+        was due, None if a stop interrupted the validation."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Too many consecutive steps with a non-finite loss or gradient, or a loss spike.
+    """Error for too many consecutive steps with a non-finite loss or gradient, or a loss spike.
 
     first_step  first of these steps
     samples     [first, end) of the samples of these steps
@@ -123,9 +123,9 @@ class NonFiniteGuard:
     def _error(self, end: int) -> NonFiniteError:
         (first, sample), (last, _) = self._in_a_row[0], self._in_a_row[-1]
         return NonFiniteError(
-            f"loss or gradient not finite{' (or a loss spike)' * self.spikes} in steps {first} to "
-            f"{last}, more than train.max_skipped_steps = {self.limit} consecutive steps, with "
-            f"samples {sample} to {end - 1}",
+            f"the loss or gradient was not finite{' (or a loss spike)' * self.spikes} in steps "
+            f"{first} to {last} (samples {sample} to {end - 1}): more than "
+            f"train.max_skipped_steps = {self.limit} consecutive steps",
             first,
             (sample, end),
         )

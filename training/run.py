@@ -331,12 +331,12 @@ def opening_notes(
             yield "changed", f"changed since step {start.step}: {text}"
         if 0 < phase.sample == trainer.progress.sample:
             counts = (f"{s.name} {phase.tokens(s.name):,}" for s in trainer.present.sets)
-            where = f"new mixture from sample {phase.sample:,} on; token counts of the sets"
+            where = f"new mixture from sample {phase.sample:,} on; tokens read before it"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
     asked, held_out = config.validation.samples or 0, trainer.validation
     if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < asked]:
-        text = f"validation.samples = {asked:,}: all sequences of {', '.join(short)} are used"
+        text = f"validation.samples = {asked:,}, but fewer sequences exist: {', '.join(short)}"
         yield "validation", text
     for task in trainer.tasks:
         yield "tasks", str(task)

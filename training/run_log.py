@@ -147,8 +147,8 @@ class RunLog:
             self.note(
                 "penalty",
                 step,
-                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss; "
-                f"its gradient norm is {metrics['penalty/gradient_ratio']:.3g} of the loss's",
+                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} times the "
+                f"loss; gradient norm: {metrics['penalty/gradient_ratio']:.3g} times the loss's",
             )
         for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
@@ -223,7 +223,7 @@ class RunLog:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
             advice = "the same command continues the run"
             if self.config.checkpoint.interval == 0:
-                advice = "it was not saved, because checkpoint.interval is 0"
+                advice = "the run was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")
             return
         for name, loss, entropy in comparison:

@@ -78,7 +78,8 @@ def build(
     if groups_of_ranks is not None:
         if not all(getattr(p, "allreduce", True) for group in divided for p in group["params"]):
             raise ValueError(
-                f"tensor parallelism must be 1 with routed experts, got {groups_of_ranks[1].size()}"
+                "tensor-parallel size must be 1 with routed experts, got "
+                f"{groups_of_ranks[1].size()}"
             )
         return TensorParallel(kind, divided, groups_of_ranks, lr=lr, weight_decay=weight_decay)
     return kind(divided, lr=lr, weight_decay=weight_decay, nonfinite="skip")

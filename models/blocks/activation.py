@@ -76,7 +76,7 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
             return activation
     block = "with" if gated else "without"
     raise ValueError(
-        f"activation must be one of {', '.join(ACTIVATIONS)} to be compiled or grouped, "
+        f"activation must be one of {', '.join(ACTIVATIONS)} in compiled blocks and experts, "
         f"got {function.__name__} {block} a gate"
     )
 

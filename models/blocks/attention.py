@@ -471,8 +471,8 @@ def check_varying(head: int, dtype: torch.dtype) -> None:
     dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
-            f"documents need {VARYING}, for which the dtype must have 16 bits and the head "
-            f"dimension must be at most {LARGEST_HEAD}, got {dtype} and {head}"
+            f"a document mask needs {VARYING}, which supports 16-bit dtypes and head "
+            f"dimensions of at most {LARGEST_HEAD}, got {dtype} and {head}"
         )
 
 

@@ -130,7 +130,7 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if groups >= 1 and moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
     if groups > 1 and used >= 1 and moe.top_k // used != 2:
-        rule = f"top_k must be at least 2 and below 3 times top_groups = {used}"
+        rule = f"top_k must be at least twice and below three times top_groups = {used}"
         yield rule, str(moe.top_k)
 
 
@@ -162,7 +162,7 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
         limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]
     for rule, value in limits:
         key, rule = rule.split(" ", 1)
-        yield key, True, f"{rule}, got {value}: transformers' DeepseekV3 has no setting for it"
+        yield key, True, f"{rule}, got {value}: transformers' DeepseekV3 supports no other value"
 
 
 @dataclass(frozen=True, kw_only=True)

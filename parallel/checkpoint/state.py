@@ -104,9 +104,9 @@ def load_state(
     All ranks must call this function together. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank. Before anything changes: tensors are missing or unexpected, or
-            have another shape or dtype. During loading: tensors cannot be read, or counters that
-            must be equal differ.
+        StateError: on every rank, before anything changes if tensors are missing, unexpected, or of
+            another shape or dtype, and during loading if tensors cannot be read, or if counters
+            differ that must be equal.
     """
     model.wait_for_weights()
     problems: list[str] = []
@@ -210,8 +210,8 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
     one = min(saved_layers ^ model_layers)
     side = "checkpoint" if one in saved_layers else "model"
     return [
-        f"it has {len(saved_layers)} PC layers, but the model has {len(model_layers)}; {one}, for "
-        f"example, is only in the {side}: pc.blocks must be the same as before"
+        f"it has {len(saved_layers)} PC layers, but the model has {len(model_layers)}; for "
+        f"example, {one} is only in the {side}: set pc.blocks as in the checkpoint's config"
     ]
 
 
@@ -346,7 +346,7 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
         new = state[part_name(key, [0])].value
         first_key, first_value = loaded.setdefault(id(value), (key, new))
         if not torch.equal(first_value, new):
-            yield f"{key} is {new.item()}, but {first_key} is {first_value.item()}"
+            yield f"{key} must equal {first_key}, got {new.item()} and {first_value.item()}"
         value.copy_(new)
 
 

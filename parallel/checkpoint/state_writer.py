@@ -142,10 +142,7 @@ class Written:
 
 
 class PendingSave:
-    """A running save on this rank, whose files a process writes.
-
-    A rank without files has no process.
-    """
+    """A running save on this rank; a separate process writes the rank's files, if any."""
 
     def __init__(
         self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
@@ -203,7 +200,7 @@ class PendingSave:
 
     @property
     def _name(self) -> str:
-        return f"the writer of rank {dist.get_rank()}"
+        return f"the checkpoint writer of rank {dist.get_rank()}"
 
     def kill(self) -> None:
         """Kill the writer process."""

@@ -286,7 +286,7 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
             if value != usual or len(members) == 1
         ]
         if len(ranks[usual]) > 1:
-            parts.append(f"{usual} on the other {len(ranks[usual])}")
+            parts.append(f"{usual} on the other {len(ranks[usual])} ranks")
         yield f"{key} differs between ranks: {', '.join(parts)}"
 
 

@@ -134,7 +134,7 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
     if rest < middle or (middle and rest % middle) or (not middle and rest):
         raise ValueError(
             f"{layers} layers minus {first or 0} on the first and {last or 0} on the last stage "
-            f"must divide into equal, nonzero parts for the other {middle} stages, got {rest}"
+            f"must divide into equal, nonzero parts for {middle} other stages, got {rest} layers"
         )
     shared = [rest // middle] * middle if middle else []
     ends = [[] if given is None else [given] for given in (first, last)]

@@ -25,8 +25,8 @@ SHOWN = 8
 def bit_hash(value: Tensor) -> Tensor:
     """Hash a tensor's bits to a 0-d int64 tensor.
 
-    The hash is the sum modulo 2^64 of each element's bits times an odd number that depends on its
-    position. Tensors that differ in exactly one element never have the same hash.
+    The hash is the sum, modulo 2^64, over elements of the element's bits times an odd number that
+    depends on the position. Tensors that differ in exactly one element never have the same hash.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
@@ -59,7 +59,7 @@ def check_replicas(model: ParallelModel) -> None:
     )
     differing = summary_of_all(problems)
     if differing:
-        raise DisagreementError(f"copies differ between ranks: {differing}")
+        raise DisagreementError(f"copies of weights differ between ranks: {differing}")
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
@@ -131,7 +131,7 @@ class WeightWatch:
     next step.
 
     The sums include the parameters, this rank's master shards, and the weights of the matrices that
-    this rank owns. Each step reads these weights twice and waits for its new weights.
+    this rank owns. Each step reads all these weights twice and waits for the new weights.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:

@@ -158,7 +158,7 @@ def _check_parquet(path: Path) -> None:
         head = file.read(16)
     if not head.startswith(b"PAR1"):
         raise DataError(
-            f"cannot read {path}: not a Parquet file: it begins with {head!r}; download it again"
+            f"cannot read {path}: a Parquet file begins with PAR1, got {head!r}; download it again"
         )
 
 

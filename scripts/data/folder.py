@@ -183,8 +183,8 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     damaged = _damaged_files(output, manifest.files)
     if damaged and not overwrite:
         raise InputError(
-            f"{output} is damaged: {', '.join(damaged)} missing or truncated; pass --overwrite to "
-            "write it again"
+            f"{output} is damaged (missing or truncated: {', '.join(damaged)}); pass --overwrite "
+            "to write it again"
         )
     return not damaged
 
@@ -220,7 +220,7 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
         )
     if not overwrite:
         raise InputError(
-            f"output {output} already contains other prepared data; pass --overwrite to replace it"
+            f"output {output} contains data from other inputs or options; --overwrite replaces it"
         )
 
 

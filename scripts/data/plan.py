@@ -229,7 +229,7 @@ class Preparation:
         if not repeated:
             return []
         (one, first), *_, (other, last) = max(repeated, key=lambda same: len({n for n, _ in same}))
-        count = counted(len(repeated), "input")
+        count = counted(len(repeated), "case")
         example = f"{one} ({first}) and {other} ({last})"
         return [f"several inputs have the same content ({count}), for example {example}"]
 

@@ -169,7 +169,9 @@ def _begin(
 
 def _check_unchanged(now: str, before: str) -> None:
     if now != before:
-        raise DataError("an input changed during the preparation; nothing was written")
+        raise DataError(
+            "an input changed during the preparation, so nothing was written; run the command again"
+        )
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -217,7 +219,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 if is_validation(index, plan.fraction):
                     continue
                 if size >= share:
-                    print(f"the tokenizer uses only the first {size:,} characters of {plan.name}")
+                    print(f"tokenizer training uses the first {size:,} characters of {plan.name}")
                     break
                 size += len(text)
                 progress.update(len(text))

@@ -20,7 +20,7 @@ SUFFIXES = (
     ".txt, .md, .jsonl, .ndjson and .json (one row per line), each also with .gz, .xz, .zst or "
     ".zstd; .parquet"
 )
-REMEDY: Final = "for other plain text, create a link whose name ends in .txt; for CSV, hf:FOLDER"
+REMEDY: Final = "for other text, create a link whose name ends in .txt; for CSV, pass hf:FOLDER"
 SHARD_FILE: Final = "shard.json"
 """Name of the file in a shard's folder that describes the shard."""
 LOCK: Final = ".preparing.lock"

@@ -35,7 +35,8 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     tokenizer = load_tokenizer(source, end)
     if end is None and not info.imported:
         print(
-            f"note: the data has no manifest; {tokenizer.eod_token} of {source} is used as EOD",
+            f"note: the data has no manifest; its end-of-document token is taken from {source}: "
+            f"{tokenizer.eod_token}",
             file=sys.stderr,
         )
     content = tokenizer.files[TOKENIZER_FILE]
@@ -85,8 +86,8 @@ def as_trained(content: bytes) -> bytes:
         return content
     names = ", ".join(dict.fromkeys(t for t in with_template.tokens if t not in without.tokens))
     print(
-        f"note: the exported tokenizer omits the template, which would add {names}, because the "
-        "training data does not contain these tokens",
+        f"note: the exported tokenizer has no post-processor template, which would add {names}, "
+        "because the training data does not contain these tokens",
         file=sys.stderr,
     )
     return json.dumps({**json.loads(content), "post_processor": None}, ensure_ascii=False).encode()

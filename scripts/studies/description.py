@@ -262,8 +262,8 @@ def _search_problems(study: Study, name: str) -> list[str]:
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
             problems.append(
-                f"{name}: the number of candidates must decrease at each rung of {stage} to 1, got "
-                f"{sizes}"
+                f"{name}: the number of candidates must decrease at each rung of {stage} and end "
+                f"at 1, got {sizes}"
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
@@ -278,4 +278,4 @@ def _budget_problems(study: Study) -> list[str]:
     if len(set(budgets.values())) < 2:
         return []
     shown = ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
-    return [f"all variants must have the same tuning budget, got (in full runs): {shown}"]
+    return [f"all variants must have the same tuning budget in full runs, got {shown}"]

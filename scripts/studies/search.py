@@ -97,7 +97,7 @@ def try_all(
         if other is not candidate:
             raise InputError(
                 f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
-                "run, because later overrides replace the values that differ; remove one of them"
+                "run, because later overrides replace the differing values; remove one candidate"
             )
     return [
         Trial(name, stage, rung.share, candidate, record.loss)

@@ -120,7 +120,8 @@ def update_(
         ValueError: if a matrix has 2^31 elements or more.
     """
     if weight.shape[1:].numel() >= 2**31:
-        raise ValueError(f"a matrix must have fewer than 2^31 elements, got {weight.shape[1:]}")
+        shape = tuple(weight.shape[1:])
+        raise ValueError(f"a matrix must have fewer than 2^31 elements, got shape {shape}")
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)

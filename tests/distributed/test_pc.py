@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(tmp_path):
     other = [("adamw", plain), ("plain", case(adamw, "in_graph"))]
     *found, same, more, fewer = [*loaded(2, shared), *loaded(1, [*back, *other])]
     assert same == whole["sphere"]  # bit for bit
-    rest = "; layers.0.down, for example, is only in the"
+    rest = "; for example, layers.0.down is only in the"
     assert f"PC layers, but the model has 0{rest} checkpoint" in more
     assert "it has 0 PC layers, but the model has " in fewer and f"{rest} model" in fewer
     for (name, _), losses in zip([*shared, back[0]], found, strict=True):

@@ -121,7 +121,7 @@ def test_copies_that_differ_after_a_load_are_named(folder):
         assert len(said) == len(LAYOUTS)
         for line in said:
             name, text = line.split(": ", 1)
-            assert text == f"copies differ between ranks: {name}"
+            assert text == f"copies of weights differ between ranks: {name}"
 
 
 def test_preemptions_change_nothing(folder):
@@ -146,7 +146,10 @@ def test_killed_while_saving(what, folder):
         run_on_ranks(2, WORKERS, "killed", arguments, timeout=600)
     if what == "writer":
         said = str(failed.value)
-        assert "step 3 could not be saved: the writer of rank 1 failed: it was killed" in said
+        assert (
+            "step 3 could not be saved: the checkpoint writer of rank 1 failed: it was killed"
+            in said
+        )
     assert max(steps(folder / what)) == 2
     before = metrics_of(folder / what)[:2]
     losses = single(folder, what)

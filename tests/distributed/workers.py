@@ -143,7 +143,7 @@ def changed_copies(model: ParallelModel) -> tuple[set[str], set[str]]:
     try:
         check_replicas(model)
     except DisagreementError as error:
-        named = set(str(error).removeprefix("copies differ between ranks: ").split(", "))
+        named = set(str(error).removeprefix("copies of weights differ between ranks: ").split(", "))
     parameters = {name: unit.parameter for name, unit in units.items() if not unit.tied_stage}
     twice = {  # tied weights are compared with replicas too, under the name of the parameter
         unit.parameter

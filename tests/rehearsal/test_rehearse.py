@@ -71,7 +71,7 @@ def test_a_run_that_would_not_break(rehearse, tmp_path, monkeypatch, capsys):
         ]  # fmt: skip
         shown = [float(text.replace(",", "")) for text in line[1:]]
         assert shown == pytest.approx(figures, abs=0.051)
-    step = re.search(r"a step takes (\S+) ms, planned (\S+); MFU (\S+)%", said)
+    step = re.search(r"rules: (\S+) ms \(planned: (\S+) ms\), MFU (\S+)%", said)
     figures = [1e3 * report["modelled_seconds"], 1e3 * report["planned_seconds"]]
     assert [float(x) for x in step.groups()[:2]] == pytest.approx(figures, rel=1e-3)
     assert float(step[3]) == pytest.approx(100 * report["mfu"], abs=0.051)

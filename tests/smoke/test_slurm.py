@@ -108,7 +108,7 @@ def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
 
 def test_a_run_that_saves_nothing_is_not_queued_again(folder):
     text = "stopped by the SLURM time limit after step 3 of 9; "
-    text += "it was not saved, because checkpoint.interval is 0"
+    text += "the run was not saved, because checkpoint.interval is 0"
     stopped = json.dumps({"kind": "stopped", "text": text})
     put(folder, "srun", f"echo '{stopped}' >> $RUN_DIR/events.jsonl; exit 0")
     with job(folder, SLURM_JOB_END_TIME=str(int(time.time()) + 100)) as process:

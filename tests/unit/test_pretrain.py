@@ -100,7 +100,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     )
     assert said[-1] == (
         f"error: data.train.mine is set by {overlay}, line 4; data.train.mine=null removes set "
-        "mine, and data.train=null removes all sets of data.train set so far"
+        "mine, and data.train=null removes all earlier sets of data.train"
     )
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
     assert "is set by the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_a_diverged_run_exits_with_code_1(folder, capsys):
         "train.max_skipped_steps=1",
     ]
     assert run(folder, *overrides) == 1
-    assert capsys.readouterr().err.startswith("error: loss or gradient not finite in steps")
+    assert capsys.readouterr().err.startswith("error: the loss or gradient was not finite in steps")
 
 
 def test_print_config_is_a_config(folder, capsys):

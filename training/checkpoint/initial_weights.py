@@ -113,8 +113,9 @@ def chosen_weights(
     different = list(changes(saved, configured)) if config.model.vocab_size is not None else []
     if different:
         raise ResumeError(
-            f"checkpoint.initialize_from: the model of {info.path} must equal the run's model, got "
-            f"{', '.join(map(str, different))}; set these keys of model as in {info.path / CONFIG}"
+            f"checkpoint.initialize_from: the model of {info.path} must equal the run's model, but "
+            f"these keys differ: {', '.join(map(str, different))}; set these keys of model as in "
+            f"{info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
     compared = None not in (sha256, tokenizer)

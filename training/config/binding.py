@@ -35,7 +35,7 @@ BOUNDS: Final = {
     "less_than_equal": "at most {le}",
     "less_than": "below {lt}",
     "multiple_of": "a multiple of {multiple_of}",
-    "too_short": "a list of at least {min_length}",
+    "too_short": "nonempty",
 }
 """Description of each bound, by pydantic's error type."""
 
@@ -50,7 +50,7 @@ NAMED_SECTIONS: Final = (
 
 
 class InvalidConfigError(ConfigError):
-    """A config with `problems`, one line per problem."""
+    """Error for a config with `problems`, one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and value of each section without errors, even if other sections have some."""
+    """Yield the path and value of each valid section, even if other sections are invalid."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):

@@ -136,7 +136,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that owners step whole matrices, which `reason` requires."""
+    """Check `optimizer.distributed.tensor_mode`, which must be owner with `reason`."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
@@ -295,6 +295,6 @@ def world_checks(
         uneven = parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline
         rule = (
             f"must give a number of micro-batches divisible by parallel.pipeline = "
-            f"{parallel.pipeline} for the interleaved schedule, got {passes} of batch {batch}"
+            f"{parallel.pipeline} for the interleaved schedule, got {passes} for batch {batch}"
         )
         yield key, uneven, rule

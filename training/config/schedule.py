@@ -77,18 +77,18 @@ def ramp_checks(
         return  # `RampStage.checks` reports the problem
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
-        name, batch = ("global_batch", final) if last else ("the next stage", ramp[i + 1].batch)
+        name, batch = ("global_batch", final) if last else ("the next batch", ramp[i + 1].batch)
         rule = f"must be below {name} = {batch}, because batches must grow, got {stage.batch}"
         yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
         limit = "until_tokens" if stage.until_steps is None else "until_steps"
         key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
         count = stage.steps_left(step, tokens, sequence_length)
-        rule = f"must be above the start of the stage at step {step:,} and {tokens:,} tokens"
+        rule = f"must be above the start of the stage (step {step:,}, {tokens:,} tokens)"
         yield key, not count, f"{rule}, got {value:,}"
         step, tokens = step + count, tokens + count * stage.batch * sequence_length
         rule = (
-            f"must end the stage before steps = {steps:,}, got {value:,}, which ends it after step "
-            f"{step:,}; for a shorter run with the same ramp, set exit_step"
+            f"must end the stage before steps = {steps:,}, got {value:,}, which ends the stage "
+            f"after step {step:,}; for a shorter run with the same ramp, set exit_step"
         )
         yield key, step >= steps, rule
 

@@ -47,7 +47,7 @@ class RunConfig(Section):
     def checks(self) -> Iterator[Check]:
         """Check the name, which is often part of `dir`, and the path of the folder."""
         bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
-        rule = "must be one or more names separated by /, without ., .. and control characters"
+        rule = "must be names separated by /, not '.' or '..', without control characters"
         yield "name", bad or "\n" in self.name or printable(self.name) != self.name, rule
         wrong = not self.dir or self.dir.startswith("~")
         yield "dir", wrong, "must be the non-empty path of a folder, without ~"

@@ -40,7 +40,7 @@ def file_sha256(path: str | Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read {described(error, path)}") from None
+        raise DataError(f"cannot read a file: {described(error, path)}") from None
 
 
 class BlockHashes:

@@ -83,11 +83,11 @@ class Task:
         """Return the description of the task that a run prints at its start."""
         made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
         cut = f"; {self.cut:,} examples are longer than a sequence and are cut at their beginning"
-        equal = f"; {self.repeated:,} examples have equal choices, of which the first is predicted"
+        equal = f"; {self.repeated:,} examples have equal choices (ties select the first choice)"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
-            f"{tokens:,} tokens, {self.chance:.3f} by chance{made}{cut if self.cut else ''}"
+            f"{tokens:,} tokens, chance accuracy {self.chance:.3f}{made}{cut if self.cut else ''}"
             f"{equal if self.repeated else ''}"
         )
 
@@ -139,7 +139,7 @@ def example_of(row: Any, where: str) -> Example:
         raise DataError(f"{where}: answer {rule}, got {answer!r:.60}")
     for text in (context, *choices):
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"{where}: must be UTF-8, got {text!r:.60}")
+            raise DataError(f"{where}: texts must be UTF-8, got {text!r:.60}")
     return Example(context, choices, answer)
 
 

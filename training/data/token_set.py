@@ -54,7 +54,7 @@ class TokenSet:
 
     Raises:
         DataError: a file is missing, truncated, corrupt or different from the manifest, or there is
-            no full window. `read` may raise it too.
+            no full window. `read` may also raise DataError.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class TokenSet:
             )
         if not borders.first_token_loss and documents == self.tokens:
             raise DataError(
-                f"set {self.name}: documents of {self.prefix}.idx must have at least two tokens "
-                "for data.first_token_loss=false, got only documents of one token"
+                f"set {self.name}: at least one document of {self.prefix}.idx must have two or "
+                "more tokens for data.first_token_loss=false, got only documents of one token"
             )
 
     @cached_property
     def attended_length(self) -> float:
-        """Document length L for which documents that all have length L would give the same mean
-        number of keys per token as this set, measured on evenly spaced windows."""
+        """Length L such that documents of equal length L would have the same mean number of keys
+        per token as this set, measured on evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -187,10 +187,8 @@ class TokenSet:
             yield self.read(first, min(_SCAN, stop - first))
 
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """Yield the documents that overlap tokens `start` to `stop` of the stream.
-
-        Yields pairs: the document's tokens up to `stop`, and how many precede `start`.
-        """
+        """Yield (tokens up to `stop`, number of tokens before `start`) of each document with tokens
+        from `start` to `stop` of the stream."""
         size = self._dtype.itemsize
         places = self._dataset.index.sequence_pointers
         first = int(np.searchsorted(places, start * size, side="right")) - 1
@@ -375,7 +373,7 @@ def _check_files(name: str, prefix: str) -> None:
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
     if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
-        raise DataError(f"{corrupt}: dtype code must be an integer type's, got {code}")
+        raise DataError(f"{corrupt}: dtype code must be of an integer type, got {code}")
     expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
@@ -408,6 +406,6 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     size = os.path.getsize(prefix + ".bin")
     if size != expected:
         raise DataError(
-            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: one "
-            "file is truncated, or the files are from different preparations"
+            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected} bytes: "
+            "one file is truncated, or the files are from different preparations"
         )

@@ -170,7 +170,7 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can continue later."""
         if self.first:
-            with Aid(f"{STOP} could not be removed; later starts ignore this file"):
+            with Aid(f"{STOP}, which later starts ignore, could not be removed"):
                 self.stop_file.unlink(missing_ok=True)
 
 
@@ -257,7 +257,7 @@ class Lifecycle:
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """Begin a save after the previous one is complete."""
+        """Begin a save after the previous save is complete."""
         self.wait()
         self.saver.begin(meta)
 

@@ -185,7 +185,7 @@ def kernel_of(config: Config, groups: Groups) -> str:
     except RuntimeError as error:
         raise ConfigError(
             f"PyTorch has no fused attention kernel for head dimension {model.head_size}, value "
-            f"dimension {model.value_head_size} and {config.train.precision} here: {error}"
+            f"dimension {model.value_head_size} and {config.train.precision} on this GPU: {error}"
         ) from error
 
 
@@ -206,6 +206,6 @@ def slow_attention(kernel: str, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     return (
-        "cuDNN's kernel would need about two thirds of the time on this GPU, but the installed "
-        "cuDNN does not support this head dimension"
+        "cuDNN's kernel would need about two thirds of this kernel's time on this GPU, but the "
+        "installed cuDNN does not support this head dimension"
     )

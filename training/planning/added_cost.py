@@ -61,7 +61,7 @@ class MonitorCost:
         return {"interval": self.interval, "seconds": self.seconds, "share": self.share}
 
     def up_to(self, last: int) -> str:
-        """Return the text of a run that ends after step `last`."""
+        """Return the cost as text, for a run that ends after step `last`."""
         if self.interval > last:
             return (
                 f"no step is monitored: the first would be {self.interval:,}, and the run ends "
@@ -210,6 +210,6 @@ def task_cost(config: Config, planned: Plan) -> str | None:
     repeated = 0 < section.interval < train.last
     often = f"every {section.interval:,} steps" if repeated else "after the last step"
     return (
-        f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences of {tokens:,} "
-        f"tokens, {seconds:.3g} s (modelled), which adds {share:.1%} to the run's time"
+        f"{', '.join(section.files)}, {often}: {len(sequences):,} sequences, {tokens:,} tokens in "
+        f"all, {seconds:.3g} s (modelled), which adds {share:.1%} to the run's time"
     )

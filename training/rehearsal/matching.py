@@ -1,10 +1,10 @@
-"""Comparison of the collectives of all ranks: a real run hangs if they or their order differ.
+"""Comparison of the collectives of all ranks; a run hangs if collectives or their order differ.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
-order. In an all-to-all, a rank must expect from each rank the number of elements that this rank
-sends. Between two ranks, sends must match receives, batch by batch. All calls must finish under the
-rules of NCCL: a group runs one call at a time, and a call waits until its peers have started the
-same call.
+order. In an all-to-all, the number of elements that rank a expects from rank b must be the number
+that b sends to a. Between two ranks, sends must match receives, batch by batch. All calls must
+finish under the rules of NCCL: a group runs one call at a time, and a call waits until its peers
+have started the same call.
 """
 
 from collections import defaultdict
@@ -146,7 +146,7 @@ def _of_pairs(
             meeting = [replace(call, kind=OTHER_SIDE[call.kind]) for call in its]
             if sorted(map(_described, mine)) != sorted(map(_described, meeting)):
                 yield (
-                    f"batch {number} between ranks {one} and {other} of group {channel}: "
+                    f"P2P batch {number} between ranks {one} and {other} of group {channel}: "
                     f"{_kinds(mine)} on rank {one}, {_kinds(its)} on rank {other} "
                     f"(at {(mine or its)[0].place})"
                 )

@@ -216,9 +216,9 @@ def described(report: Report) -> str:
         f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB; "
         f"planned {gib(report.planned_memory_bytes)} GiB; the allocator keeps "
         f"{gib(report.side_stream_pools_bytes)} GiB for side streams",
-        f"a step takes {1e3 * report.modelled_seconds:.4g} ms, planned "
-        f"{1e3 * report.planned_seconds:.4g}; MFU {report.mfu:.1%}; modelled, to compare layouts "
-        "and rules, within 25% of published runs",
+        "modelled step, for comparing layouts and rules: "
+        f"{1e3 * report.modelled_seconds:.4g} ms (planned: {1e3 * report.planned_seconds:.4g} ms), "
+        f"MFU {report.mfu:.1%}; within 25% of published runs",
         f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB in addition to "
         "its matrix products",
     ]

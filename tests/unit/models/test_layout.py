@@ -22,6 +22,6 @@ def test_the_parts_together_are_the_sequence(size: int, step: int) -> None:
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
-    message = r"length must be divisible by 2 \* context parallel size = 8, got 12"
+    message = r"length must be divisible by 2 \* context-parallel size = 8, got 12"
     with pytest.raises(ValueError, match=message):
         context_part(torch.zeros(2, 12), 1, rank=0, size=4)

@@ -79,7 +79,7 @@ def weights_of(folder: Path, step: int) -> dict[str, Tensor]:
 def test_the_mean_of_every_tensor_is_that_by_hand(runs: Path, tmp_path: Path, capsys) -> None:
     assert main([str(runs / "sphere"), str(tmp_path / "mean")]) == 0
     printed = capsys.readouterr().out
-    assert "mean of step 1 times 0.3333, step 2 times 0.3333, step 3 times 0.3333" in printed
+    assert "average = 0.3333 * step 1 + 0.3333 * step 2 + 0.3333 * step 3" in printed
     assert "the average contains no optimizer state" in printed
     found = read_checkpoint(tmp_path / "mean").tensors("")
     parts = [weights_of(runs / "sphere", step) for step in STEPS]
@@ -100,7 +100,7 @@ def test_a_moving_average_is_that_of_torch(runs: Path, tmp_path: Path, capsys) -
         running = torch.lerp(running, weights_of(runs / "sphere", step)[key], 0.25)
     found = read_checkpoint(tmp_path / "mean").tensors(key)[key]
     torch.testing.assert_close(found.double(), running, rtol=2**-22, atol=1e-12)
-    assert "step 1 times 0.5625, step 2 times 0.1875, step 3 times 0.25" in capsys.readouterr().out
+    assert "0.5625 * step 1 + 0.1875 * step 2 + 0.25 * step 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_broken_checkpoints_are_left_out_by_name(copied, tmp_path: Path, capsys)
     (step_folder(run, 2) / "COMPLETE").unlink()
     assert main([str(run), str(mean)]) == 0
     printed = capsys.readouterr().out
-    assert "mean of step 1 times 0.5, step 3 times 0.5\n" in printed
+    assert "average = 0.5 * step 1 + 0.5 * step 3\n" in printed
     (left_out,) = [line for line in printed.splitlines() if line.startswith("not averaged: ")]
     assert "step 2, a broken checkpoint: " in left_out and str(step_folder(run, 2)) in left_out
     info = read_checkpoint(mean)
@@ -224,7 +224,7 @@ def test_one_parameter_is_in_memory_at_a_time(runs: Path) -> None:
 
 
 WRONG = [
-    (["--steps", "1", "7"], "has no checkpoint of step 7; its steps are 1, 2, 3"),
+    (["--steps", "1", "7"], "has no checkpoint of step 7; available: 1, 2, 3"),
     (["--last", "4"], "--last must be at most 3, the number of checkpoints of"),
 ]
 

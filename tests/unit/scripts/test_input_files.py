@@ -118,7 +118,7 @@ def test_the_end_token_and_a_shortened_training_of_the_tokenizer_are_said(
     assert "characters of web" not in said
     monkeypatch.setattr(preparation, "TOKENIZER_BYTES", len(TEXTS[0]))
     assert main([*command, str(tmp_path / "other")]) == 0
-    line = f"the tokenizer uses only the first {len(TEXTS[0])} characters of web"
+    line = f"tokenizer training uses the first {len(TEXTS[0])} characters of web"
     assert line in capsys.readouterr().out
 
 
@@ -314,7 +314,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
     "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n",
                 "the file is HTML or XML, perhaps after a failed"),
-    "p.parquet": (b"<html></html>", r"not a Parquet file: it begins with b'<html></html>'"),
+    "p.parquet": (b"<html></html>", r"a Parquet file begins with PAR1, got b'<html></html>'"),
     "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
     "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
     "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),

@@ -43,12 +43,12 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert "already contains other prepared data; pass --overwrite" in refusal(main(command))
+    assert "contains data from other inputs or options; --overwrite" in refusal(main(command))
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "set.train.bin").write_bytes(b"")
-    assert "is damaged: set.train.bin missing or truncated" in refusal(main(command))
+    assert "is damaged (missing or truncated: set.train.bin" in refusal(main(command))
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
     assert main([command[0], *command[3:], "--train-tokenizer", "270", "--overwrite"]) == 0
@@ -129,8 +129,8 @@ def alive(pid: str) -> bool:
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
                   r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
-    "empty.txt": (b"", r"set set.train would be empty: .*empty.txt contains no documents"),
-    "data.csv": (b"a,b", r"the suffix of .*data.csv must be one of .txt.*for CSV, hf:FOLDER"),
+    "empty.txt": (b"", r"set set.train would be empty: no documents in .*empty.txt"),
+    "data.csv": (b"a,b", r"the suffix of .*data.csv must be one of .txt.*for CSV, pass hf:FOLDER"),
     "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
     "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
     "cut.txt.zst": (
@@ -210,9 +210,9 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --document-bytes 0 --train-tokenizer 300",
      "--document-bytes has no effect without .txt or .md files, got 0"),
     ("set={}/bytes.parquet --train-tokenizer 300", "cannot read .*bytes.parquet: 'utf-8' codec"),
-    ("set={}/none.parquet --train-tokenizer 257", "none.parquet contains no documents"),
+    ("set={}/none.parquet --train-tokenizer 257", "no documents in .*none.parquet"),
     ("set={}/none.parquet --train-tokenizer 600",
-     "set set.train would be empty: .*none.parquet contains no documents"),
+     "set set.train would be empty: no documents in .*none.parquet"),
 ]  # fmt: skip
 
 

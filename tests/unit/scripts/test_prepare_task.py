@@ -228,7 +228,7 @@ def test_rows_become_examples(tmp_path, capsys):
     output = tmp_path / "tasks" / "arc.jsonl"
     assert main([arc, "--format", "arc", "--output", str(output)]) == 0
     assert [[*line.values()] for line in json_lines(output)] == EXAMPLES["arc"]
-    assert "1 example, 5 choices, accuracy by chance 0.200" in capsys.readouterr().out
+    assert "1 example, 5 choices, chance accuracy 0.200" in capsys.readouterr().out
     compressed = tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
     assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0

@@ -530,11 +530,11 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a projection without heads": (attention, "q_proj.weight looks like .*its name is q_proj"),
     "another layer of attention": (
         lambda: named("q_proj k_proj mixed o_proj", num_heads=2),
-        "mixed.weight looks like .*also has projections of heads",
+        "mixed.weight looks like .*attention module also projects heads",
     ),
     "a convolution of keys that queries scale": (
         lambda: named("query key value key_conv_attn_layer", num_heads=2),
-        "key_conv_attn_layer.weight looks like .*also has projections of heads",
+        "key_conv_attn_layer.weight looks like .*attention module also projects heads",
     ),
     "unequal parts": (
         lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
@@ -542,7 +542,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "heads that do not divide": (
         lambda: attention(head_dim=3),
-        "q_proj.weight looks like .*heads of Attention do not divide its 8",
+        "q_proj.weight looks like .*heads of Attention do not divide the weight's 8",
     ),
     "values of another size": (
         lambda: holder(qkv=linear(8, 24), head_dim=4, v_head_dim=2),
@@ -560,7 +560,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: experts(
             "TextExperts", gate_up_proj=parameter(2, 6, 10), down_proj=parameter(2, 5, 6)
         ),
-        r"gate_up_proj has shape \(2, 6, 10\) and unknown matrices",
+        r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown",
     ),
     "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
     "queries that multiply tokens": (
@@ -571,7 +571,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(
             mix=holder("Mixture", experts=holder(weight=parameter(3, 8, 6)), gate=linear(6, 3))
         ),
-        "unknown matrices",
+        "whose matrix axes are unknown",
     ),
     "focal modulation": (
         lambda: holder(projection_in=linear(8, 19), projection_out=linear(8, 8)),
@@ -583,10 +583,13 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "fused heads of other sizes": (
         lambda: holder("Attention", qkv=linear(8, 48), num_heads=2, key_dim=4, val_dim=16),
-        "heads of Attention do not divide its 48 outputs",
+        "heads of Attention do not divide the weight's 48 outputs",
     ),
     "a bare weight": (lambda: holder(real_weight=parameter(4, 6)), "may be rows or columns"),
-    "a stack of one": (lambda: holder(fc_weights=parameter(1, 4, 6)), "unknown matrices"),
+    "a stack of one": (
+        lambda: holder(fc_weights=parameter(1, 4, 6)),
+        "whose matrix axes are unknown",
+    ),
     # What the forward pass does with the outputs
     "projections of two towers": (
         lambda: holder(
@@ -726,7 +729,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "keys narrower than queries": (
         lambda: holder("A", to_q=linear(8, 8), to_kv=linear(8, 4), heads=4),
-        "to_kv.weight looks like .*the heads of A",
+        "to_kv.weight looks like .*: heads of A",
     ),
     "a projection that may be [in, out]": (
         lambda: holder("A", proj_k=parameter(16, 4), head_dim=4),

@@ -112,7 +112,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
         split_parameters(model, units={"Wqkv*": {"rows": [5]}})
-    with pytest.raises(ValueError, match="unknown matrices"):
+    with pytest.raises(ValueError, match="whose matrix axes are unknown"):
         split_parameters(Fused(torch.randn(2, 4, 4), "experts"))
 
 

@@ -167,7 +167,9 @@ def test_every_matrix_of_a_weight_has_its_own_gamma() -> None:
 def test_a_state_of_another_level_is_refused() -> None:
     saved = PCLinear(4, 4, level=4).bfloat16().state_dict()
     PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
-    with pytest.raises(ValueError, match="of level 3 cannot load a state with other coefficients"):
+    with pytest.raises(
+        ValueError, match="of level 3 cannot load a state saved with other coefficients"
+    ):
         PCLinear(4, 4, level=3).load_state_dict(saved)
     saved = PCLinear(4, 4, level=[1.5, -0.5]).state_dict()
     for level in ([1.6, -0.6], [1.5, -0.4], [1.5]):

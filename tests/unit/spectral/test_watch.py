@@ -1006,7 +1006,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             ),
             "both 12 8, a 4 3, b 2 3",
         ),
-        "^both.weight: operations use its outputs along two axes",
+        "^both.weight: operations on two axes would divide it",
     ),
     "a hidden product": (
         Module(lambda m, x: m.out(hidden(x, m.weight)), "out 6 4", weight=torch.ones(6, 12)),
@@ -1124,7 +1124,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             "gate 12 2, out 8 4",
             table=torch.randn(5, 8),
         ),
-        "gate.weight: aten.index.Tensor, which uses them as an index, hides",
+        "gate.weight: aten.index.Tensor, which uses the outputs as an index, hides",
     ),
     "counts of a layer's outputs": (
         Module(

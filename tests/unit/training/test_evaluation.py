@@ -278,12 +278,12 @@ def test_a_plan_says_what_scores_cost(tokens, tmp_path, capsys):
     requests = [request for task in build_tasks(config) for request in task.requests]
     padded = sum(16 if len(request.tokens) <= 17 else 32 for request in requests)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "tasks  " in line]
-    assert f"every 8 steps: {len(requests)} sequences of {padded:,} tokens" in line
+    assert f"every 8 steps: {len(requests)} sequences, {padded:,} tokens in all" in line
     planned = json.loads((tmp_path / "plan.json").read_text())
     # After steps 8, 16 and 20, on both GPUs, as fast as a forward pass of 8 sequences of 32 tokens.
     seconds = planned["time"]["forward"] * padded / (8 * 32)
     share = 100 * 3 * seconds / (planned["gpu_hours"] / 2 * 3600)
-    found = re.search(r"tokens, (\S+) s \(modelled\), .* adds (\S+)% to the run's time", line)
+    found = re.search(r"in all, (\S+) s \(modelled\), .* adds (\S+)% to the run's time", line)
     assert float(found[1]) == pytest.approx(seconds, rel=5e-3)
     assert float(found[2]) == pytest.approx(share, abs=0.051) and share > 1
     Path(files["words"]).unlink()
@@ -336,7 +336,7 @@ def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
-    assert ("; 1 examples have equal choices, of which the first" in str(task)) == said
+    assert ("; 1 examples have equal choices (ties" in str(task)) == said
 
 
 def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_path):

@@ -78,7 +78,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, 
     first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
     assert read == [*first[:7], *first[4:5], *first[7:12]]
     printed = capsys.readouterr().out
-    assert "rewinding to" in printed and "with samples 40 to 55" in printed
+    assert "rewinding to" in printed and "(samples 40 to 55)" in printed
     lines = metrics_of(folder / "run")
     for log in (lines, json_lines(folder / "run" / "monitors.jsonl")):
         assert [line["step"] for line in log] == list(range(1, 11))

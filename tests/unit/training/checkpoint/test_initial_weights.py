@@ -88,7 +88,9 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
         (tmp_path / token).write_text(json.dumps({"version": "1.0", "model": model}))
     train(configured("old", data__tokenizer=str(tmp_path / "x")), world)
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
-    with pytest.raises(ResumeError, match=r"the run's model, got ffn was 96, is 64; set these"):
+    with pytest.raises(
+        ResumeError, match=r"the run's model, but these keys differ: ffn was 96, is 64; set these"
+    ):
         train(configured("new", model__ffn=64, **source), world)
     # The initial draw has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None

@@ -33,11 +33,15 @@ DEEPSEEK = [
     (["model.moe.shared_gate=true"], "model.moe.shared_gate must be false"),
     (["model.moe.shared_experts=0"], "model.moe.shared_experts must be at least 1"),
     (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
-    (["model.moe.expert_groups=2", "model.moe.top_groups=2"], "model.moe.top_k must be at least 2"),
+    (
+        ["model.moe.expert_groups=2", "model.moe.top_groups=2"],
+        "model.moe.top_k must be at least twice",
+    ),
     *(
         (
             ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
-            f"model.moe.top_k must be at least 2 and below 3 times top_groups = 1, got {top_k}",
+            "model.moe.top_k must be at least twice and below three times top_groups = 1, got "
+            f"{top_k}",
         )
         for top_k in (1, 3)
     ),  # fmt: skip
@@ -45,7 +49,7 @@ DEEPSEEK = [
     (["model.moe.expert_groups=2", "model.moe.top_groups=3"], "model.moe.top_groups must be at"),
     (
         ["model.moe.expert_groups=4", "model.moe.top_k=3"],
-        "model.moe.top_k must be at most 2, the experts in top_groups",
+        "model.moe.top_k must be at most 2, the number of experts in top_groups",
     ),
     (["model.moe.top_groups=2"], "model.moe.top_groups must be at most expert_groups = 1"),
     (["model.attention_bias=qkv"], "model.attention_bias must be none for family deepseek"),

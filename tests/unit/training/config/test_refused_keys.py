@@ -74,7 +74,7 @@ CASES = [
 @pytest.mark.parametrize(("cause", "key", "default", "other"), CASES, ids=lambda value: str(value))
 def test_a_key_without_effect_must_keep_its_default(minimal, cause, key, default, other) -> None:
     (said,) = problems(minimal, cause, f"{key}={other}")
-    assert said.startswith(f"{key} must keep its default {default}, as it has no effect ")
+    assert said.startswith(f"{key} must keep its default {default}, because it has no effect ")
     load_config(minimal, [cause, f"{key}={default}"])
 
 

@@ -60,7 +60,9 @@ def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
 def test_each_set_goes_on_at_its_count_and_stops_change_nothing(start, tmp_path, capsys) -> None:
     whole = start(22, FIRST, **COMMON)
     printed = capsys.readouterr().out
-    assert re.search(r"data: from step 9 on big 20.0% after 1,2\d\d tokens, middle 30.0%", printed)
+    assert re.search(
+        r"data: from step 9 on big 20.0% \(1,2\d\d tokens read before\), middle 30.0%", printed
+    )
     assert "data from step 16 on: small 100.0%" in printed
     for name in SIZES:
         windows = windows_of(whole, name)

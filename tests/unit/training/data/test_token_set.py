@@ -59,7 +59,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
     "dtype": (
         lambda idx, bin_: patch(idx, 17, b"\x06"),
-        "dtype code must be an integer type's, got 6",
+        "dtype code must be of an integer type, got 6",
     ),
     "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, but the file has 60"),
     "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
