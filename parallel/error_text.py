@@ -2,7 +2,7 @@
 
 
 def described(error: OSError, place: object = None) -> str:
-    """Return an OSError's reason and file, or `place` if the error names no file."""
+    """Return an OSError's reason, followed by its file or, if it names no file, by `place`."""
     where = error.filename or place
     return f"{error.strerror or str(error) or type(error).__name__}" + (
         f": {where}" if where else ""

@@ -1,6 +1,6 @@
 """Command lines: their options, the variables of launchers, and errors as lines of text.
 
-A command ends with the exit code that `fail` returns."""
+After an error, a command exits with the code that `fail` returns."""
 
 import argparse
 import contextlib

@@ -231,8 +231,9 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
-    Figures that the file omits are taken from the device that its key `base` names, or from h100;
-    the device's name, by default the file's, then says so. A complete `peak` replaces the base's.
+    Figures that the file omits are taken from the device that its key `base` names; without `base`,
+    they are h100's, which is noted in the device's name (by default, the file's name). A complete
+    `peak` replaces the base's.
 
     Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """

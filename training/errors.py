@@ -13,19 +13,19 @@ from parallel.error_text import described
 
 
 class InputError(ValueError):
-    """An invalid input; the message names the input, the rule and the value."""
+    """Error for an invalid input; the message names the input, the rule and the value."""
 
 
 class ConfigError(InputError):
-    """A run config that is unreadable, incomplete or contradictory."""
+    """Error for a run config that is unreadable, incomplete or contradictory."""
 
 
 class DataError(InputError):
-    """Training data or a tokenizer that is missing, corrupt or unsuitable for the run."""
+    """Error for data or a tokenizer that is missing, corrupt or unsuitable for the run."""
 
 
 class MissingSetError(DataError):
-    """A token set without files; `key` is its config key, outermost first, or None if unknown."""
+    """Error for a set without files; `key` is the config key, outermost first, None if unknown."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -33,11 +33,11 @@ class MissingSetError(DataError):
 
 
 class VocabularyError(DataError):
-    """A model whose vocabulary does not match its data."""
+    """Error for a model whose vocabulary does not match its data."""
 
 
 class BrokenCheckpointError(InputError):
-    """A checkpoint that is incomplete or has changed since it was written."""
+    """Error for a checkpoint that is incomplete or has changed since it was written."""
 
 
 _COMMANDS: Final = re.compile(

@@ -96,8 +96,8 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
     """Return the start position of each token's document in a sample, `[sequence_length]`.
 
-    The documents of the first `prompt` tokens are those of the set; generated tokens continue the
-    last document. The result is None if attention crosses document borders.
+    In the first `prompt` tokens, documents begin where they begin in the set; generated tokens
+    continue the last document. The result is None if attention crosses document borders.
     """
     if not data.borders.mask:
         return None
@@ -158,8 +158,9 @@ def best_token(
 ) -> Tensor:
     """Return the token with the largest logit at `place`, 0-d.
 
-    `logits` is `[1, s / context, v / tensor]`. Ties use the first token. On context ranks
-    that do not have the position, the result is 0. Padding rows of the vocabulary are ignored.
+    `logits` is `[1, s / context, v / tensor]`. If several logits are the largest, the first token
+    is returned. On context ranks that do not have the position, the result is 0. Padding rows of
+    the vocabulary are ignored.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)

@@ -153,7 +153,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert an exception within a context to a warning; it ends only the profile."""
+        """Convert an exception, which ends only the profile, to a warning."""
         try:
             yield
         except Exception as error:

@@ -4,8 +4,8 @@ The elementwise state of a parameter is sharded equally over ranks; domain_optim
 step. Dense parameters and experts are two domains, which are replicated over different ranks.
 
 `Update` clips and steps in one call, which on a GPU may be captured as one CUDA graph. NCCL's
-collectives can be captured only if all ranks capture the same collectives, so every rank makes the
-same number of calls before it captures. The captured work waits for all work that it starts,
+collectives can be captured only if all ranks capture the same collectives, so every rank calls
+`Update` equally often before the capture. The captured work waits for all work that it starts,
 including the all-gathers of new weights.
 """
 
@@ -280,8 +280,8 @@ class Update:
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
         """Clip and step; return the norm before clipping.
 
-        `factor` multiplies every unit's peak learning rate. Weights are updated only if `sound`, a
-        0-d bool, is True on all ranks and the norm is finite: if the norm is `active`.
+        `factor` multiplies every unit's peak learning rate. Weights are updated only if the norm is
+        `active`, which means that it is finite and that `sound`, a 0-d bool, is True on all ranks.
         """
         if not isinstance(factor, Tensor):  # float32, so that a captured step uses equal rates
             factor = torch.full((), factor, device=self.device)

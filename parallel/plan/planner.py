@@ -148,7 +148,7 @@ class Plan:
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures, including derived ones, for JSON."""
+        """Return all figures, including derived figures, for JSON."""
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["memory"]["total"] = stage.memory.total
@@ -355,7 +355,7 @@ class DomainPlan:
         return kept
 
     def transient(self, owners: Owners) -> int:
-        """Return the transient bytes of a step group, the largest for any group and rank."""
+        """Return the transient bytes of a step group: the maximum over all groups and ranks."""
         # Elements that each rank owns, and that it sends or receives, `[step groups, stage ranks]`.
         count = max(self._step_group.values()) + 1
         owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)

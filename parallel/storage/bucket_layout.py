@@ -33,7 +33,7 @@ STEP_ELEMENTS = 1 << 27
 bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
-"""The golden ratio in thousandths; its multiples, modulo 1, are evenly distributed."""
+"""The golden ratio modulo 1, in thousandths; its multiples modulo 1 are evenly distributed."""
 WORD = 8
 """Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
 SMALLEST_ALIGNMENT = WORD
@@ -139,11 +139,8 @@ class BucketLayout:
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return, for each data-parallel rank whose shard contains a part of the unit's local
-        piece, the number of its elements in the shard.
-
-        Ranks are ascending.
-        """
+        """Return the number of elements of the unit's local piece in the shard of each
+        data-parallel rank, by ascending rank, without ranks that have none."""
         counts: dict[int, int] = {}
         for rank, span in self.cuts(unit):
             counts[rank] = counts.get(rank, 0) + span.length
@@ -222,8 +219,8 @@ class BucketPlanner:
 
     Attributes:
         ranks: data-parallel size.
-        alignment: shards are multiples of this number of elements. The number is halved, down to 8,
-            for a bucket that would otherwise need more than half a percent of padding.
+        alignment: number of elements of which a shard's size is a multiple. The number is halved,
+            down to 8, for a bucket that would otherwise need more than half a percent of padding.
         parameter_bytes: bytes per element in the all-gather.
         preconditioned: function that returns whether a unit is a PC layer whose owner stores W;
             None if no unit is. The function is used only for parameters narrower than float32,

@@ -166,8 +166,8 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a sentence for each file that has changed since it was written.
 
-    `share` is the slice of files to check. The share that begins with the first file also checks
-    that the tensor index names only files with a recorded hash.
+    `share` is the slice of files to check. If it begins with the first file, the tensor index is
+    also checked: it must be safe to read, and name only files with a recorded hash.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -238,7 +238,7 @@ def complete(
     """Seal the checkpoint in `folder`, rename it and return its step folder.
 
     `meta` and `state` are passed to `seal`. All files are synced to disk before the folder is
-    renamed, and the new name before this function returns. Call `name_latest` next.
+    renamed, and the new name is synced before the function returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
@@ -336,7 +336,7 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move the checkpoints after `step` to a new folder; return it, or None if there are none.
+    """Move checkpoints of steps after `step`, if any, to a new folder; return the folder, or None.
 
     A run that returned to `step` must never continue from later checkpoints.
     """

@@ -1,7 +1,5 @@
-"""The checkpoint that a run continues from, and the facts that must be equal in both.
-
-These facts are the run's identity.
-"""
+"""The checkpoint that a run continues from, and the run's identity: the facts that must be equal in
+the checkpoint and the continued run."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -396,7 +394,7 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
 
 
 def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
-    """Return the steps whose checkpoints may be continued, in order of preference.
+    """Return the steps of the checkpoints from which a run may continue, in order of preference.
 
     Raises ResumeError for a step without a checkpoint, or if only broken checkpoints are left.
     """

@@ -42,7 +42,7 @@ REFUSALS: Final = 3
 
 
 class CheckpointError(RuntimeError):
-    """Failure to write a checkpoint; earlier checkpoints are unchanged."""
+    """Error for a checkpoint that cannot be written; earlier checkpoints are unchanged."""
 
 
 class Saver:

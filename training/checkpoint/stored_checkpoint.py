@@ -93,14 +93,14 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json in an average of checkpoints; `progress` is the last one's."""
+    """Required entries of meta.json in an average; `progress` is that of its last checkpoint."""
 
     averaged: AveragedCheckpoints
     progress: Progress
 
 
 class ResumeError(InputError):
-    """Refusal to continue a run as requested."""
+    """Error for a run that cannot continue as requested."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def changed(folder: Path, name: str) -> str:
 class StoredTensors:
     """Tensors stored in `folder`, saved on any layout.
 
-    `parallel.checkpoint.state` defines the keys. The constructor reads the index, `read_into` and
-    `read` the requested tensors; all raise BrokenCheckpointError if the folder cannot be read.
+    `parallel.checkpoint.state` defines the keys. The constructor reads the index; `read_into` and
+    `read` read tensors. All three raise BrokenCheckpointError if the folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -218,9 +218,9 @@ class StoredTensors:
             raise broken(self.folder, error) from error
 
     def batches(self, keys: Iterable[str], most: int = 1 << 26) -> Iterator[list[str]]:
-        """Yield lists of `keys` whose tensors have at most `most` bytes, or one larger tensor.
+        """Yield lists of `keys` whose tensors have at most `most` bytes in all, or one larger one.
 
-        Reading many small tensors together is faster. Raises BrokenCheckpointError for an invalid
+        Reading several small tensors at once is faster. Raises BrokenCheckpointError for an invalid
         entry of the index.
         """
         batch, size = list[str](), 0

@@ -28,7 +28,7 @@ def groups_of(model: ModelConfig) -> list[Group]:
 
 
 class MissingRuleError(InvalidConfigError):
-    """A saved config uses a rule of a package that is not installed."""
+    """Error for a saved config that uses a rule of a package that is not installed."""
 
 
 LARGEST_OF_RULES: Final = 1000

@@ -116,7 +116,7 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each override of which a later override changes or removes a value."""
+    """Yield a sentence for each override with a value that a later override changes or removes."""
     contents = list(map(_override, overrides))
     nothing: Content = {}
     states = [*accumulate(contents, over, initial=nothing)][1:]

@@ -95,8 +95,8 @@ def training_loader(
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: number of prefetching processes; 0 reads in this process. The order of the batches
-            does not depend on it.
+        workers: number of prefetching processes, which does not affect the order of the batches; 0
+            reads in this process.
 
     Raises:
         ConfigError: the shared memory is too small for the batches that `workers` prefetch.

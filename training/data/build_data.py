@@ -67,7 +67,7 @@ def needed_tokenizer(config: Config, key: str) -> Path:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return `config` with model.vocab_size from the data manifest if it is null.
+    """Return `config` with a null model.vocab_size replaced by the size in the data manifest.
 
     Raises DataError if there is no manifest; mock tokens have a default size.
     """

@@ -38,7 +38,7 @@ from training.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SetCount:
-    """Numbers of samples and tokens that a run has read of a set, including samples left out.
+    """Numbers of samples and tokens that a run has read from a set, including left-out samples.
 
     tokens   number of target tokens in the samples
     content  digest that distinguishes the set from another set with the same name
@@ -122,7 +122,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Permutation:
-    """Permutation of [0, size), a function of `key` that no machine or version changes."""
+    """Permutation of [0, size) that depends only on `key`, not on the machine or versions."""
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
@@ -345,10 +345,10 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the document length L for which documents that all have length L would give the
-        same mean number of keys per token as this mixture.
+        """Return the length L such that documents of equal length L would have the same mean number
+        of keys per token as this mixture.
 
-        It is the window length if attention crosses document borders.
+        L is the window length if attention crosses document borders.
         """
         if not self.borders.mask:
             return float(self.sequence_length)

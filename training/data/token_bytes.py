@@ -25,7 +25,7 @@ BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a BPE that add markers to tokens, which are not in the text."""
+"""Settings of a BPE that mark tokens with characters that are not in the text."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
 """Pre-tokenizers that only split text and preserve all characters, unless `behavior` is Removed."""
 LARGEST_ID: Final = 1 << 24
@@ -55,9 +55,9 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return the largest token id plus one of a tokenizer.json; `source` is the file or its folder.
+    """Return 1 + the largest token id of a tokenizer.json; `source` is the file or its folder.
 
-    Raises DataError if `read_tokenizer_json` does.
+    Raises DataError like `read_tokenizer_json`.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}
@@ -116,7 +116,7 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer of the tokens.
-        documents: for each document, its first tokens and the number of these not to be counted.
+        documents: for each document, its first tokens, and how many of them are not counted.
     """
     size = 0
     for tokens, before in documents:

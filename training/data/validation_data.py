@@ -87,8 +87,8 @@ class ValidationData:
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Return `_target_bytes` by decoding the targets, or by decoding all other tokens if they
-        are fewer and the manifest states the bytes of the whole set."""
+        """Return `_target_bytes` by decoding the targets, or all other tokens if there are fewer of
+        these and the manifest states the bytes of the whole set."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))

@@ -145,7 +145,7 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""Multiple of its pipeline stage's median local time above which a rank is slow."""
+"""A rank is slow if its local time exceeds this multiple of its pipeline stage's median."""
 
 STEPS: Final = 50
 """Number of consecutive slow steps after which a rank is reported."""
@@ -191,7 +191,7 @@ INTERVAL: Final = 10
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Within this context, collect garbage only in `collect`, and exclude existing objects.
+    """Within this context, collect garbage only in `collect`, without the existing objects.
 
     If objects are already frozen, the context neither freezes nor unfreezes objects.
     """

@@ -30,7 +30,7 @@ NO_ID: Final = "none"
 
 
 class FolderError(InputError):
-    """A run folder that cannot be used."""
+    """Error for a run folder that cannot be used."""
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self, *, saves: bool = True) -> None:
-        """Start to set `requested` at the first SIGINT instead of ending the process, and to drop
-        output that cannot be written. `saves` is false if the run saves no checkpoints."""
+        """Make the first SIGINT set `requested` instead of ending the process, and drop output that
+        cannot be written. `saves` is false if the run saves no checkpoints."""
         self._saves = saves
         self._training = LastingFile.training = True
 

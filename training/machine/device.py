@@ -46,7 +46,7 @@ DISPLAY: Final = "0x03"
 
 
 class DeviceError(InputError):
-    """A requested device that is not available."""
+    """Error for a requested device that is not available."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def required_variables(config: Config) -> dict[str, str]:
     fixed workspaces      make cuBLAS deterministic, for run.deterministic
     compile workers       this rank's share of the machine's processors; by default each rank starts
                           one worker per processor, up to 32
-    no registration       NCCL must not register the buffers of a CUDA graph, because expandable
-                          segments do not support it
+    no registration       NCCL must not register the buffers of a CUDA graph, because buffers in
+                          expandable segments cannot be registered
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(COMPILE_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks))

@@ -26,14 +26,14 @@ FOLDERS: Final = ("spectral", "models", "parallel", "training")
 
 
 class RanksDifferError(InputError):
-    """A difference between the ranks of a run in settings, code, versions or data."""
+    """Error for ranks of a run that differ in settings, code, versions or data."""
 
 
 def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends them.
 
-    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, ConfigError if
-    `check_restarts` or `allow_open_files` does.
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, and
+    ConfigError like `check_restarts` and `allow_open_files`.
     """
     check_restarts()
     allow_open_files()

@@ -103,7 +103,7 @@ def of_matrices(stack: Tensor) -> Moments:
 
 
 def split(stack: Tensor) -> Iterator[Tensor]:
-    """Yield matrices `[units, rows, cols]` in blocks of rows, or of columns if they are wide."""
+    """Yield matrices `[units, rows, cols]` in blocks of rows, or of columns for wide matrices."""
     units, rows, cols = stack.shape
     size = max(1, BLOCK // (units * min(rows, cols)))
     yield from stack.split(size, 1 if rows >= cols else 2)

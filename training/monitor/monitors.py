@@ -385,7 +385,7 @@ def steps_compared(section: MonitorsConfig) -> int:
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements that a rank inspects at a time; a larger matrix exceeds it.
+    """Return the number of elements that a rank inspects at a time, if no single matrix is larger.
 
     A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
     the weights before each compared step and after the last step.

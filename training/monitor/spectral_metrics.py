@@ -22,8 +22,8 @@ class Refusals:
     The counter only reports refusals; the optimizer skips refused updates.
 
     Attributes:
-        total: number in the reports since the start of the run, over all ranks.
-        worst: (unit, number) with the most consecutive refusals before the last report.
+        total: number of reported refusals since the start of the run, over all ranks.
+        worst: (unit, number) of the most consecutive refusals before the last report.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
@@ -33,13 +33,13 @@ class Refusals:
         self.restore(0.0)
 
     def restore(self, total: float) -> None:
-        """Continue from `total` refusals, without refusals since the last report."""
+        """Continue from `total` reported refusals and no unreported refusals."""
         self.total = total
         self._names: list[str] = []  # names of the entries of the tensors `[names]` below
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def new(self) -> float:
-        """Return the number since the last report, over all ranks; collective."""
+        """Return the number of refusals since the last report, over all ranks; collective."""
         return over_ranks(self.optimizer, self._new.sum())
 
     def record(self) -> None:

@@ -193,7 +193,7 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield a line about the wait for the busiest rank's rule if it is above 1% of the step."""
+    """Yield a line if ranks wait for the busiest rank's rules for more than 1% of the step."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total

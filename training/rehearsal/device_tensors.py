@@ -32,7 +32,7 @@ from training.rehearsal.trace import Launch, Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Shape functions of operations for which PyTorch's are missing or wrong."""
+"""Shape functions of operations whose shape functions in PyTorch are missing or wrong."""
 
 
 def efficient_attention_backward(
@@ -91,7 +91,7 @@ class PinnedMemory:
 class DeviceTensors(FakeTensorMode):
     """Mode that records operations on device tensors instead of running them.
 
-    Operations on host tensors only are run.
+    Operations that use only host tensors are run.
 
     Raises the same errors as a device: operands on two devices, or a host read while a graph is
     recorded.

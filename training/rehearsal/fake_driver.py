@@ -22,7 +22,7 @@ FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 
 class GuardError(RuntimeError):
-    """A machine or process that cannot rehearse."""
+    """Error for a machine or process that cannot rehearse."""
 
 
 def load() -> None:

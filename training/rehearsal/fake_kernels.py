@@ -58,7 +58,8 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs: 16 bits, one head dimension up to 256."""
+    """Return whether flash attention supports the inputs, which must have a 16-bit dtype and equal
+    head dimensions of at most 256."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
@@ -264,7 +265,7 @@ def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
 
 
 class HostArgumentError(RuntimeError):
-    """A host tensor passed to a device kernel."""
+    """Error for a host tensor passed to a device kernel."""
 
 
 def install_triton(trace: Trace, *, compiled: bool) -> None:

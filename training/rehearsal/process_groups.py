@@ -27,7 +27,7 @@ call."""
 
 
 class BackendError(RuntimeError):
-    """A tensor on a device that the collective's backend does not support."""
+    """Error for a tensor on a device that the collective's backend does not support."""
 
 
 class NoBackend:

@@ -28,7 +28,7 @@ DEVICE: Final = "training.rehearsal.process_device"
 
 
 class RehearsalError(RuntimeError):
-    """A rehearsing process that ended without a report."""
+    """Error for a rehearsing process that ended without a report."""
 
 
 def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
@@ -87,7 +87,7 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with the process's output, if its exit code is not 0."""
+    """Raise RehearsalError, with the output of `process`, if the process's exit code is not 0."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")

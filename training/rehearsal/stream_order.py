@@ -80,7 +80,7 @@ class StreamOrder:
 
     def synchronize(self, stream: int | None = None) -> None:
         """Record that the host waits for one stream, or for all streams if `stream` is None; all
-        later work is ordered after them."""
+        later work is ordered after the work for which the host waits."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
@@ -147,7 +147,7 @@ class StreamOrder:
     ) -> None:
         """Record each access in `before` that overlaps `part` but is not ordered before `now`.
 
-        None stands for the whole storage.
+        If `part` is None, every access overlaps.
         """
         clock = self.clock(now.stream)
         for other, access in before:

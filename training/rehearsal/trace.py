@@ -84,7 +84,7 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two numbers by `number`, two records or mappings entry by entry; drop zeros in
+    """Combine two numbers by `number`, or two records or mappings entry by entry; drop zeros in
     counters."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
@@ -113,7 +113,7 @@ MATHEMATICS = (OPTIMIZER, "monitors")
 
 
 class CaptureError(RuntimeError):
-    """A call that CUDA does not permit during graph capture."""
+    """Error for a call that CUDA does not permit during graph capture."""
 
 
 Splits = tuple[int, ...]

@@ -26,7 +26,7 @@ def first_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield lines about model, layout, tokens and rules; the config's vocabulary size is set."""
+    """Yield lines on model, layout, tokens and rules; `config` must state the vocabulary size."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} of {short(size.parameters)} parameters"
@@ -82,8 +82,8 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Return a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, without unknown
-    values."""
+    """Return a line with the known values of step, loss, lr, grad norm, tokens/s, ms, MFU and
+    ETA."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:

@@ -30,8 +30,8 @@ LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
 class LogFile:
     """A .jsonl file to which a run appends lines.
 
-    If lines cannot be written, they are written again with the next line. The first write opens the
-    file and removes an unfinished last line of a killed run.
+    Lines that cannot be written wait, and are written before the next line. The first write opens
+    the file and removes an unfinished last line of a killed run.
     """
 
     def __init__(self, path: Path) -> None:

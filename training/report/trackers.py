@@ -72,7 +72,7 @@ class WandbTracker:
         self.run.log({**logged, "progress/step": step})
 
     def close(self) -> None:
-        """Wait until all metrics are uploaded, or in offline mode written."""
+        """Wait until all metrics are uploaded or, in offline mode, written to disk."""
         self.run.finish()
 
 
