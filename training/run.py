@@ -41,6 +41,7 @@ from training.data.build_data import (
     shared_sets,
     tokenizer_path,
     unverified_facts,
+    unverified_sets,
 )
 from training.data.order import TrainingData
 from training.data.tasks import Task
@@ -316,6 +317,9 @@ def opening_notes(
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
         yield "warning", f"warning: {text}"
+    unverified = unverified_sets(config.data)
+    if unverified is not None:
+        yield "data", f"data: {unverified}"
     slow = slow_precision(config.train.precision, device)
     if slow is not None:
         yield "precision", f"precision: {slow}"

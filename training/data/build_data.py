@@ -17,6 +17,7 @@ from training.data.manifest import (
     TokenizerEntry,
     check_one_tokenizer,
     check_tokenizer,
+    has_hashes,
     read_manifest,
     shared_text,
 )
@@ -213,6 +214,24 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
         prefixes = ({name: each.path for name, each in sets.items()}
                     for sets in (data.train, data.validation))  # fmt: skip
         yield from shared_text(*prefixes)
+
+
+def unverified_sets(data: DataConfig) -> str | None:
+    """Return a sentence with the sets that `data.verify` cannot check, because no manifest states
+    their hashes; None if there are no such sets."""
+    if data.mock or data.verify == "none":
+        return None
+    names = [
+        f"{kind}.{name}"
+        for kind, sets in (("train", data.train), ("validation", data.validation))
+        for name, each in sets.items()
+        if not has_hashes(each.path)
+    ]
+    return (
+        f"not verified, because no {MANIFEST_FILE} states their hashes: {', '.join(names)}"
+        if names
+        else None
+    )
 
 
 def missing_files(config: Config) -> Iterator[str]:

@@ -8,6 +8,8 @@ import pytest
 
 from scripts.prepare_data import main as prepare
 from tests.text_files import TEXTS, write_jsonl
+from training.config.data import DataConfig, TrainSet, ValidationSet
+from training.data.build_data import unverified_sets
 from training.data.manifest import shared_text
 
 
@@ -58,3 +60,27 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
     for text in said:
         assert text.startswith(f"training set a and {other} contain the same text: ")
         assert re.search(how or "", text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "not verified, because no manifest.json states their hashes: train.b, validation.a"),
+        ({"verify": "full"}, "no manifest.json states their hashes: train.b, validation.a"),
+        ({"verify": "none"}, None),
+        ({"mock": True}, None),
+        ({"train": {"a": "whole"}, "validation": {}}, None),
+    ],
+)
+def test_sets_without_hashes_are_named(prepared, keys, expected) -> None:
+    """`data.verify` cannot detect damage in these sets."""
+    sets = {"train": {"a": "whole", "b": "bare"}, "validation": {"a": "bare"}} | keys
+    made = {
+        kind: {
+            name: each(path=str(prepared / folder / "a.train"))
+            for name, folder in sets.pop(kind).items()
+        }
+        for kind, each in (("train", TrainSet), ("validation", ValidationSet))
+    }
+    text = unverified_sets(DataConfig(**made, **sets))
+    assert text is None if expected is None else text is not None and text.endswith(expected)
