@@ -55,7 +55,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The division of weights into units, and the share of a rank.
+    """The division of weights into units, and one rank's share of the weights.
 
     qkv_units       the part of a fused attention weight that is one unit
     split_gate_up   whether gate and up are two units

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(output: Path, nothing: str = "; nothing was written") -> str:
-    """Return the end of an error message: whether a run can be resumed, else `nothing`."""
+    """Return the end of an error: that a new run resumes or, if it cannot, `nothing`."""
     state = output.with_name(f"{output.name}.preparing.state")
     if not (state / "progress.json").exists():
         return nothing

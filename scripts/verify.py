@@ -199,7 +199,7 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:
-    """Return the steps up to the newest checkpoint that `metrics` or `monitors` must contain.
+    """Return the steps that `metrics` or `monitors` must contain, up to the newest checkpoint.
 
     The logging intervals are in the events that the run wrote at each start.
     """

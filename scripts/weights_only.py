@@ -100,7 +100,7 @@ def write_state(
 
 
 class LastParameter:
-    """Cache of the last parameter read; the units of one parameter are requested consecutively."""
+    """Cache of the last parameter read, because a parameter's units are read consecutively."""
 
     def __init__(self, read: Read) -> None:
         self._read = read

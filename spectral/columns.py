@@ -36,7 +36,8 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers that identify columns: one per element of a weight and one per sum of columns.
+    """Numbers that identify columns: each by its first element in a weight, each sum by a new
+    number.
 
     Columns that are used together are recorded in the weights' `Use`.
     """

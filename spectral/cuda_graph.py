@@ -72,7 +72,7 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Capture the call, which launches no kernel, and launch the graph."""
+        """Capture the call, without launching its kernels, and launch the graph."""
         graph = torch.cuda.CUDAGraph()
         # thread_local restricts only this thread: NCCL calls CUDA from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

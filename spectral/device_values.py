@@ -1,4 +1,4 @@
-"""Constants that are copied to devices once, and checks for which the host never waits."""
+"""Constants that are copied to devices once, and checks that never make the host wait."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def is_known(*tensors: Tensor) -> bool:
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if it is all True and this is known without waiting for a device.
+    """Return `predicate`, or None if it is known without waiting for a device to be all True.
 
     With None, callers skip passes over memory that would only restore old values.
     """
@@ -73,7 +73,7 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all elements are finite, and this is known without waiting for a device.
+    """Return whether all elements are known, without waiting for a device, to be finite.
 
     The function checks norms, which NaN and infinity make nonfinite. It may return False for huge
     finite numbers, whose norm overflows. A norm takes half the time of finding the largest and the

@@ -223,11 +223,11 @@ def _words(code: CodeType) -> list[str]:
     for i, step in enumerate(steps):
         value, name = step.argval, step.opname
         if name in ("PUSH_NULL", "LOAD_METHOD") or "NULL" in step.argrepr:
-            calls.append(([], []))  # its function runs after the arguments
+            calls.append(([], []))  # a called function runs after its arguments
         current = calls[-1][0] if calls else words
         outer, path = path, ""
         if isinstance(value, CodeType) and re.match("<.*(comp|expr)>", value.co_name):
-            calls.append(([], _words(value)))  # it runs after its iterable
+            calls.append(([], _words(value)))  # a comprehension runs after its iterable
         elif isinstance(value, CodeType):
             current += _words(value)
         elif step.opcode in (*dis.haslocal, *dis.hasfree):

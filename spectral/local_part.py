@@ -1,4 +1,4 @@
-"""This rank's part of parameters and gradients that may be sharded, without torch.distributed."""
+"""This rank's part of parameters and gradients, sharded or not, without torch.distributed."""
 
 import sys
 from collections.abc import Sequence

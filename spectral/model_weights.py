@@ -125,7 +125,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model in the model's order; the layers of each module are a slice."""
+    """The layers of a model in the model's order; each module's layers are a slice of the list."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []

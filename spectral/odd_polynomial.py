@@ -77,7 +77,7 @@ def fit_polynomial(
     g(1) = 1. The constraint eliminates a_0, which leaves an ordinary least squares problem. For an
     integer alpha the integral is exact, by Gauss-Legendre quadrature on both sides of `cutoff`.
     With alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
-    algorithm 2; the paper states neither alpha nor its sample).
+    algorithm 2; the paper states neither alpha nor the sample points).
 
     Raises:
         ValueError: if `degree < 0`, `alpha < 0`, or `0 <= interval[0] < cutoff < interval[1]` is

@@ -333,7 +333,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of the stepped weight: the master or else the parameter."""
+        """Return this rank's part of the stepped weight: the master, if any, else the parameter."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
@@ -439,7 +439,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         saved: dict[str, Any] = {}
 
         def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
-            saved.update(changed)  # hooks may have changed it
+            saved.update(changed)  # hooks may have changed the state
             self._check_state(saved)
             return {**saved, "state": {}}
 

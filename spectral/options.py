@@ -102,9 +102,9 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
     """Raise TypeError for a name that is not a field of the rule; suggest the nearest field.
 
-    Names in `FIXED` are accepted with their allowed values. For groups, `foreign` also accepts
-    names in `HOSTS` and names that resemble no field, because other programs store keys in groups.
-    Options of the whole optimizer are refused.
+    Names in `FIXED` are accepted with their allowed values. With `foreign`, for groups, names in
+    `HOSTS` and names that resemble no field are accepted too, because other programs store keys in
+    groups. Options of the whole optimizer are refused.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)

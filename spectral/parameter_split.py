@@ -216,7 +216,7 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of parameters in `elementwise` and of the parameters of modules in it."""
+    """Return the ids of the parameters in `elementwise`, including parameters of its modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]

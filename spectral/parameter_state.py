@@ -69,7 +69,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return a saved entry for the state of a parameter; `own` marks entries of the rule.
+    """Return a saved entry for the state of a parameter; `own`: whether the rule uses the entry.
 
     A tensor keeps its dtype. As in torch, a tensor in the parameter's dtype is not copied.
     """
@@ -191,7 +191,9 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # typed: 1 is not True; the checks cost more than a step
+@lru_cache(
+    maxsize=256, typed=True
+)  # typed: 1 == True. The checks cost more than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 

@@ -57,7 +57,8 @@ class Schedule:
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 SCHEDULES: dict[str, Schedule] = {
-    # K. Jordan, "Muon", 2024: one polynomial with a large slope at zero; does not converge to 1.
+    # K. Jordan, "Muon", 2024: one polynomial with a large slope at zero; values do not converge to
+    # 1.
     "simple": Schedule((_SIMPLE,), "cycle"),
     # L. Cesista's optimised coefficients, as used by modded-nanogpt.
     "quintic": Schedule(
@@ -191,7 +192,7 @@ def workspace_units(numel: int, device: torch.device) -> int:
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors along the batch into matching slices.
 
-    The slices of the first tensor fit the cache.
+    The slices of the first tensor fit in the cache.
     """
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:

@@ -482,7 +482,7 @@ class MuonPlusPlus(SpectralOptimizer):
 
 
 class SpectralDescent(SpectralOptimizer):
-    """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
+    """Spectral descent: `W -= lr ||G||_* msign(G)`, the steepest-descent step without momentum.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use
     spectral descent for theory and small models.

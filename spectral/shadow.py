@@ -146,7 +146,7 @@ class Shadows:
 
 
 def condensed(numbers: Tensor) -> Tensor:
-    """Reduce axes along which no number changes to length 1; padding has no numbers."""
+    """Reduce axes along which no number changes, except in padding, to length 1."""
     sizes = numbers.shape
     corners = [(size - 1) * prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes)]
     first, *ends = numbers.flatten()[[0, *corners]].tolist() if numbers.numel() > 1 else [NONE]

@@ -50,7 +50,7 @@ SQUARES = 1e-25, 1e30
 """Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Factor of the fixed vector that is added to a cached vector: negligible, except if the cached
+"""Factor of the fixed vector that is added to a cached vector: negligible unless the cached
 vector is zero."""
 RIDGE = 1e-7
 """Number that is added to the diagonal of a basis's Gram matrix, so that this matrix is positive

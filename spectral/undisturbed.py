@@ -58,8 +58,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute that a pass may write to.
 
-    `copies` maps ids of originals to earlier copies. Tensors in the storages of `parameters` and
-    objects of other classes are not copied.
+    `copies` maps ids of originals to earlier copies. Only tensors outside the storages of
+    `parameters`, arrays, generators of random numbers, and built-in containers are copied.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # fast path, as modules have many attributes
@@ -76,7 +76,7 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
         own = copy.deepcopy(value)
     elif isinstance(value, (dict, list, set)):
         own = value.copy() if type(value) is OrderedDict else copy.copy(value)
-        copies[id(value)] = own  # before the members, because it may contain itself
+        copies[id(value)] = own  # before the members, because a container may contain itself
         if not isinstance(value, set):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, each in places:

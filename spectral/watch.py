@@ -204,7 +204,7 @@ class Watch(TorchDispatchMode):
         self.paused = False
         self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
-        self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of products
+        self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
         for name, weight in weights.items():
             if weight in self.weights:
@@ -627,7 +627,7 @@ class Watch(TorchDispatchMode):
     def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
         """Record a product's columns `[1 or n, columns]` along its first axis and `axis`."""
         sizes = [1] * out.ndim
-        sizes[0], sizes[axis] = columns.shape  # an `out` of one axis has one row of columns
+        sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))
 
 

@@ -49,7 +49,7 @@ class Use:
     looked_up: bool = False
     idle: bool = False  # a product with the weight had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
-    tables: set["Use"] = field(default_factory=set)  # weights that it multiplies
+    tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
     ended: bool = False  # its outputs are the model's outputs or enter the loss
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution

@@ -201,7 +201,7 @@ class Head(ColumnParallelLinear):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Logits `[sequence, batch, rows]` unchanged, and the logit of each label, `[sequence, batch]`.
+    """Autograd function: logits `[sequence, batch, rows]`, and each label's `[sequence, batch]`.
 
     Backward adds the gradient of the labels' logits in place to the gradient of all logits; no
     other code uses that gradient. Autograd would make three more passes over the logits.

@@ -62,7 +62,7 @@ def softcapped_attention(
     Args:
         query: `[s, b, heads, d]`.
         key, value: `[t, b, groups, d]`, t >= s.
-        scale: factor of the scores.
+        scale: factor that multiplies the scores.
         cap: soft cap of the scaled scores, None for no cap.
         window: number of keys to which a query attends, including the key at its own position; None
             for all previous keys.

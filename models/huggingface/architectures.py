@@ -194,7 +194,7 @@ class Architecture:
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json for the biases of `model`, which the class must
+        """Return the entries of config.json for `model.attention_bias`, which the class must
         support."""
         value = self.attention_bias[model.attention_bias]
         return {} if value is None else {"attention_bias": value}

@@ -1,4 +1,4 @@
-"""An output folder that appears only when it is complete, and that can be resumed after a kill."""
+"""An output folder that appears only when complete, and whose writing can resume after a kill."""
 
 import fcntl
 import json

@@ -238,7 +238,7 @@ class Pipeline:
     progress     the position and counts, which `saver` saves
     encoder      the encoder that `pool` runs
     shards       shards that contain encoded documents; None: encode all documents
-    blank        number of skipped blank documents of the present portion, by input
+    blank        number of skipped blank documents of the current portion, by input
     """
 
     preparation: Preparation

@@ -1,4 +1,4 @@
-"""Running lm-eval in its own environment, also on task files, and reading its results."""
+"""Evaluation by lm-eval, in a separate environment, on its own tasks and on task files."""
 
 import json
 import math

@@ -153,7 +153,7 @@ def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 def descend(
     start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
 ) -> Descent:
-    """Run gradient descent on the weights, or with `level` on the raw weights of PC layers."""
+    """Run gradient descent on the weights or, with `level`, on the raw weights of PC layers."""
     parameters = [nn.Parameter(w.clone()) for w in start]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     run = Descent()

@@ -78,7 +78,7 @@ def gaussian(draws: Draws, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def problem(m: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return M of Frobenius norm 1, the top singular pair of W, and its singular value."""
+    """Return M scaled to Frobenius norm 1, and the top singular vectors and value of W."""
     top, u, v = cold_start(w, steps=KRYLOV)
     return m / torch.linalg.matrix_norm(m), u, v, top
 

@@ -54,8 +54,8 @@ LATER: Final = {
     "points": [{"share": int | float, "losses": [NUMBER]}],
     "level_within": int | float,
 }
-"""Shape of results.json for `check_shape`: SHAPE of every file, LATER of keys that are added during
-the study."""
+"""Shapes of results.json for `check_shape`: SHAPE for keys in every file, LATER for keys that are
+added during the study."""
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class MsignRule(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarRule(MomentumRule, MsignRule):
-    """A whole-matrix rule that steps along polar factors times a scale for the matrix's shape."""
+    """A whole-matrix rule that steps along polar factors, scaled by the matrix's shape."""
 
     scale: Scale = "spectral_mup"
     """Formula for the update's size, given the unit's shape (docs/spectral.md)."""
