@@ -262,7 +262,7 @@ def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield where a missing set is expected, where the config names it, and how to remove it."""
+    """Yield lines on where a missing set is expected, where it is configured, and its removal."""
     if error.key is None:
         return
     from training.config.yaml_files import place_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    """A decoder of torch's encoder layers with a causal mask."""
+    """A decoder built from torch's encoder layers with a causal mask."""
 
     def __init__(self, width: int = 64, layers: int = 2, length: int = 64) -> None:
         super().__init__()

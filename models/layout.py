@@ -16,7 +16,7 @@ QKVUnits = Literal["head", "group", "component", "fused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallel sizes, and the division of the layers over pipeline stages.
+    """Parallel sizes (numbers of ranks or chunks), and the layers of the pipeline stages.
 
     tensor             ranks that share each dense matrix
     pipeline           ranks that share the layers

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
-"""Bound of numbers for which no other bound is declared: far above useful values, but too small to
+"""Bound on numbers for which no other bound is declared: far above useful values, but too small to
 overflow in arithmetic."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]

@@ -63,7 +63,7 @@ def is_known(*tensors: Tensor) -> bool:
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if it is known without waiting for a device to be all True.
+    """Return `predicate`, or None if it is all True and this is known without a host sync.
 
     With None, callers skip passes over memory that would only restore old values.
     """
@@ -73,7 +73,7 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all elements are known, without waiting for a device, to be finite.
+    """Return True if all elements are finite and this is known without a host sync, else False.
 
     The function checks norms, which NaN and infinity make nonfinite. It may return False for huge
     finite numbers, whose norm overflows. A norm takes half the time of finding the largest and the
@@ -90,7 +90,7 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return whether all elements are finite: a 0-d bool on `device`, else on the first tensor's.
+    """Return whether all elements are finite, 0-d on `device` (None: the first tensor's device).
 
     The function checks the largest and the smallest element, which cannot overflow, unlike a norm.
     """

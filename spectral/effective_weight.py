@@ -232,9 +232,7 @@ class Preconditioner:
             powers = len(stage) - 1
             if powers:
                 flops += 6 * wide + 4 * (powers - 1) * square
-            if powers and i + 1 < len(
-                composed
-            ):  # the next argument, also for the Jacobian
+            if powers and i + 1 < len(composed):  # the next argument, also for the Jacobian
                 flops += 2 * wide + (powers - 1) * square
         return flops
 

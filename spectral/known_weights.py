@@ -217,7 +217,7 @@ class KnownWeights:
                 return
 
     def _last(self, module: nn.Module) -> nn.Module | None:
-        """Return the last layer of a module that multiplies by a matrix."""
+        """Return a module's last layer that multiplies by a matrix."""
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 

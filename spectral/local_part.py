@@ -22,7 +22,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, in the placements of the parameter."""
+    """Return this rank's part of a gradient, with the placements of the parameter."""
     grad = parameter.grad
     assert grad is not None  # only parameters with gradients take a step
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]

@@ -191,9 +191,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(
-    maxsize=256, typed=True
-)  # typed: 1 == True. The checks cost more than a step
+@lru_cache(maxsize=256, typed=True)  # typed: 1 == True. The checks cost more than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 

@@ -444,7 +444,7 @@ def is_bounded(
 
 
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute the polar factor of one matrix `[rows, cols]` in plain code; `msign` equals it.
+    """Compute the polar factor of one matrix `[rows, cols]` in plain code, as a reference.
 
     Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
     """

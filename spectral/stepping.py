@@ -55,8 +55,9 @@ def step_units(
 ) -> list[Report]:
     """Step groups of units by a rule; return each group's report, `[units]` per figure.
 
-    The gradients must be results of `accumulate_`. `spread` yields the batches, which are
-    independent, for instance on separate streams. Call this function under `torch.no_grad()`.
+    The gradients must be results of `accumulate_`. `spread` yields the batches, for
+    instance each on its own stream; batches are independent. Call this function under
+    `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):

@@ -59,7 +59,7 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
     """Return a deep copy of an attribute that a pass may write to.
 
     `copies` maps ids of originals to earlier copies. Only tensors outside the storages of
-    `parameters`, arrays, generators of random numbers, and built-in containers are copied.
+    `parameters`, arrays, random generators and built-in containers are copied.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value  # fast path, as modules have many attributes

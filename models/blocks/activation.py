@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return `relu(x)^2` elementwise (So et al., 2021), uncompiled unlike Megatron's function."""
+    """Return `relu(x)^2` elementwise (So et al., 2021), not compiled, unlike Megatron's."""
     return F.relu(x).square()
 
 

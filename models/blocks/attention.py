@@ -252,7 +252,7 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the documents of whole sequences, without context parallelism."""
+    """Return the only range of `documents` (context-parallel size 1), or None without documents."""
     return None if documents is None else documents.parts[0]
 
 

@@ -54,9 +54,9 @@ class Router(TopKRouter):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         on = self.get_aux_loss_coeff("global_aux_loss") > 0
         self.register_buffer("earlier_load", counts.clone() if on else None)
-        # Clear Megatron's per-process state of an earlier model: its record of balancing losses has
-        # one entry per layer of that model, and the shape of these losses' scale depends on whether
-        # the scale was first used inside or outside a schedule.
+        # Clear Megatron's per-process state of an earlier model: the record of balancing losses has
+        # one entry per layer of that model, and the losses' scale has a shape that depends on
+        # whether a schedule was the first to use it.
         take_losses()
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
@@ -64,8 +64,8 @@ class Router(TopKRouter):
         """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
 
         Megatron sums the global loss over data-parallel ranks but averages gradients over these
-        ranks, so the weight of the loss would be divided by their number. The returned coefficient
-        corrects this.
+        ranks, so the weight of the loss would be divided by the number of ranks. The returned
+        coefficient corrects this.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -150,7 +150,7 @@ def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
 def take_balancing_losses() -> dict[str, Tensor]:
     """Return this rank's part of each balancing loss `[layers]`, and clear Megatron's record.
 
-    The losses are without coefficients, and are summed over the micro-batches since the last call.
+    The losses do not include coefficients, and are summed over micro-batches since the last call.
 
     The parts must be added over the ranks that share a sequence for the sequence loss, added over
     all ranks of a stage for the global loss, and averaged over all ranks of a stage for the z-loss.

@@ -28,7 +28,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(torch.nn.Module):
-    """Causal attention with keys and values computed from a latent per token (DeepSeek-V2, 2.1).
+    """Causal attention with keys and values from a latent per token (DeepSeek-V2, section 2.1).
 
         q = q_b norm(q_a x)  or  q x            [..., heads, nope + rope]
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads

@@ -33,7 +33,7 @@ class Part:
 class Corpus:
     """A corpus, which is written as one set.
 
-    about        the paper or project that uses the corpus, and differences from its corpus
+    about        the paper or project that uses the corpus, and how this corpus differs
     tokenizer    name of the tokenizer on the Hugging Face hub
     tokens       number of tokens to write, including validation
     validation   fraction of the documents to hold out for validation

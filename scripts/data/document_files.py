@@ -2,8 +2,8 @@
 
 pyarrow reads Parquet files, and `datasets` reads the hub. This module parses text and JSON lines,
 because `datasets` silently changes or loses text: it converts line ends to `\\n` and strings that
-look like dates to dates, and reads a truncated .zst file without an error. It also rejects fields
-that appear late or change their type, and restarts line numbers in each block.
+look like dates to dates, and reads a truncated .zst file without an error. `datasets` also
+rejects fields that appear late or change their type, and restarts line numbers in each block.
 """
 
 from collections import Counter

@@ -332,7 +332,7 @@ def gated_regression(
     """Figure 20 of the criterion paper: on a SwiGLU network, spectral steps help at a small batch
     and do not help at a large batch.
 
-    The paper takes 400 and 280 steps. Fewer steps suffice, because the losses separate early.
+    The paper trains for 400 and 280 steps. Fewer steps suffice, because the losses separate early.
     """
     runs: dict[str, dict[str, Training]] = {name: {} for name in GATED_RATES}
     first = []

@@ -24,7 +24,7 @@ PAPER = {
 }
 """Coefficients of x, x^3, x^5, ... by level, as printed in the paper."""
 SCALE = 1.7
-# Above the epsilon of the norm, 1e-7.
+# Relative tolerance, above the epsilon 1e-7 of the norm.
 EXACT = 1e-6
 TARGET = 0.01
 """Target loss as a fraction of the initial loss."""

@@ -1,4 +1,4 @@
-"""Running an experiment: check its numbers, write its result and figure, and format tables."""
+"""Runs of experiments: checks of numbers, result files, figures and tables."""
 
 import json
 import math

@@ -255,7 +255,7 @@ def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[fl
     error = deviation / math.sqrt(repeats)
     checks = [
         Check("mean estimate of rho = 0", float(none.mean()), -4 * error, 4 * error, "theory"),
-        # A squared Gaussian has kurtosis 15: the deviation is known to sqrt(14 / 4 / draws).
+        # A squared Gaussian has kurtosis 15, so the deviation has the error sqrt(14 / 4 / draws).
         near("its deviation", float(none.std()), deviation, 4 * math.sqrt(3.5 / repeats),
              "theory: sqrt 2 / (m n)"),
         near("share of negative estimates", float((none < 0).double().mean()), NONE_NEGATIVE,

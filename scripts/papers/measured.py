@@ -276,7 +276,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics of a series that results quote."""
+    """Return the statistics that results quote for a series."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],

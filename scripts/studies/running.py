@@ -1,4 +1,4 @@
-"""Running a study: check it, tune its variants, train all seeds and write the results."""
+"""The run of a study: checks, tuning of variants, training of all seeds, and results."""
 
 import json
 import re

@@ -123,7 +123,7 @@ class Launch:
         return triton.compile(source, target=target, options=dict(self.options))
 
     def _signature(self) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-        """Return argument types, values of constants, and positions of arguments divisible by 16."""
+        """Return argument types, values of constants, and indices of arguments divisible by 16."""
         types: dict[str, str] = {}
         constants: dict[str, Any] = {}
         aligned: list[int] = []

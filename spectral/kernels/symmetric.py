@@ -223,7 +223,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # Set the depth of every stack without this matrix to zero, so that it is not read.
+    # Set the depth of every stack without this matrix to zero, so that the stack is not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
-The fused step checks nothing. With finite gradients and moments, moments stay finite and steps
-bounded: the optimizer checks the gradients, and a checkpoint is checked when it is read.
+The fused step checks nothing. If gradients and moments are finite, moments stay finite and steps
+bounded. The optimizer checks gradients, and moments from a checkpoint are checked at loading.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight's spectral norm should
 stay at the value S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
 u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
-(proposition A.1). With longer steps another singular value becomes the largest. Because steps along
-such D never change (u, v), the norm then grows without bound; only the algorithm with rescaling
+(proposition A.1). With longer steps another singular value may become the largest. Steps along such
+D never change (u, v), so the norm may then grow without bound; only the algorithm with rescaling
 keeps the norm constant over a long run.
 """
 

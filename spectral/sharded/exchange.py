@@ -22,8 +22,8 @@ from ..batching import add_all_, copy_all_
 from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
-"""An all-to-all: its arguments are the elements to send `[elements]` and the numbers of elements to
-receive from and to send to each rank; it returns the received elements by ascending rank."""
+"""An all-to-all. Its arguments are the elements to send `[elements]`, and for each rank the numbers
+of elements to receive and to send. It returns the received elements by ascending rank."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]

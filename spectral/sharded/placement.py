@@ -16,7 +16,7 @@ Strategy = Literal["auto", "ping_pong"]
 """Strategy for the choice of owners; see `place`."""
 
 SLACK = 0.02
-"""Largest relative increase of the largest load that is accepted to send fewer elements."""
+"""Largest relative increase of the largest load to accept in order to send fewer elements."""
 
 
 @dataclass(frozen=True)
