@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     study = kinds.add_parser("study", parents=[output], help="draw loss differences of a study")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument("--by", help="draw the losses over the values of this searched key")
+    shown.add_argument("--by", help="draw the losses against the values of this searched key")
     shown.add_argument(
         "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
     )

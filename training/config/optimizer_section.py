@@ -101,8 +101,8 @@ class DistributedConfig(Section):
     """
 
     placement: Strategy = "auto"
-    """Method that assigns matrices to owner ranks. ping_pong: in ascending order of size, up and
-    down the ranks, as in the SSO paper; auto: balanced load and little communication."""
+    """Assignment of matrices to owner ranks. ping_pong: by ascending size, to ranks in ascending,
+    then descending order, as in the SSO paper; auto: balanced load and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """Update of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
     shardwise: each rank steps its shard like a whole matrix, which changes the mathematics."""

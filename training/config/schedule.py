@@ -207,7 +207,7 @@ class ScheduleConfig(Section):
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the run, for all kinds except constant."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Fraction of the run in which wsd decays."""
+    """Final fraction of the run in which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
         """Return the length of a run in steps; with unit tokens, in batches of `train.global_batch`

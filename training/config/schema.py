@@ -86,8 +86,8 @@ class CheckpointConfig(Section):
     trained with another tokenizer."""
     initialize_from: str | None = None
     """Run folder or checkpoint, of any layout, with the initial weights of a new run; null
-    initialises random weights. The checkpoint's model and tokenizer must equal the run's; its PC
-    layers become plain weights."""
+    initialises random weights. The checkpoint's model and tokenizer must equal the new run's; its
+    PC layers become plain weights."""
 
     def checks(self) -> Iterator[Check]:
         """Check the path of initial weights."""
