@@ -101,7 +101,7 @@ class Result:
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
     """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`. If the experiment
-    diverges, its only check fails and there is no figure."""
+    diverges, its only check fails, and an earlier figure is removed."""
     experiment = EXPERIMENTS[name]
     published = not small and seed in (None, experiment.seed)
     seed = experiment.seed if seed is None else seed
@@ -131,8 +131,11 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
             "data": data,
         },
     )
+    figure = output / f"{name}{suffix}"
     if outcome.panels:
-        save(drawn(outcome.panels), output / f"{name}{suffix}")
+        save(drawn(outcome.panels), figure)
+    else:
+        figure.unlink(missing_ok=True)
     return result
 
 

@@ -68,11 +68,13 @@ def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
 
 def test_an_experiment_that_diverges_fails_in_a_row(tmp_path, capsys) -> None:
     names = ["gated_regression", "pi_bound"]
+    (tmp_path / "gated_regression.svg").touch()  # of an earlier run
     assert main([*names, "--small", "--seed", "1", "--output", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert "gated_regression: 1 of 1 FAILED" in printed and "pi_bound: passed" in printed
     assert "runs that diverge (the loss is" in printed and "training can diverge" in printed
     assert not json.loads((tmp_path / "gated_regression.json").read_text())["passed"]
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["pi_bound.svg"]
 
 
 def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypatch) -> None:
