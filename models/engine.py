@@ -66,7 +66,7 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core silently and in half the time. Call this function before any other
+    """Import megatron-core silently and in half the usual time. Call this function before any other
     import of megatron-core.
 
     Three messages are suppressed: warnings about missing optional packages; the message of

@@ -189,7 +189,7 @@ def chosen(options: argparse.Namespace) -> Preparation:
 
 
 def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
-    """Raise InputError if an option in `names` was given; `when` states why it has no effect."""
+    """Raise InputError, "has no effect `when`", if an option in `names` was given."""
     defaults = vars(parse(["--output", ""]))
     flags = {"inputs": "NAME=INPUT", "local": "--from"}
     for name in names:

@@ -154,7 +154,7 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 
 def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
-    """Treat a parametrized weight as its original parameter of the same shape."""
+    """Follow a parametrized weight as if it were its original parameter of the same shape."""
 
     def pause(*_: Any) -> None:
         watched.paused = True

@@ -62,8 +62,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers 4 reads rope_theta, and transformers 5 reads rope_parameters; if this key is
-        # missing, transformers silently uses the base 10000.
+        # transformers 4 reads rope_theta, and transformers 5 reads rope_parameters. Without its
+        # key, each version silently uses the base 10000.
         "rope_theta": model.rope_base,
         "rope_parameters": rope_parameters(model),
         **chosen.bias_settings(model),

@@ -219,7 +219,7 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
         if config.parallel != configs[CONFIG].parallel:
             raise InputError(f"--variant must not change the parallel section, got {name}")
         # A run always logs its last step, so the last step must come after the measured steps.
-        # Without a batch ramp all steps have the full batch.
+        # The batch ramp is removed, so that all steps have the full batch.
         steps = max(config.train.steps, WARM_UP + options.steps + 3)
         train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
         configs[name] = replace(config, train=train)

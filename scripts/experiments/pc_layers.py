@@ -120,8 +120,8 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 
 def definition(draws: Draws) -> list[Check]:
-    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors, and that its
-    gradient is orthogonal to W, because W / s does not depend on the scale of W."""
+    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors, and that the
+    gradient of PC(W) is orthogonal to W, because W / s does not depend on the scale of W."""
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
     right, _ = torch.linalg.qr(draws.normal(cols, cols))

@@ -37,7 +37,7 @@ def draw(item: Item) -> Figure:
 
 
 def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
-    """Draw a panel per series, with a line, or a point for a single value, per run and seed."""
+    """Draw a panel per series, with a line (or a single point) per run and seed."""
     figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
     names = [name.replace("_", " ") for name in runs]
     for panel, (series, text) in zip(panels, described.items(), strict=True):

@@ -124,7 +124,7 @@ class RunData:
         return lambda line: passed[line["step"]] / unit
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the metrics with a prefix, in the order of their first logging."""
+        """Return the names of the metrics with a prefix, in the order of their first occurrence."""
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
