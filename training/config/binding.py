@@ -213,9 +213,9 @@ def described(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(x if isinstance(x, str) else shown(x) for x in args)}"
     if origin is list or args[1:] == (...,):
-        return f"a list, each item {described(args[0])}"
+        return f"a list (each item {described(args[0])})"
     if origin is tuple:
-        return f"a list of {len(args)}: {', '.join(described(option) for option in args)}"
+        return f"a list of {len(args)} ({', '.join(described(option) for option in args)})"
     return SCALARS[dict if is_dataclass(kind) or origin is dict else kind]
 
 

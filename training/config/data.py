@@ -105,7 +105,7 @@ class DataConfig(Section):
     """Validation sets by name; metrics contain the name, as in `val/<name>/loss`. `NAME: null`
     removes a set of the base."""
     made_by: str | None = None
-    """Command that creates the sets, with its cost; printed if a file of a set is missing."""
+    """Command that creates the sets, with its cost; printed if a set's file is missing."""
 
     def checks(self) -> Iterator[Check]:
         """Check the names and weights of the sets, and the path of the tokenizer."""

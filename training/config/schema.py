@@ -140,7 +140,8 @@ class GramPenaltyConfig(Section):
     horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Fraction of the run, from its start, in which the penalty is active, in (0, 1]."""
     power: Annotated[Literal[1, 2], ExactInt] = 2
-    """2: penalise the squared Frobenius norm of the off-diagonal part; 1: the norm itself."""
+    """2: penalise the squared Frobenius norm of the Gram matrix's off-diagonal part; 1: the norm
+    itself."""
     side: Side = "in"
     """Gram matrix to penalise. in: W^T W, of the columns; out: W W^T, of the rows."""
     normalize: Normalize | None = None
@@ -284,8 +285,8 @@ class MonitorsConfig(Section):
     """Memory per rank, in GiB, for matrices that are gathered at the same time; the matrices are
     inspected in groups of this size. A larger matrix is inspected alone."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Number of samples of each noise figure: the first micro-batches of a monitored step, or the
-    last steps up to and including a monitored step."""
+    """Number of samples per noise figure: the first micro-batches of a monitored step, or the last
+    steps up to and including a monitored step."""
 
 
 class Config(Section):

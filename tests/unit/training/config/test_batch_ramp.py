@@ -256,7 +256,7 @@ WRONG = [
     (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2"),
     (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
     (["[{batch: 2, until_step: 3}]"], None, "until_step; did you mean train.batch_ramp[0].until_s"),
-    (["{batch: 2, until_steps: 3}"], None, "must be a list, each item a section"),
+    (["{batch: 2, until_steps: 3}"], None, "must be a list (each item a section)"),
     (["[{batch: 2, until_steps: 3}]"], 2, "[0].batch must be divisible by train.micro_batch times"),
     (["[{batch: 3, until_steps: 3}]"], 1, "train.micro_batch times the data-parallel size = 2 * 1"),
     (
