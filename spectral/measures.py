@@ -69,8 +69,8 @@ def stable_rank_of_gram(gram: Tensor) -> Tensor:
     """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, with relative error 1e-3.
 
     The stable rank is the trace divided by the largest eigenvalue. The eigenvalue is computed from
-    a Krylov space and never exceeds the true eigenvalue. If the largest eigenvalues differ by at
-    least 1%, its relative error is below 1e-6.
+    a Krylov space and never exceeds the true eigenvalue. Its relative error is below 1e-6 if the
+    two largest eigenvalues differ by at least 1%.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)

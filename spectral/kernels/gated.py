@@ -70,7 +70,7 @@ def gradients(
     Args:
         gradient: gradient of `scale f(gate) up`, `[..., d]`.
         wide: concatenated gate and up `[..., 2 d]`, in the dtype of `gradient`.
-        scale: factor of each row, `[...]`; None means 1.
+        scale: factor that multiplies each row, `[...]`; None means 1.
         tanh: whether f is the tanh approximation of GELU instead of SiLU.
     """
     gradient, wide = gradient.contiguous(), wide.contiguous()

@@ -72,7 +72,7 @@ class MuonPlusPlusRule(RadiusRule):
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the two top singular pairs.
 
-        The state also contains rho and a flag of past rescaling, both `[batch]`.
+        The state also contains rho, and whether rho caused rescaling, both `[batch]`.
         """
         state = super().init_state(weight)
         sigma, state["u"], state["v"] = cold_start(weight.detach())
