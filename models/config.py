@@ -61,7 +61,8 @@ class InitConfig(Section):
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
         shaped = self.std is None and self.depth_scaled
-        yield "depth_scaled", shaped, "must be false with std null, which sets the std by shape"
+        rule = "must be false with std null, which means an std that depends on the matrix shape"
+        yield "depth_scaled", shaped, rule
 
 
 class MoEConfig(Section):

@@ -175,7 +175,7 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
         for work in dist.batch_isend_irecv(sides):
             work.wait()
 
-    name = f"link, {where}, {shift} further"
+    name = f"link, {where}, to rank + {shift}"
     return Check(name, "GB/s", 1e-9 * size, run, result, expected)
 
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table of verdicts; return 1 if anything is damaged."""
     options = parse(arguments)
     rows: list[Row] = []
-    with progress(lambda: f"checked {len(rows)} parts so far, such as checkpoints"):
+    with progress(lambda: f"checked {len(rows)} files and folders so far"):
         for path in options.paths:
             rows.extend(verified(path))
     print(table(("what", "verdict"), rows))

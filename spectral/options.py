@@ -45,7 +45,7 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "fused": (ANY, "all parameters are always stepped together"),
     "foreach": (ANY, "all parameters are always stepped together"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
-    "capturable": ((False, None), "with nonfinite='skip' and tensor lr, a step is capturable"),
+    "capturable": ((False, None), "nonfinite='skip' and a tensor lr are enough for a capture"),
     "differentiable": ((False, None), "no gradient flows through a step"),
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
@@ -54,7 +54,7 @@ FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
-    "ns_coefficients": "set schedule='simple' for torch's, or a schedule with better coefficients",
+    "ns_coefficients": "schedule='simple' has torch's coefficients; other schedules are better",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
 }
 """Replacements for options of torch.optim.Muon."""

@@ -438,7 +438,7 @@ class Watch(TorchDispatchMode):
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif rest and EXTREMES.fullmatch(name):
-            self._hide([source], f"{name} of a part of its columns")
+            self._hide([source], f"{name} of a part of the outputs")
         elif not rest:  # a norm or a loss
             self.end_with([source])
 
@@ -493,7 +493,7 @@ class Watch(TorchDispatchMode):
         if columns is None or not columns.ndim:
             return
         if name in ("max", "min") and columns.numel() > columns.shape[axis] > 1:
-            self._hide([args[0]], f"{name} of a part of its columns")
+            self._hide([args[0]], f"{name} of a part of the outputs")
         elif columns.shape[axis] > 1:
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
         if isinstance(result, (tuple, list)):

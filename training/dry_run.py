@@ -127,7 +127,7 @@ def attended_length(config: Config) -> float:
     """Return the mean attended length of the training sets, weighted by use.
 
     If sets are missing, the result is the attended length of mock tokens. If attention crosses
-    document borders, it is the sequence length.
+    document borders, the result is the sequence length.
     """
     if not config.data.document_mask:
         return config.train.sequence_length

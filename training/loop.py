@@ -148,7 +148,7 @@ class Loop:
             f"{name} {share:.1%} ({progress.phase.tokens(name):,} tokens read before)"
             for name, share in mixture.shares.items()
         )
-        self.hooks.note("data", progress.step, f"data: from step {progress.step + 1:,} on {shares}")
+        self.hooks.note("data", progress.step, f"data from step {progress.step + 1:,} on: {shares}")
 
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult

@@ -97,7 +97,7 @@ class NonFiniteGuard:
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if more than `limit` consecutive updates of a unit were refused.
 
-        name, row  the unit with the most consecutive refusals before `step`, and their number
+        name, row  the unit with the most consecutive refusals before `step`, and how many
         samples    [first, end) of the samples of `step`; earlier steps have at most as many samples
         """
         if row > self.limit:

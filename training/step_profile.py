@@ -153,7 +153,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert an exception, which ends only the profile, to a warning."""
+        """Convert an exception to a warning; an exception ends only the profile."""
         try:
             yield
         except Exception as error:

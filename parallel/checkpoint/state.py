@@ -104,9 +104,9 @@ def load_state(
     All ranks must call this function together. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank, before anything changes if tensors are missing, unexpected, or of
-            another shape or dtype, and during loading if tensors cannot be read, or if counters
-            differ that must be equal.
+        StateError: on every rank. If tensors are missing, unexpected, or of another shape or dtype,
+            nothing has been changed yet; if tensors cannot be read, or if counters that must be
+            equal differ, the state may be partly loaded.
     """
     model.wait_for_weights()
     problems: list[str] = []

@@ -1,7 +1,7 @@
 """The collectives of training, with counts of sent bytes and errors that name the collective.
 
-`Agreement` combines values in host memory of all ranks during training, such as requests to stop
-and finished checkpoint writers, through a CPU process group, so no rank waits for a device.
+`Agreement` combines host values of all ranks during training, such as stop requests and the states
+of checkpoint writers, through a CPU process group, so no rank waits for a device.
 """
 
 import contextlib

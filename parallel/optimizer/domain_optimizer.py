@@ -64,8 +64,8 @@ class StepGroup:
     """Buckets whose units are exchanged, updated and all-gathered together.
 
     kept   the weights `[elements]` of owned units that are not whole in this rank's shard, by name;
-           they are equal to the units' master weights on other ranks, because both add the same
-           updates
+           they are equal to the units' master weights on other ranks, because all ranks add the
+           same updates
     """
 
     buckets: tuple[int, ...]

@@ -5,8 +5,8 @@ are accumulated in their buckets, and each bucket is reduced when it is complete
 all-gathered.
 
 Linear layers accumulate weight gradients in the buckets, within the matrix products that compute
-the gradients. Otherwise every micro-batch would write a 16-bit gradient, and another pass would add
-it to the float32 sum, which moves 10 bytes per parameter and rounds once more. The implementation
+the gradients. Otherwise every micro-batch would write a 16-bit gradient and add it to the float32
+sum in another pass, which would move 10 bytes per parameter and round once more. The implementation
 uses Megatron's hook for an extension of Apex.
 """
 

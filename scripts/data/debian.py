@@ -37,7 +37,7 @@ def download(name: str, version: str, folder: Path) -> Path:
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise DataError(f"{tool} is missing: run this on Debian 12 or in a Debian 12 container")
+            raise DataError(f"{tool} is missing: use Debian 12 or a container of Debian 12")
     folder.mkdir(parents=True, exist_ok=True)
     debs, problem = _debs(folder, name), ""
     if version not in debs:
@@ -110,7 +110,7 @@ def _text(content: bytes, path: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error.reason} at {error.start}") from None
+        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 class Source(Section):

@@ -65,7 +65,7 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
     if recorded is None:
         print(
             f"note: the tokenizer {source} was not checked, because the checkpoint contains no "
-            "sha256 of its tokenizer",
+            "sha256 of the run's tokenizer",
             file=sys.stderr,
         )
     elif digest.hexdigest() != recorded:

@@ -109,7 +109,7 @@ class Item(Section):
         if self.status not in ("not run", "nothing to run") and self.result is None:
             raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("status 'nothing to run' requires why, and excludes tiny and full")
+            raise ValueError("with status 'nothing to run', why must be set, but not tiny or full")
         if self.status == "not run" and self.why is None:
             raise ValueError("why must be set if status is 'not run', got null")
         if self.measure is not None and self.file is None:

@@ -164,7 +164,7 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
-    less = f" Only the best {MOST} of {len(logged)} runs." if len(logged) > MOST else ""
+    less = f" The best {MOST} of {len(logged)} runs are drawn." if len(logged) > MOST else ""
     about = ABOUT.format(compared[0].heading)
     if reasons := unlike_measurements(runs, configs, order[0]):
         about = f"{UNLIKE.format(', '.join(reasons))} {about}"

@@ -35,9 +35,9 @@ def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> N
     expected = {
         "product, float32": 2e-12 * 1024**3,
         "memory, read and written": 6e-3,
-        "link, within a node, 1 further": 3e-3,
-        "link, within a node, 2 further": 3e-3,
-        "link, node to node, 2 further": 3e-3,
+        "link, within a node, to rank + 1": 3e-3,
+        "link, within a node, to rank + 2": 3e-3,
+        "link, node to node, to rank + 2": 3e-3,
         "all-reduce": 4e-3,
         "reduce-scatter": 2e-3,
         "all-gather": 2e-3,

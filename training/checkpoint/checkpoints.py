@@ -128,7 +128,7 @@ def _complete(path: Path) -> CheckpointInfo:
         named = STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != meta["step"]:
             raise BrokenCheckpointError(
-                f"{path}: the folder contains the checkpoint of step {meta['step']}"
+                f"{path}: the folder's name must contain the step in {META}, {meta['step']}"
             )
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if weights_only else REQUIRED)

@@ -275,7 +275,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
 
 
 def new_run(place: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit the run; `pc` is true if it has PC layers."""
+    """Return the remedy for a state that does not fit a run; `pc` is true with PC layers."""
     if pc:  # PC layers refuse checkpoint.initialize_from: they would change the effective weights
         return "set another run.dir"
     return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"

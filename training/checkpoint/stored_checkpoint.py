@@ -218,7 +218,7 @@ class StoredTensors:
             raise broken(self.folder, error) from error
 
     def batches(self, keys: Iterable[str], most: int = 1 << 26) -> Iterator[list[str]]:
-        """Yield lists of `keys` whose tensors have at most `most` bytes in all, or one larger one.
+        """Yield lists of `keys`: tensors of at most `most` bytes in all, or a single larger tensor.
 
         Reading several small tensors at once is faster. Raises BrokenCheckpointError for an invalid
         entry of the index.

@@ -91,7 +91,7 @@ def length_checks(config: Config) -> Iterator[Check]:
     rule = f"must be below {end}, got {warmup}; set {remedy}"
     yield "schedule.warmup_steps", warmup >= total, rule
     cooldown = schedule.cooldown_steps(total) if schedule.kind == "wsd" else 0
-    rule = f"of {total:g} steps must leave room for schedule.warmup_steps = {warmup}"
+    rule = f"times {total:g} steps must leave room for schedule.warmup_steps = {warmup}"
     yield "schedule.cooldown_fraction", warmup < total < warmup + cooldown, rule
     validation = config.validation
     room = length - validation.prompt_tokens(length)
@@ -107,7 +107,7 @@ def phase_checks(config: Config) -> Iterator[Check]:
         key = f"data.phases[{i}].{phase.beginning}"
         yield key, phase.with_decay and kind != "wsd", f"needs schedule.kind wsd, got {kind}"
         rule = (
-            f"must start the phase after step {before:,}, the start of the previous part, and "
+            f"must start the phase after step {before:,}, the start of the previous phase, and "
             f"before train.steps = {steps:,}, got step {start:,}"
         )
         yield key, not before < start < steps, rule
@@ -151,7 +151,7 @@ def penalty_checks(config: Config) -> Iterator[Check]:
     yield _owners(config, "gram_penalty")
     in_graph = pc.roles if pc is not None and pc.evaluator == "in_graph" else ()
     roles = ", ".join(role for role in section.roles if role in in_graph)
-    rule = f"must be materialized if gram_penalty.roles has PC layers, got in_graph for {roles}"
+    rule = f"must be materialized for PC layers in gram_penalty.roles, got in_graph for {roles}"
     yield "pc.evaluator", roles, rule
 
 

@@ -386,7 +386,7 @@ def _check_files(name: str, prefix: str) -> None:
         file.seek(-8, os.SEEK_END)
         last = int.from_bytes(file.read(8), "little")
     if last != sequences:
-        raise DataError(f"{corrupt}: the documents end at sequence {last} of {sequences}")
+        raise DataError(f"{corrupt}: documents must end at sequence {sequences}, got {last}")
 
 
 def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:

@@ -38,7 +38,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
     """Lock `run_dir` within a context; create it if it does not exist.
 
     The operating system releases the lock whenever the process ends. Raises FolderError if another
-    run has locked the folder, if the folder is not writable, or if it contains links.
+    run has locked the folder, or if the folder is not writable or contains links.
     """
     folder = Path(run_dir)
     try:

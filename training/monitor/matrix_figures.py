@@ -393,7 +393,7 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector of units that yields each whole matrix once it has all rows.
+    """Collector of units that yields each whole matrix when all its rows have been added.
 
     A whole matrix stacks the rows of all units with the same parameter and role. Row order does not
     affect singular values.

@@ -213,8 +213,8 @@ def is_gated(function: Callable[..., Any]) -> bool:
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
     """Return the tensors that inductor's backward pass of a gated activation reads twice.
 
-    To concatenate the gradients of gate and up, it reads the result's `gradient` `[..., d]` and the
-    gate, which is half of `wide` `[..., 2 d]`, a second time.
+    To concatenate the gradients of gate and up, the backward pass reads the result's `gradient`
+    `[..., d]` and the gate, which is half of `wide` `[..., 2 d]`, a second time.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 

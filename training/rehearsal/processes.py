@@ -74,8 +74,8 @@ def places(paths: Sequence[Path]) -> str:
 
 
 def start_server() -> None:
-    """Start this process's fork server if it is not running, with the project's root in its
-    PYTHONPATH."""
+    """Start this process's fork server, with the project's root in the server's PYTHONPATH, if the
+    server is not running."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     forkserver.set_forkserver_preload([DEVICE])

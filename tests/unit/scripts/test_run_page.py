@@ -450,7 +450,7 @@ def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
         monkeypatch.setattr(compare, "MOST", most)
         page = compare.comparison(folder, [folder])
         assert drawn.pop() == best[:most]
-        assert (f"Only the best {most} of 3 runs." in page) is (most < 3)
+        assert (f"The best {most} of 3 runs are drawn." in page) is (most < 3)
 
 
 def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):

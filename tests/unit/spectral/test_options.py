@@ -148,7 +148,7 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
     ("option", "value", "hint"),
     [
         ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
-        ("ns_coefficients", (3.4445, -4.775, 2.0315), "set schedule='simple' for torch's"),
+        ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
         ("eps", 1e-7, "no epsilon is needed"),
     ],
 )

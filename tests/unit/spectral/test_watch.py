@@ -1090,14 +1090,14 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Module(
             lambda m, x: m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1)), "pieces 12 24, out 6 4"
         ),
-        "pieces.weight: amax of a part of its columns hides",
+        "pieces.weight: amax of a part of the outputs hides",
     ),
     "a maximum of parts and its place": (
         Module(
             lambda m, x: m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values),
             "pieces 12 24, out 6 4",
         ),
-        "pieces.weight: max of a part of its columns hides",
+        "pieces.weight: max of a part of the outputs hides",
     ),
     "a mean of parts": (
         Module(

@@ -61,7 +61,7 @@ def test_each_set_goes_on_at_its_count_and_stops_change_nothing(start, tmp_path,
     whole = start(22, FIRST, **COMMON)
     printed = capsys.readouterr().out
     assert re.search(
-        r"data: from step 9 on big 20.0% \(1,2\d\d tokens read before\), middle 30.0%", printed
+        r"data from step 9 on: big 20.0% \(1,2\d\d tokens read before\), middle 30.0%", printed
     )
     assert "data from step 16 on: small 100.0%" in printed
     for name in SIZES:
@@ -124,7 +124,7 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, cap
     read = Counter(name for name, _ in whole)
     assert {each["name"]: each["samples"] for each in stated["sets"]} == read
     assert stated["tokens"] == 464 * LENGTH
-    assert "data: from step 17 on small 100.0%" in capsys.readouterr().out
+    assert "data from step 17 on: small 100.0%" in capsys.readouterr().out
     assert {name for name, _ in whole[: beginnings[6]]} == {"big", "middle"}
     assert {name for name, _ in whole[beginnings[16] :]} == {"small"}
     rates = {line["step"]: line["lr/matrix"] for line in metrics_of(tmp_path / "run")}
@@ -192,7 +192,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
         ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
         (
             "[{after_share: 0.001, weights: {text: 1}}]",
-            "[0].after_share must start the phase after step 0, the start of the previous part,",
+            "[0].after_share must start the phase after step 0, the start of the previous phase,",
         ),
         ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
         (
