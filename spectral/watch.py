@@ -76,7 +76,9 @@ CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations on each channel (the second axis)."""
 SHAPES = re.compile(r".*(_like|new_).*")
 """Operations that read only the shape of an input."""
-ENDS = re.compile(r".*(loss|histc).*")
+WAVES = ("sin", "cos", "polar")
+"""Operations that turn the example's positions, but not activations, into rotations."""
+ENDS = re.compile(r".*(loss|entropy|histc).*")
 """Operations whose results do not enter a layer."""
 
 
@@ -217,8 +219,10 @@ class Watch(TorchDispatchMode):
             end = start + self.weights.number(weight, start)
             self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
-        # Storages whose values depend on parameters or on the example, not only on positions.
-        self.live = WeakKeyDictionary(self.parameters)
+        # Storages whose values depend on parameters (True) or only on the example (None for the
+        # example itself, otherwise False), not only on positions.
+        self.live: WeakKeyDictionary[Any, bool | None]
+        self.live = WeakKeyDictionary((storage, True) for storage in self.parameters)
         inputs = [*inputs]
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
         # Storages whose values depend on the example, unlike those of computed weights.
@@ -259,9 +263,11 @@ class Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not all(map(is_strided, (*operands, *results))):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
-        depends = not SHAPES.match(name) and any(t.untyped_storage() in self.live for t in operands)
-        if depends or torch.Tag.nondeterministic_seeded in func.tags:
-            self.live.update((t.untyped_storage(), None) for t in results)
+        storages = [] if SHAPES.match(name) else [t.untyped_storage() for t in operands]
+        live = [self.live[storage] for storage in storages if storage in self.live]
+        waves = name.rstrip("_") in WAVES and not any(live)
+        if (live and not waves) or torch.Tag.nondeterministic_seeded in func.tags:
+            self.live.update((t.untyped_storage(), any(live)) for t in results)
         if SHAPES.match(name):
             return
         weights = [t for t in operands if t in self.weights]
@@ -314,7 +320,7 @@ class Watch(TorchDispatchMode):
         elif tracked and CHANNELWISE.match(name):
             self._channelwise(str(func), args[0], fresh[0])
         elif tracked and ENDS.match(name):
-            self.end_with(tracked)
+            self.end_with(tracked, loss=True)
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
@@ -331,11 +337,11 @@ class Watch(TorchDispatchMode):
             for use in self.numbers.beneath(self.columns.read(t)) or own:
                 use.hidden = use.hidden or operation
 
-    def end_with(self, tensors: Iterable[Tensor]) -> None:
+    def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors, or a sum of their elements."""
         for t in filter(is_strided, tensors):
             for use in self.numbers.beneath(self.columns.read(t)):
-                use.ended = True
+                use.ended, use.lost = True, use.lost or loss
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has its operands' columns."""
@@ -370,11 +376,20 @@ class Watch(TorchDispatchMode):
                 self.numbers.consume(side.columns, axes, PRODUCT)
             distinct = _distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
-            self.numbers.join(distinct[0], [None])
+            others = [None] if all(self._is_stream(operands[i], name) for i in whole) else []
+            self.numbers.join(distinct[0], others)
         if name == "mul":
             self.factors[out.untyped_storage()] = sides
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
+
+    def _is_stream(self, tensor: Tensor, name: str) -> bool:
+        """Return whether an addition to a tensor shows that a layer is no head.
+
+        A head's outputs may be added to a scaled example or noise, or subtracted from a target.
+        """
+        depends = self.live.get(tensor.untyped_storage())
+        return name == "add" if depends is None else depends
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a `Side`."""
@@ -432,7 +447,7 @@ class Watch(TorchDispatchMode):
             return
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if out.numel() == 1:
-            self.end_with([source])
+            self.end_with([source], loss=True)
         elif (sums and rest) or all(columns.shape[a] == 1 for a in axes):
             columns = self._folded(columns, axes)
             kept = out.ndim == columns.ndim
@@ -573,9 +588,11 @@ class Watch(TorchDispatchMode):
 
         This is `axis`, except if the product is a weighted sum of vectors: all other axes if it
         adds outputs of different matrices, and the product's other axis if, in a product of
-        activations, consecutive outputs are along that axis.
+        activations, consecutive outputs are along that axis. The first
+        of three axes or more counts the entries of a batch, which are separate.
         """
-        others = [a for a, n in enumerate(columns.shape) if n > 1 and a != axis % columns.ndim]
+        axes = range(columns.ndim > 2, columns.ndim)
+        others = [a for a in axes if columns.shape[a] > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):
             return others
         other = 2 * columns.ndim - 3 - axis

@@ -51,6 +51,7 @@ class Use:
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
     ended: bool = False  # its outputs are the model's outputs or enter the loss
+    lost: bool = False  # its outputs enter the loss
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
@@ -115,11 +116,12 @@ class Use:
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
-        reached = scaled or taken & {self, *self.joined}
+        reached = scaled or taken & ({self} if self.lost else {self, *self.joined})
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in sets)
-        if crossed and all(s[outputs] == 1 < prod(s) for s in sides):
+        single = [s[outputs] == 1 < prod(s) for s in sides]
+        if crossed and (all(single) or (any(single) and _overlap(sets))):
             raise ValueError("operations on two axes would divide it into single outputs")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)

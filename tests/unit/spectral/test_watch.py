@@ -117,6 +117,28 @@ def rotary_features(m: Any, x: Tensor) -> Any:
     return m.out((q.exp() @ (k.exp().mT @ v)).transpose(1, 2).flatten(2))
 
 
+def positioned(m: Any, x: Tensor, positions: Tensor) -> Any:
+    """Return attention whose rotations come from positions in the example."""
+    angles = (positions[..., None] * torch.ones(2))[:, None, :, :, None]
+    table = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1)
+    table = table.unflatten(-1, (2, 2))[..., 0, :, :]
+
+    def turn(y: Tensor) -> Tensor:
+        pairs = y.unflatten(-1, (2, 1, 2))
+        return (table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]).flatten(-2)
+
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    return m.out(attention(turn(q), turn(k), v))
+
+
+def joint_attention(m: Any, x: Tensor) -> Any:
+    """Return attention over two streams, each with layers of its own."""
+    streams = [m.first(x).chunk(3, -1), m.second(x[:, :4]).chunk(3, -1)]
+    parts = zip(*streams, strict=True)
+    q, k, v = (torch.cat([heads(y, 4) for y in pair], 2) for pair in parts)
+    return m.out(attention(q, k, v))
+
+
 def complex_rotary(m: Any, x: Tensor) -> Any:
     q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
     turn = torch.polar(torch.ones(2), torch.ones(2))
@@ -213,6 +235,12 @@ def gated_streams(m: Any, x: Tensor) -> Any:
     """Mix three streams with a separate gate for each entry."""
     gates = m.up(m.down(x).relu()).sigmoid().unflatten(-1, (3, 4))
     return m.head((gates * x.unflatten(-1, (3, 4))).mean(-2))
+
+
+def gated_heads(m: Any, x: Tensor) -> Any:
+    """Return attention with one gate for each entry of a head, which all queries share."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    return m.out(attention(q * m.gate(x).sigmoid()[:, None], k, v))
 
 
 def additive_attention(m: Any, x: Tensor) -> Any:
@@ -581,6 +609,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "both.parametrizations.weight.original0": None,
             "both.parametrizations.weight.original1": rows(10),
         },
+    ),
+    "attention with positions of the example": (
+        lambda: Module(positioned, "qkv 12 36, out 12 12"),
+        (x, torch.rand(2, 9)),
+        {"qkv.weight": rows(4), "out.weight": None},
+    ),
+    "attention over two streams": (
+        lambda: Module(joint_attention, "first 12 36, second 12 36, out 12 12"),
+        x,
+        {"first.weight": rows(4), "second.weight": rows(4), "out.weight": None},
     ),
     "attention to a single token": (
         lambda: Module(
@@ -1134,6 +1172,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         ),
         "gate.weight: aten.sum.* hides",
     ),
+    "a gate that all heads of queries share": (
+        Module(gated_heads, "qkv 12 36, gate 12 4, out 12 4"),
+        "^qkv.weight: operations on two axes",
+    ),
     "blocks that alternate along both axes": (
         Module(
             lambda m, x: m.out(torch.cat([x[..., i::2] @ m.both[i::2, i::2] for i in (0, 1)], -1)),
@@ -1255,6 +1297,23 @@ def test_preconditioned_layers_are_followed() -> None:
     preconditioned(model, blocks=["gate_up_proj"], level=1)
     row = split_parameters(model, example=x).rows[0]
     assert row.name == "gate_up_proj.parametrizations.weight.original" and row.matrices == 2
+
+
+ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared": lambda y, x: (y - x).square().mean(),
+    "of noise": lambda y, x: (torch.randn_like(y) - y).abs().mean(-1).sum(),
+    "likelihood": lambda y, x: F.gaussian_nll_loss(y[..., :6], x[..., :6], y[..., 6:].exp()),
+    "entropy": lambda y, x: F.binary_cross_entropy_with_logits(y, x.sigmoid()),
+    "divergence": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
+    "added to a scaled input": lambda y, x: 0.6 * x + 0.8 * y,
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_head_may_end_in_a_loss_or_correct_the_input(name: str) -> None:
+    model = Module(lambda m, x: ERRORS[name](m.out(m.inner(x).relu()), x), "inner 12 8, out 8 12")
+    rules = {row.name: row.rule for row in split_parameters(model, example=x).rows}
+    assert rules == {"inner.weight": "spectral", "out.weight": "adamw"}
 
 
 def test_a_stream_of_sums_ends_without_a_head() -> None:
