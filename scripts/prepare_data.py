@@ -234,7 +234,7 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
     if (options.train_tokenizer is None) == (options.tokenizer is None):
         raise InputError("pass exactly one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
-        raise InputError("--eod needs --tokenizer; a trained tokenizer always has its own EOD")
+        raise InputError("--eod needs --tokenizer; a trained tokenizer defines its own token")
     train, validation = _named(options.inputs), _named(options.validation)
     for name in validation.keys() - train.keys():
         raise InputError(f"--validation {name}=INPUT needs a training set {name}=INPUT")

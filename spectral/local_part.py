@@ -50,7 +50,7 @@ def gradients_of(
     if not sharded:
         return grads
     if [*map(is_dtensor, grads)] != [*map(is_dtensor, parameters)]:
-        raise ValueError("a gradient must be a DTensor if and only if its parameter is")
+        raise ValueError("gradients must be DTensors exactly where their parameters are DTensors")
     return [*map(local_of, grads)]
 
 

@@ -25,7 +25,7 @@ class SpikeDetector:
     ranks."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
-        """Compare with the losses of the last `window` taken steps.
+        """Compare each loss with the losses of the last `window` steps that were taken.
 
         A loss more than `deviations` standard deviations above the mean of these losses is a spike;
         None disables detection.

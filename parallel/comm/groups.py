@@ -147,7 +147,7 @@ def world_size() -> int:
 
 
 GENERATIONS = itertools.count()
-"""Number of calls of `initialize`, which all ranks make in the same order."""
+"""Counter of the calls of `initialize`; all ranks make these calls in the same order."""
 
 
 def initialize(

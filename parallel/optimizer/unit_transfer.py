@@ -33,8 +33,7 @@ class UnitTransfer(Transfer):
 
     owner          rank within the stage: tensor rank + tensor size * data rank
     tensor_ranks   tensor-parallel ranks with pieces of the unit; all ranks for a sharded unit
-    targets        equal to the sources; for a replicated unit all copies, which get the update of
-                   the owner's copy
+    targets        parts that receive the update: the sources or, for a replicated unit, all copies
     """
 
     unit: Unit

@@ -21,9 +21,9 @@ class Memory:
     weights       the parameters' buckets, whole on every rank
     gradients     the gradients' buckets, whole on every rank
     master        this rank's shard of the float32 weights, 0 if the parameters are float32
-    state         this rank's share of the rules' state, and the weights that owners keep
-    activations   estimated
-    buffers       estimated transient memory of the optimizer's step
+    state         this rank's share of the rules' state, and the weights that it stores as an owner
+    activations   estimate of the activations
+    buffers       estimate of the transient memory of the optimizer's step
     """
 
     weights: int

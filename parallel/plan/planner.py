@@ -380,9 +380,9 @@ class DomainPlan:
 class _Placed:
     """A domain of a stage with its owners.
 
-    The stage has `repeats` sets of the domain's ranks, which differ only in their previous loads
-    `base` `[stage ranks]`; groups of `tensor` consecutive ranks are assigned to the sets in turn.
-    Arrays have one entry per rank of the stage.
+    The ranks of the stage form `repeats` sets with equal work: groups of `tensor` consecutive
+    ranks are assigned to the sets in turn. The sets differ only in the previous loads `base`
+    `[stage ranks]`. Arrays have one entry per rank of the stage.
     """
 
     def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:

@@ -87,8 +87,8 @@ class Listing:
         if text and len(text) < len(files):
             names = ", ".join(path.name for path in text[:3])
             yield (
-                f"files of rows are mixed with {len(text):,} text files ({names}), which are read "
-                "as documents; to exclude text files, give a quoted glob such as "
+                f"JSON or Parquet files are mixed with {len(text):,} text files ({names}), which "
+                "are read too; to exclude text files, give a quoted glob such as "
                 "'FOLDER/**/*.parquet'"
             )
         named: dict[str, set[str]] = {}

@@ -174,7 +174,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            f"a and b must both be float32, bfloat16 or float16, got {a.dtype} and {b.dtype}"
+            f"a and b must be of one dtype, float32, bfloat16 or float16, got {a.dtype}, {b.dtype}"
         )
     for x in (a, b):
         extent = sum(

@@ -87,8 +87,8 @@ class MuonSphereRule(RadiusRule):
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
-            "weight_decay must be 0 with retraction dynamic, because decay shrinks weights below "
-            f"the sphere while the retraction lets them grow, got {weight_decay}"
+            "weight_decay must be 0 with retraction dynamic, because decay would counteract the "
+            f"retraction to the radius, got {weight_decay}"
         )
 
     def init_state(self, weight: Tensor) -> State:

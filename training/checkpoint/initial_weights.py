@@ -100,9 +100,9 @@ def initial_weights(
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return the checkpoint of `checkpoint.initialize_from`, which must not be null, the sha256 of
-    its meta.json, and whether both tokenizers are known. For arguments and errors see
-    `initial_weights`; without a vocabulary size, the models are not compared."""
+    """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for a
+    `checkpoint.initialize_from` that is not null. For arguments and errors see `initial_weights`;
+    without a vocabulary size, the models are not compared."""
     assert config.checkpoint.initialize_from is not None
     info = read_checkpoint(config.checkpoint.initialize_from)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()

@@ -260,8 +260,8 @@ def _nearby(config: Config, world_size: int) -> str:
 
 
 def _nearest(legal: list[int], number: int) -> list[int]:
-    """Return the largest element of the ascending `legal` that is at most `number`, and the
-    smallest that is at least `number`."""
+    """Return the elements of the ascending `legal` next to `number`: the largest that is not above
+    `number`, and the smallest that is not below `number`."""
     below = [each for each in legal if each <= number][-1:]
     above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})

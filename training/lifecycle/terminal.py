@@ -22,8 +22,8 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output that nobody reads and, if `training`, all output that cannot be
-    written."""
+    """A file that drops output whose reader is gone and, if `training` is true, all output that
+    cannot be written."""
 
     training = False
 
@@ -38,8 +38,8 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr with streams that drop output that nobody reads and escape
-    characters that cannot be encoded."""
+    """Replace stdout and stderr with streams that escape characters that cannot be encoded, and
+    that drop output whose reader is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.

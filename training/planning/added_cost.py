@@ -84,7 +84,7 @@ class MonitorCost:
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
     """Return the cost of a run's monitors on `ranks` devices of the type of `device`.
 
-    For a GPU type that plans do not know, the cost is that of `plan.device`.
+    For a GPU type without a plan's figures, the cost is computed for `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":

@@ -217,7 +217,7 @@ def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
 
 
 def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
-    """Yield sizes of all axes for which ranks that share matrices or sequences are in one node."""
+    """Yield sizes of all axes such that ranks that share matrices or sequences are in one node."""
     model, gpus, node = layouts.config.model, layouts.gpus, layouts.device.node_size
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
     parts = divisors(node) if model.moe is not None else [1]

@@ -102,8 +102,10 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print on stderr warnings about a config's data and initial weights: what a run would say or
-    refuse. The vocabulary size may still be null."""
+    """Print on stderr what a run would warn of or refuse in a config's data and initial weights.
+
+    The vocabulary size may still be null.
+    """
     for text in (*shared_sets(config.data), *missing_files(config)):
         print(f"warning: {text}", file=sys.stderr)
     try:

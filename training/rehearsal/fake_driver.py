@@ -67,8 +67,8 @@ def cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder (not a link) that belongs to this user and is not writable
-    for other users."""
+    """Return whether a path is a folder (not a link) that this user owns and that other users
+    cannot write to."""
     facts = folder.lstat()
     private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)

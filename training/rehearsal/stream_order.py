@@ -1,8 +1,8 @@
 """Detection of unordered memory accesses by several streams.
 
-Each stream has a vector clock, which contains for every stream the last access that is known to
-precede the next work of the clock's owner. An event copies the clock of the recording stream to the
-waiting stream. These clocks must order any two accesses of the same bytes if one access is a write.
+Each stream has a vector clock: for every stream, the last access that is known to end before the
+first stream's next work. An event copies the clock of the recording stream to the waiting stream.
+These clocks must order any two accesses of the same bytes if one access is a write.
 """
 
 from collections.abc import Iterable

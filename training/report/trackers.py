@@ -59,7 +59,7 @@ class WandbTracker:
     def log_again(self, folder: str, last: int) -> None:
         """Record the steps up to `last` from the run folder."""
         print(
-            f"wandb is offline: steps up to {last} are written again, to its new folder",
+            f"wandb is offline: steps up to {last} are also written to wandb's new folder",
             flush=True,
         )
         for line in read_metrics(folder):

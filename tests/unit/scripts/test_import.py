@@ -246,7 +246,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
         files = {path: load_file(path) for path in source.glob("*.safetensors")}
         path = next(path for path, held in files.items() if "lm_head.weight" not in held)
         save_file({**files[path], "lm_head.weight": tensors["lm_head.weight"] + 1}, path)
-        wanted = "must be in one file only, got several"
+        wanted = "must be in one file, got several files"
     elif case == "two sets of files":
         save_file(tensors, source / "model.safetensors")
         wanted = "got both"

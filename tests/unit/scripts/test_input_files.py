@@ -85,8 +85,9 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     (tmp_path / "in" / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     command = [f"web={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    assert f"warning: set web: files of rows are mixed with 1 text files ({Path(name).name})" in (
-        capsys.readouterr().err
+    assert (
+        f"warning: set web: JSON or Parquet files are mixed with 1 text files ({Path(name).name})"
+        in (capsys.readouterr().err)
     )
 
 
