@@ -338,7 +338,7 @@ def sweep(run_dir: str | Path) -> list[str]:
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
     """Move checkpoints of steps after `step`, if any, to a new folder; return the folder, or None.
 
-    A run that returned to `step` must never continue from later checkpoints.
+    A run that returned to `step` must never continue from later checkpoints, even after a crash.
     """
     later = [each for each in steps(run_dir) if each > step]
     if not later:
@@ -348,5 +348,6 @@ def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
     for each in later:
         source = step_folder(run_dir, each)
         source.rename(aside / source.name)
-    sync(aside)
+    for folder in (aside, aside.parent, Path(run_dir) / FOLDER):
+        sync(folder)
     return aside

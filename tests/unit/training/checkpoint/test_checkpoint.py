@@ -17,6 +17,7 @@ import torch
 from parallel.checkpoint.safe_index import read_index
 from parallel.checkpoint.state_writer import file_facts
 from parallel.comm import groups as process_groups
+from tests.disk_calls import DiskCalls
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
@@ -145,12 +146,20 @@ def test_a_broken_newest_checkpoint_is_not_passed_over_in_silence(saved, capsys)
     )
 
 
-def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, capsys):
-    assert run(resume="2", train__exit_step=3).step == 3
+def test_resume_from_a_step_puts_later_ones_aside(run, saved, whole, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        calls = DiskCalls(tmp_path, patch)
+        assert run(resume="2", train__exit_step=3).step == 3
     assert checkpoints.steps(tmp_path / "run") == [2, 3]
     assert "moved checkpoints of later steps to" in capsys.readouterr().out
     aside = tmp_path / "run" / "checkpoints-left-at-00000002"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
+    lines = [line.replace("wait ", "sync ") for line in calls.lines()]
+    place = lines.index(f"name {saved / 'step_00000004'} {aside / 'step_00000004'}")
+    # A crash loses no entry of the changed folders.
+    assert {f"sync {folder}" for folder in (aside, aside.parent, saved)} == {
+        *lines[place + 1 : place + 4]
+    }
     run()
     assert same_state(state_of(tmp_path / "run", 4), state_of(whole, 4)) == []
 
