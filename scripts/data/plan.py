@@ -237,7 +237,7 @@ class Preparation:
         if self.tokenizer is None:
             return []
         if self.tokenizer.is_dir():
-            return sorted(self.tokenizer.glob("*.json"))
+            return sorted(self.tokenizer.glob("*.json")) + sorted(self.tokenizer.glob("*.jinja"))
         if not self.tokenizer.is_file():
             raise DataError(f"the tokenizer {self.tokenizer} must be an existing file or folder")
         return [self.tokenizer]

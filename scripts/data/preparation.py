@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from parallel.disk import delete
+from parallel.disk import delete, sync
 from scripts.command import counted
 from scripts.data.document_files import numbered_documents, read_documents
 from scripts.data.encoding import EncodedChunk, Encoder, RoundTrip, Workers
@@ -182,7 +182,8 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder`; copy a tokenizer that was already trained from `trained`."""
+    """Write the tokenizer to `folder` and sync its files to disk; copy a tokenizer that was already
+    trained from `trained`."""
     if preparation.tokenizer is not None:
         tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
     elif (trained / TOKENIZER_FILE).exists():
@@ -194,6 +195,7 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
             tokenizer = train_tokenizer(texts, preparation.vocabulary)
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
+        sync(folder / name)
     return tokenizer
 
 

@@ -22,9 +22,20 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer
 
-from scripts.data import encoding, folder, hub, plan, preparation, resume_point, set_writer, shards
+from scripts.data import (
+    encoding,
+    folder,
+    hub,
+    plan,
+    preparation,
+    resume_point,
+    set_writer,
+    shards,
+    text_tokenizer,
+)
 from scripts.data.sources import find_inputs
 from scripts.prepare_data import chosen, main, parse
+from tests.disk_calls import DiskCalls
 from tests.run_results import hashes
 from tests.text_files import TEXTS, lines, texts, write_byte_level_tokenizer, write_jsonl
 from training.data import document_index
@@ -200,6 +211,25 @@ def test_it_goes_on_where_it_was(inputs, tmp_path, capsys) -> None:
     assert said is not None and 100 < int(said[1]) <= 200
 
 
+def test_a_tokenizer_is_trained_once(inputs, whole, tmp_path, monkeypatch) -> None:
+    """It is on the disk when the first progress is saved, before any document."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    options, expected = arguments("trained", inputs, tmp_path / "out"), whole("trained")
+    with monkeypatch.context() as patch:
+        calls = DiskCalls(tmp_path, patch)
+        patch.setattr(set_writer.DocumentFile, "add", interrupted)
+        assert main(options) == 130
+    lines = calls.lines()
+    saved = next(i for i, line in enumerate(lines) if line.endswith("/progress.json"))
+    assert f"wait {tmp_path}/out.preparing/tokenizer.json" in lines[:saved]
+    monkeypatch.setattr(preparation, "train_tokenizer", interrupted)
+    assert main(options) == 0
+    assert hashes(tmp_path / "out") == expected
+
+
 def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     options = arguments("trained", inputs, tmp_path / "out")
     assert killed("add", 200, [word.replace("0.1", "0.3") for word in options])
@@ -331,6 +361,19 @@ def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> No
     changed.append(option)
     prints = [chosen(parse(each)).fingerprint() for each in (command, keyed, changed, changed)]
     assert len({*prints}) == 3 and prints[2] == prints[3]
+
+
+def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_path: Path) -> None:
+    """These are the files that are read or copied."""
+    command = arguments("limited", inputs, Path("out"))
+    command[command.index("--tokenizer") + 1] = str(tmp_path)
+    preparation, names = chosen(parse(command)), {*text_tokenizer._CONFIGS}
+    names |= {text_tokenizer.TOKENIZER_FILE, *text_tokenizer.COMPANIONS}
+    prints = [preparation.fingerprint()]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+        prints.append(preparation.fingerprint())
+    assert len({*prints}) == len(names) + 1
 
 
 def test_the_manifest_states_the_inputs_that_were_read(inputs: Path, tmp_path: Path) -> None:
