@@ -4,7 +4,9 @@ import argparse
 import io
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,37 @@ def test_every_command_line_is_read_by_that_parser() -> None:
     texts = {path.name: path.read_text("utf-8") for path in files}
     assert "Parser(" in texts["pretrain.py"] and "Parser(" in texts["evaluate.py"]
     assert not [name for name, text in texts.items() if "argparse.ArgumentParser(" in text]
+
+
+def test_a_default_that_a_help_states_is_the_default(monkeypatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def parsed(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        parsers.append(parser)
+        raise InputError("only the parser is needed")
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
+    for path in (ROOT / "pretrain.py", *ROOT.glob("scripts/**/*.py")):
+        if "\ndef parse(arguments" in path.read_text("utf-8"):
+            module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            with pytest.raises(InputError, match="only the parser"):
+                module.parse([])
+    stated = 0
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()  # these are read later in this loop
+            said = re.search(r"\(default: ([^%]*?)([,;].*)?\)", action.help or "")
+            if said and action.default is not None:
+                stated += 1
+                default = action.default if isinstance(action.default, list) else [action.default]
+                for text, value in zip(said[1].split(), default, strict=True):
+                    word, given = (
+                        (action.type or str)(each) if isinstance(each, str) else each
+                        for each in (text, value)
+                    )
+                    assert word == given or ROOT / text == given, (parser.prog, action)
+    assert stated > 5 and len(parsers) > 20
 
 
 def test_a_missing_package_is_named_with_its_command() -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from scripts.command import write_whole
+from scripts.experiments.experiment import Draws
+from scripts.experiments.pc_layers import LEVELS, PAPER, deep_linear
 from scripts.plot import main
 from scripts.plots.effective_weights import plot_maps, plot_spectrum
-from scripts.plots.study_figures import plot_curves
+from scripts.plots.study_figures import plot_curves, plot_losses, plot_study
 from scripts.studies.tables import read_results
 from tests.run_configs import tiny_config
 from training.errors import InputError
@@ -67,6 +69,34 @@ def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, mon
     assert high - low == pytest.approx(2 * stdev(losses) / len(losses) ** 0.5)
 
 
+def test_the_figures_of_a_study_show_its_losses(root, tmp_path):
+    """Without a value that a variant has not tried, its line goes on to the next value."""
+    content = json.loads((root / "studies/optimizers/results/llama_0.1m/results.json").read_text())
+    del content["trials"][2]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    (axes,) = plot_losses(tmp_path / "results.json", "optimizer.matrix.lr").axes
+    assert [line.get_label() for line in axes.lines] == list(content["variants"])
+    for line in axes.lines:
+        points = [
+            (float(trial["candidate"][0].partition("=")[2]), trial["loss"])
+            for trial in content["trials"]
+            if (trial["variant"], trial["stage"]) == (line.get_label(), "rate")
+            and trial["share"] == 0.25  # later rungs train only the best
+        ]
+        assert [*zip(*line.get_data(), strict=True)] == sorted(points)
+    (axes,) = plot_study(tmp_path / "results.json").axes
+    losses = {row["variant"]: row["losses"] for row in content["rows"]}
+    drawn = [line.get_xdata() for line in axes.lines if line.get_alpha() is not None]
+    names = [label.get_text().split("  -  ") for label in axes.get_yticklabels()]
+    assert len(names) == sum(each["against"] is not None for each in content["variants"].values())
+    for (name, other), seeds, container in zip(names, drawn, axes.containers, strict=True):
+        line, _, (bars,) = container.lines
+        assert seeds == pytest.approx(np.subtract(losses[name], losses[other]))
+        assert line.get_xdata() == pytest.approx([mean(seeds)])
+        width = 2 * stdev(seeds) / len(seeds) ** 0.5
+        assert np.diff(bars.get_segments()[0][:, 0]) == pytest.approx(width)
+
+
 def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
     assert main(["maps", "--output", f"{tmp_path}/drawn.svg"]) == 0
     drawn, committed = (
@@ -94,6 +124,21 @@ def test_every_polynomial_is_drawn_with_its_target():
         assert np.interp(x[x > 0.1], line.get_xdata(), line.get_ydata()) == pytest.approx(
             (x * factor)[x > 0.1], abs=1e-3
         )
+
+
+def test_an_experiment_states_the_condition_number_of_each_level():
+    """Singular values from 1 to 0.2, mapped by the polynomials that the paper prints."""
+    outcome = deep_linear(Draws(0), widths=(6, 8, 4), samples=4, steps=2)
+    expected = []
+    for coefficients in ((1.0,), *PAPER.values()):
+        values = [
+            sum(a * x ** (2 * i + 1) for i, a in enumerate(coefficients))
+            for x in (np.geomspace(1, 0.2, 6), np.geomspace(1, 0.2, 4))
+        ]
+        expected.append(max(max(each) / min(each) for each in values))
+    assert outcome.data["condition_number"] == pytest.approx(expected, rel=1e-3)
+    names = [f"{n} ({k:.1f})" for n, k in zip(LEVELS, expected, strict=True)]
+    assert [list(panel.lines) for panel in outcome.panels] == [names] * 2
 
 
 def test_an_output_that_is_a_folder_is_refused(tmp_path, refusal):

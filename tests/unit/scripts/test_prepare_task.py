@@ -86,6 +86,13 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str
     return str(path)
 
 
+def table(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """Write rows as Parquet and return the file's name."""
+    content = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(content, folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
 def with_lm_eval() -> Path:
     """The interpreter of an environment with lm-eval; without one the test is skipped."""
     default = ROOT / ".venv-eval" / "bin" / "python"
@@ -237,9 +244,7 @@ def test_rows_become_examples(tmp_path, capsys):
     assert main([str(output), "--output", str(output), "--limit", "1"]) == 2
     assert "--output must not be the source file" in capsys.readouterr().err
     assert json_lines(output) == [plain] * 2
-    table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS["hellaswag"])
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
-    found = list(examples(str(tmp_path / "rows.parquet"), "hellaswag"))
+    found = list(examples(table(tmp_path, ROWS["hellaswag"]), "hellaswag"))
     assert [found[0].context, found[0].choices, found[0].answer] == EXAMPLES["hellaswag"][0]
 
 
@@ -269,6 +274,18 @@ def test_rows_of_no_example_are_refused(row, name, rule, tmp_path, capsys):
         list(examples(source, name))
     assert main([source, "--format", name, "--output", str(tmp_path / "out.jsonl")]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [(written, "line 2"), (table, "row 2"), (lambda *a: written(*a) and f"hf:{a[0]}", "row 2")],
+    ids=["JSON lines", "Parquet", "a dataset"],
+)
+def test_the_row_of_an_error_is_named_in_any_source(source, place, tmp_path):
+    wrong = {**ROWS["piqa"][0], "label": 9}
+    name = source(tmp_path, [ROWS["piqa"][0], wrong, ROWS["piqa"][0]])
+    with pytest.raises(DataError, match=f"{name}.*, {place}: answer must be the index of one of"):
+        list(examples(name, "piqa"))
 
 
 def test_sources_that_cannot_be_read_are_refused(tmp_path, capsys):

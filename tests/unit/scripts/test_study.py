@@ -13,6 +13,7 @@ import yaml
 
 from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
+from scripts.studies.running import check_tokenizers
 from scripts.studies.search import begin, run_of
 from scripts.studies.trainer import message, summary
 from scripts.study import main
@@ -114,6 +115,10 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     assert "lr and plain must have the same tokenizer" in said()
+    # Overrides of the command replace those of the variants.
+    same = load_config(study["variants"]["plain"]["config"]).data.train["walk"].path
+    overrides = [f"data.{kind}.walk.path={same}" for kind in ("train", "validation")]
+    check_tokenizers(read_study(study_file), overrides)
 
 
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
