@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.blocks.in_graph_pc import GAMMA
+from models.blocks.in_graph_pc import GAMMA, with_gammas
+from models.families import all_units
 from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
@@ -19,7 +20,8 @@ from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import Case, built, named_gradient, whole_gradients
 from tests.saved_state import save_state
-from tests.stepped_models import TINY, assigned, stepped_model
+from tests.stepped_models import TINY, stepped_model
+from training.assignments import assignments
 from training.config.optimizer_section import GroupConfig, OptimizerConfig
 from training.step import Trainer
 
@@ -108,9 +110,14 @@ def unsound_owner(groups: process_groups.Groups) -> dict[str, tuple[bool, bool]]
 def preconditioned(
     groups: process_groups.Groups, evaluator: str
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """Return a tiny model with PC layers in float64, and its optimizer."""
+    """Return a tiny model with PC layers in float64, and its optimizer.
+
+    A layer's k is one unit, which is not contiguous in the weight of q, k and v.
+    """
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
-    return stepped_model(TINY, groups, assigned(OPTIMIZER, TINY, pc), pc=pc)
+    units = with_gammas(all_units(TINY, qkv_units="component"), pc)
+    assign = assignments(OPTIMIZER, units, pc)
+    return stepped_model(TINY, groups, assign, pc=pc, qkv_units="component")
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:

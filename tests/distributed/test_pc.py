@@ -40,7 +40,7 @@ def test_a_weight_that_is_not_finite_at_its_owner_reaches_no_rank(found):
 
 def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
     expected = found["ranks1 in_graph"]
-    assert sum(name.endswith(".gamma") for name in expected) == 2 * (2 + 1 + 3)
+    assert sum(name.endswith(".gamma") for name in expected) == 2 * (1 + 1 + 3)
     gradients_of = [units for name, units in found.items() if not name.endswith("unsound")]
     assert len(gradients_of) == 2 * (1 + len(LAYOUTS))
     for gradients in gradients_of:

@@ -163,10 +163,11 @@ def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
     [([True, True], None), ([False, True], torch.tensor([0.5, 3.0])), ([False, False], None)],
     ids=["all", "one, scaled", "none"],
 )
-@pytest.mark.parametrize(("dtype", "tall"), [(d, d == torch.float32) for d in BOUNDS])
-def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor | None) -> None:
-    """Test more elements than one program handles, a transposed direction, rates per matrix, and a
-    scale. A refused step keeps the weight bit for bit."""
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_update(dtype: torch.dtype, gate: list[bool], scale: Tensor | None) -> None:
+    """Test more elements than one program handles, a transposed direction, rates per matrix, a
+    scale, and cautious decay. A refused step keeps the weight bit for bit."""
+    tall = cautious = dtype == torch.float32
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
     active = torch.tensor(gate)
@@ -174,8 +175,10 @@ def test_update(dtype: torch.dtype, tall: bool, gate: list[bool], scale: Tensor 
     factor, step = torch.tensor([0.75, 0.5]), torch.tensor([0.125, 0.25])
     before = weight.clone()
     start = weight.double() if scale is None else scale[:, None, None] * weight.double()
-    moved = factor[:, None, None] * start - step[:, None, None] * direction.double()
-    square = update.update_(weight, direction, factor, step, active, scale)
+    decays = ~(weight * direction.float() < 0) | torch.tensor(not cautious)
+    kept = torch.where(decays, factor[:, None, None].double(), 1.0)
+    moved = kept * start - step[:, None, None] * direction.double()
+    square = update.update_(weight, direction, factor, step, active, scale, cautious)
     assert torch.equal(weight[~active], before[~active])
     torch.testing.assert_close(weight[active].double(), moved[active], rtol=0, atol=1e-6)
     sums = direction.float().square().sum((1, 2))

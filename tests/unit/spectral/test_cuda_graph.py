@@ -1,10 +1,12 @@
 """Steps of the one-process optimizers under the conditions of a CUDA graph, without a GPU."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
 from spectral import Muon, SpectralOptimizer, SpectralSphere
-from spectral.cuda_graph import CapturedStep
+from spectral.cuda_graph import WARM_UP, CapturedCall, CapturedStep
 from spectral.parameter_state import MASTER
 from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import traced, without_eigensolvers
@@ -41,6 +43,30 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind
     # The reports of the first step existed before counting began.
     (held, _), *later = held_and_peak_bytes(step, 3)
     assert later[0] == later[1] and later[0][0] == held
+
+
+def test_a_call_runs_until_it_is_captured_and_is_replayed_later(monkeypatch):
+    """Each call of the graph repeats what ran while it was captured."""
+    made: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            made.append("replay")
+
+        def reset(self) -> None:
+            made.append("reset")
+
+    for name in ("Stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+    call = CapturedCall(lambda: made.append("run"), torch.device("cuda"))
+    ran = [call() for _ in range(WARM_UP + 3)]
+    assert ran == [True] * (WARM_UP + 1) + [False] * 2
+    assert made == ["run"] * (WARM_UP + 1) + ["replay"] * 3
+    call.release()
+    assert call() and made[-2:] == ["reset", "run"]
 
 
 def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):

@@ -897,6 +897,9 @@ def inherited() -> nn.Module:
         lambda: branch(imported),
         inherited,
         lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=Gated(), out=linear(8, 8))),
+        # Functions of torch, whose code is not read.
+        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=nn.GLU(), out=linear(4, 8))),
+        lambda: branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
         lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), next=Next())),
         lambda: branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
         lambda: branch(lambda m, x: m.out(serialize(m.wide(x)))),
