@@ -24,7 +24,7 @@ from training.checkpoint.saving import CheckpointError
 from training.config.schema import StopConfig, WatchdogConfig
 from training.errors import InputError
 from training.lifecycle.lifecycle import StopRequests, Watchdog
-from training.lifecycle.run_folder import FolderError, locked
+from training.lifecycle.run_folder import FolderError, HeldFolder, locked
 from training.lifecycle.terminal import LastingFile
 from training.loop import ignore
 from training.report.log_lines import LogFile
@@ -249,6 +249,20 @@ def test_a_run_whose_folder_was_moved_makes_no_new_one(replaced, run, tmp_path):
     assert not replaced or not list((tmp_path / "run").iterdir())
     assert steps(tmp_path / "moved") == saved
     assert metrics_of(tmp_path / "moved")[-1]["step"] == END
+
+
+@pytest.mark.parametrize("moved", ["run", "."])
+@pytest.mark.parametrize("instead", [None, Path.touch, Path.mkdir])
+def test_a_folder_is_gone_whatever_is_in_its_place_or_its_parents(moved, instead, tmp_path):
+    place = (tmp_path / "parent" / moved).resolve()
+    (tmp_path / "parent" / "run").mkdir(parents=True)
+    with closing(HeldFolder(tmp_path / "parent" / "run")) as held:
+        held.check()
+        place.rename(tmp_path / "elsewhere")
+        if instead is not None:
+            instead(place)
+        with pytest.raises(FolderError, match=r"run.dir .* was moved or removed"):
+            held.check()
 
 
 def test_a_run_writes_through_no_link(run, tmp_path):

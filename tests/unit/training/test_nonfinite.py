@@ -19,6 +19,23 @@ def test_skipped_steps_are_counted():
     assert guard.skipped == 3
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, where steps are not checked at once."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+def test_a_checkpoint_contains_the_steps_that_were_not_checked_yet():
+    guard, other = NonFiniteGuard(limit=2), NonFiniteGuard(limit=2)
+    for step, ok in enumerate([False, True, False], start=1):
+        guard.record(step, (4 * step - 4, 4 * step), torch.tensor(ok).as_subclass(OnDevice))
+    assert guard.skipped == 0
+    other.restore(guard.state())
+    assert other.skipped == 2
+    with pytest.raises(NonFiniteError, match="in steps 3 to 5 .*samples 8 to 19"):
+        record(other, [False, False], first=4)
+
+
 def test_limit_zero_stops_at_once():
     with pytest.raises(NonFiniteError, match="samples 0 to 7"):
         NonFiniteGuard(limit=0).record(1, (0, 8), torch.tensor(False))

@@ -1,6 +1,7 @@
 """The Gram penalty in training: its gradient, schedule, and metrics."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -74,22 +75,41 @@ def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule, pr
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, world, capsys):
+def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(
+    folder, world, capsys, monkeypatch
+):
     config = tiny_config(
         folder, "muon", train__steps=10, log__interval=2, gram_penalty__horizon=0.5
     )
     trainer = build_trainer(config, world, *build_data(config))
-    value = sum(
-        1e-3 * penalty_by_definition(local(trainer.model, unit).double()).item()
-        for unit in trainer.model.units
-        if unit.role in ROLES
-    )
+    weights = [
+        local(trainer.model, unit).double() for unit in trainer.model.units if unit.role in ROLES
+    ]
+    value = sum(1e-3 * penalty_by_definition(weight).item() for weight in weights)
+    shares = [penalty_by_definition(weight, normalize="frobenius").item() for weight in weights]
+    gradients: list[torch.Tensor] = []
+    add = trainer.penalty.add
+
+    def noted(index: int) -> None:
+        """Note the gradients of penalised weights before and after the penalty is added."""
+        for call in (lambda: None, lambda: add(index)):
+            call()
+            units = (unit for unit in trainer.model.units if unit.role in ROLES)
+            parts = [trainer.model.gradient(unit).reshape(-1).double() for unit in units]
+            gradients.append(torch.cat(parts))
+
+    monkeypatch.setattr(trainer.penalty, "add", noted)
     loss = trainer.step(0).loss.item()
+    before, after = gradients
     train(config, world)
     lines = json_lines(Path(config.run.dir) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10]
     assert [line["penalty/on"] for line in lines] == [1, 1, 1, 0, 0, 0]
     assert lines[0]["penalty/value"] == pytest.approx(value, rel=1e-5)
     assert lines[0]["penalty/loss_ratio"] == pytest.approx(value / loss, rel=1e-5)
-    said = f"Gram penalty in the first step: {lines[0]['penalty/loss_ratio']:.3g} of the loss"
+    ratio = ((after - before).norm() / before.norm()).item()
+    assert lines[0]["penalty/gradient_ratio"] == pytest.approx(ratio, rel=1e-3)  # of float32 sums
+    assert lines[0]["penalty/share"] == pytest.approx(fmean(shares), rel=1e-5)
+    said = f"Gram penalty in the first step: {lines[0]['penalty/loss_ratio']:.3g} times the loss; "
+    said += f"gradient norm: {lines[0]['penalty/gradient_ratio']:.3g} times the loss's"
     assert said in capsys.readouterr().out

@@ -162,6 +162,9 @@ def test_activations_by_hand():
     routed = 2 * 6 // 2 + 6 // 2
     more = 5 * (routed - block) + 2 * 16 // 2
     assert mixed - whole == 10 * (more + 6 * (max(routed, block) - block)) * 2
+    # Both ranks of an expert have copies of all tokens, but half of its hidden elements.
+    both = activation_bytes(ten_tokens(replace(TINY, moe=moe), expert_tensor=2), [part])
+    assert both - mixed == 10 * 2 * 16 // 2 * 2
     again = [
         activation_bytes(ten_tokens(TINY, recompute=level), [part])
         for level in ("selective", "full")

@@ -193,6 +193,12 @@ def test_bases_are_merged_in_order_and_lists_replace(tmp_path: Path, minimal: Pa
     config = load_config(tmp_path / "top.yaml")
     assert (config.seed, config.log.interval, config.run.dir) == (2, 3, "runs/top")
     assert load_config(tmp_path / "top.yaml", ["run.name=x"]).run.dir == "runs/x"
+    # Bases of a linked file are next to the file; and a cycle may take any way.
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "deep" / "a.yaml")
+    assert load_config(tmp_path / "link.yaml").seed == 1
+    (tmp_path / "deep" / "b.yaml").write_text("base: ../deep/b.yaml")
+    with pytest.raises(InvalidConfigError, match="base files form a cycle"):
+        load_config(tmp_path / "deep" / "b.yaml")
 
 
 def test_unreadable_files_are_named(tmp_path, minimal, monkeypatch) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from training.data import document_index
 from training.data.document_index import Borders, DocumentIndex
 from training.data.mock_tokens import MockTokens
 from training.data.order import TrainingData
@@ -75,8 +76,11 @@ def test_without_borders_a_sample_is_the_window(tmp_path: Path) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1))
-def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]]) -> None:
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1),
+    step=st.sampled_from([1, 2, 5, document_index.STEP]),
+)
+def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]], step: int) -> None:
     flat = np.array([n for document in lengths for n in document])
     ends = np.cumsum(flat)
     places = (ends - flat) * 2
@@ -84,7 +88,9 @@ def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]]) -> N
     index = DocumentIndex(places, borders, int(ends[-1]), 2)
     sizes = [sum(document) for document in lengths]
     starts = [sum(sizes[:i]) for i, size in enumerate(sizes) if size]
-    assert index.count() == len(starts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document_index, "STEP", step)
+        assert index.count() == len(starts)
     for first in range(int(ends[-1])):
         found = index.starts(first, int(ends[-1])).tolist()
         assert found == [start for start in starts if start >= first]
