@@ -15,6 +15,7 @@ from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.model import ParallelModel
+from parallel.optimizer import materialized_pc
 from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.state_workers import label, started
@@ -112,8 +113,10 @@ def preconditioned(
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Return a tiny model with PC layers in float64, and its optimizer.
 
-    A layer's k is one unit, which is not contiguous in the weight of q, k and v.
+    A layer's k is one unit, which is not contiguous in the weight of q, k and v. Units of a stack
+    are mapped one at a time.
     """
+    materialized_pc.CHUNK_NUMEL = 1
     pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
     units = with_gammas(all_units(TINY, qkv_units="component"), pc)
     assign = assignments(OPTIMIZER, units, pc)

@@ -227,7 +227,7 @@ SSO = SpectralSphereRule(steps=2)
     ("rule", "active"),
     [
         *((MUON, None), (MUON, True), (MUON, False)),
-        *((CAUTIOUS, True), (CAUTIOUS, False), (SSO, True), (SSO, False)),
+        *((CAUTIOUS, True), (SSO, True), (SSO, False)),
     ],
 )
 def test_a_step_by_the_kernels(to_kernels, monkeypatch, rule, active) -> None:

@@ -3,10 +3,11 @@
 import re
 
 import pytest
+import torch
 from torch import Tensor
 
 from parallel.observe import weight_watch
-from parallel.observe.weight_watch import INTEGERS, WeightWatch
+from parallel.observe.weight_watch import INTEGERS, WeightWatch, bit_hash
 from parallel.optimizer.distributed_optimizer import DisagreementError
 from tests.update_cases import built
 
@@ -33,6 +34,13 @@ def test_a_change_before_an_earlier_step_is_still_found(world) -> None:
         watch.note()
     with pytest.raises(DisagreementError, match="weights have changed between steps"):
         watch.check()
+
+
+def test_a_hash_does_not_depend_on_the_number_of_elements_that_are_hashed_at_a_time(monkeypatch):
+    values = [torch.randn(10).to(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    whole = [bit_hash(value) for value in values]
+    monkeypatch.setattr(weight_watch, "HASHED", 4)
+    assert [bit_hash(value) for value in values] == whole
 
 
 def test_only_weights_in_the_chunk_of_a_flipped_bit_are_named(world, monkeypatch) -> None:

@@ -91,7 +91,8 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, world):
+def test_a_role_begins_and_stays_on_the_sphere_of_its_own_radius(steps, folder, world, monkeypatch):
+    monkeypatch.setattr("models.initialize.STACK", 3 * 16 * 64)  # three of the eight heads of q
     radii = {"q": 2.0, "down": 0.5}
     config = tiny_config(
         folder,

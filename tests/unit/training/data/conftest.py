@@ -1,6 +1,6 @@
 """Fixtures of the tests of data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,19 @@ from tests import mixtures
 from tests.mixtures import LENGTH, Read
 from tests.run_configs import tiny_config
 from tests.token_files import write_stream, write_token_set
+from training.data import token_set
 from training.data.order import TrainingData
 from training.run import train
 
 SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_scans() -> Iterator[None]:
+    """Scan token sets in many parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_set, "_SCAN", 83)
+        yield
 
 
 @pytest.fixture
