@@ -1,6 +1,6 @@
 """Differences between releases of megatron-core, and the C compiler that Triton requires.
 
-Features are detected instead of derived from the version. Releases older than `TESTED` are refused;
+Features are detected, not inferred from the version. Releases older than `TESTED` are refused;
 newer releases cause a warning.
 """
 

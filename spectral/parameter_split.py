@@ -195,8 +195,8 @@ def check_name(name: str) -> None:
         )
     if is_fused(last):
         raise ValueError(
-            f"{name} looks like several matrices in one; set its group's units with "
-            "split_parameters, or to {'rows': [n], ...} with the number of rows of each matrix"
+            f"{name} looks like several matrices in one; use split_parameters, or set its group's "
+            "units to {'rows': [n, ...]}, the row count of each matrix"
         )
 
 

@@ -55,7 +55,7 @@ class AdamW(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "adamw"
@@ -106,7 +106,7 @@ class Muon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "muon"
@@ -164,7 +164,7 @@ class NorMuon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "normuon"
@@ -225,7 +225,7 @@ class AdaMuon(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "adamuon"
@@ -289,7 +289,7 @@ class MuonSphere(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "muon_sphere"
@@ -367,7 +367,7 @@ class SpectralSphere(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "spectral_sphere"
@@ -447,7 +447,7 @@ class MuonPlusPlus(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "muon_plus_plus"
@@ -502,7 +502,7 @@ class SpectralDescent(SpectralOptimizer):
         master_weights: whether to step a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent; None keeps their dtype.
+        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
     """
 
     default_rule = "spectral_descent"

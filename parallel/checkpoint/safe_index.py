@@ -85,7 +85,7 @@ def read_index(folder: str | Path) -> Metadata:
     except Exception as error:
         raise UnsafeIndexError(f"{path} cannot be read: {error}") from None
     if not isinstance(index, Metadata):
-        raise UnsafeIndexError(f"{path} is not an index of tensors")
+        raise UnsafeIndexError(f"{path} is not checkpoint metadata")
     for name in index_files(index):
         if name != os.path.basename(name) or not (Path(folder) / name).is_file():
             raise UnsafeIndexError(f"{path} is not trusted: {name!r} is not a file in its folder")

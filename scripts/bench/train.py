@@ -10,8 +10,8 @@ without checkpoints and validation. `--synthetic` trains on random tokens and re
 
 Each `--variant` adds overrides to the config; quote several overrides as one argument. The config
 and its variants take steps alternately. Column `x` is a variant's step time divided by the
-config's; `x by update` is this ratio if data, forward and backward took the same time in
-both. With variants, phases on a CPU are measured in processor time. The phase `data` reads
+config's; `x by update` is what `x` would be if data, forward and backward took equal
+time in both. With variants, phases on a CPU are measured in processor time. The phase `data` reads
 tokens and checks their hashes; `--variant data.verify=none` omits the check.
 
 MFU is model FLOPs per token, times tokens per second and device, divided by the device's dense

@@ -176,7 +176,7 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """Return the sha256 of the options and the inputs' identities (None: compute them)."""
+        """Return the sha256 of the options and the inputs' `identities`, computed here if None."""
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {

@@ -112,7 +112,7 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     """Return the content of a result file for the study that one of `commands` runs.
 
-    Raises InputError if the study is unfinished or was run from another description.
+    Raises InputError if the study is unfinished or does not match its YAML file.
     """
     command = study_command(what, commands)
     file = ROOT / str(what.study) / "results.json"

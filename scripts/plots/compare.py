@@ -150,7 +150,7 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
             runs.append(read_run(path, None if label == "." else label))
             inside.clear()  # checkpoints also contain configs
     if not runs:
-        raise InputError(f"{folder} must contain run folders, but contains no metrics.jsonl")
+        raise InputError(f"{folder} contains no run folder (metrics.jsonl and config.yaml)")
     return runs
 
 

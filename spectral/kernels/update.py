@@ -49,7 +49,7 @@ def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nester
 
     Args:
         grad, mean: contiguous float32 tensors of equal shapes.
-        decay: decay of the mean.
+        decay: mu, the mean's decay factor.
         active: bool, 0-d, on the same device. If it is False, `mean` is not changed and is copied
             to `grad`.
         nesterov: whether the direction is the new mean with the gradient averaged in once more.

@@ -77,7 +77,7 @@ class RunMeta(Meta):
 
     def __post_init__(self) -> None:
         if missing := {"data", "tokenizer"} - self.identity.keys():
-            raise ValueError(f"identity must have {' and '.join(sorted(missing))}")
+            raise ValueError(f"identity lacks {' and '.join(sorted(missing))}")
         if self.progress.step != self.step:
             raise ValueError(f"step must equal the step of progress, {self.progress.step}")
 

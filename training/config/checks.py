@@ -136,7 +136,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check `optimizer.distributed.tensor_mode`, which must be owner with `reason`."""
+    """Check that `optimizer.distributed.tensor_mode` is owner, which `reason` needs."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 

@@ -140,7 +140,7 @@ class OptimizerConfig(Section):
     set of query heads that share a KV head, one per key head and one per value head; component: one
     matrix each for q, k and v; fused: one matrix."""
     split_gate_up: bool = True
-    """Step the gate and up projections, which are one parameter, as two matrices."""
+    """Update the fused gate and up projections as two matrices."""
     clip: ClipConfig = ClipConfig()
     matrix: GroupConfig
     """Matrices of the transformer layers."""

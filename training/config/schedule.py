@@ -130,8 +130,8 @@ class TrainConfig(Section):
     installed and `loss_chunk` is null, otherwise null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Coefficient of the z-loss, the mean over tokens of the squared log-sum-exp of the logits
-    (PaLM: 1e-4). The z-loss is added to the minimised loss, but not to `train/loss` or validation
-    losses. `train/z_loss` is the z-loss without the coefficient. 0 = no z-loss."""
+    (PaLM: 1e-4; 0 = no z-loss). The z-loss is added to the minimised loss, but not to `train/loss`
+    or validation losses. The metric `train/z_loss` omits the coefficient."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
     """Kernels of the backward passes of gated activations and attention heads. triton: kernels that
     write each gradient in one pass; null: the kernels of `compile` or autograd; auto: triton on a

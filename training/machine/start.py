@@ -78,7 +78,7 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raise RanksDifferError on all ranks if a fact differs, with one line per differing fact;
+    """On all ranks, raise RanksDifferError with a line per fact that differs between ranks;
     collective."""
     lines = disagreements(facts)
     if lines:

@@ -1,5 +1,4 @@
-"""The rehearsed program: the line that causes an event, and replacement of functions in all
-modules."""
+"""Lines of the rehearsed program that cause events, and functions replaced in all its modules."""
 
 import sys
 from functools import cache

@@ -208,7 +208,7 @@ def largest(one: Counts, other: Counts) -> Counts:
 
 
 def described(report: Report) -> str:
-    """Return the report as text: a table of phases, memory and time, host waits, and a verdict."""
+    """Return the report as text: a table of phases; memory, time and host waits; a verdict."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     lines = [
         f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
