@@ -79,6 +79,8 @@ GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
 """Functions and indices that may divide a layer's outputs."""
+SHUFFLES = {"rearrange", "pixel_shuffle", "pixelshuffle"}
+"""Functions and classes that may divide a layer's outputs among tokens or pixels."""
 SHAPES = {"view", "reshape"}
 """Functions that may divide outputs into heads, or join the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
@@ -253,9 +255,14 @@ class KnownWeights:
         Returns None if the answer depends on other layers of the enclosing modules. Raises
         ValueError if the answer is unclear.
         """
-        later, mixer = self._later(weight)
+        later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
+        if any((own := Layer.of(m)) and own.inputs == outputs for _, m in weight.path[1:]):
+            return None  # the head around it has a weight of its own
         if takers:
+            if takers <= again:
+                why = "the layers with as many inputs also run before it"
+                raise _unclear(weight, f" looks like a head or one matrix: {why}")
             if takers & self.repeated and self._may_end(weight, later, mixer):
                 why = "other blocks run after it"
                 raise _unclear(weight, f" looks like a head or one matrix: {why}")
@@ -298,8 +305,9 @@ class KnownWeights:
         inputs = _inputs(weight, outputs)
         parts = outputs in range(2 * inputs, 13 * inputs, inputs)  # e.g. shift and scale
         cut = parts and any(x.inputs == inputs for x in later)
-        made = (inputs, *(x.outputs for x in later))
-        others = all(x.inputs in made and x.module not in self.repeated for x in later)
+        made = [inputs, *(x.outputs for x in later)]  # before each later layer
+        others = all(x.inputs in made[:i] for i, x in enumerate(later, 1))
+        others &= self.repeated.isdisjoint(x.module for x in later)
         used = any(x.inputs == outputs for x in self.layers.layers)
         parted = self._cuts(weight) or not (PARTS | AXES | SHAPES).isdisjoint(
             self.words.after(weight.around, weight.own_name)
@@ -308,23 +316,28 @@ class KnownWeights:
         ends = (self.blocks and not cut and others) or not (later or used) or alike
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
-    def _later(self, weight: Weight) -> tuple[list[Layer], str]:
+    def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:
         """Return the layers with a matrix after a weight's layer, and the class of a mixer.
 
         They are later in the model's order or in a forward pass. A mixer is a module that adds or
-        multiplies activations after the weight's layer; without a mixer, the class is "".
+        multiplies activations after the weight's layer; without a mixer, the class is "". The set
+        contains the modules of layers that a forward pass uses before, maybe in another branch.
         """
-        steps, mixer = weight.path[_base(weight) :], ""
+        steps, mixer, again = weight.path[_base(weight) :], "", set[nn.Module]()
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
         for (name, inner), (_, scope) in pairwise(steps):
             words = self.words.after(scope, name)
-            for child in (m for n, m in scope.named_children() if f".{n}" in words):
-                later += self.layers.within(child) if child is not inner else []
+            own = self.words.of(scope)
+            before = own[: own.index(f".{name}")] if f".{name}" in own else []
+            for n, child in scope.named_children():
+                layers = self.layers.within(child) if child is not inner else []
+                later += layers if f".{n}" in words else []
+                again |= {x.module for x in layers if f".{n}" in before}
             if PRODUCTS.intersection(words) or (
                 "+" in words and self.blocks.isdisjoint(scope.modules())
             ):
                 mixer = mixer or kind_of(scope)
-        return [x for x in later if x.multiplies], mixer
+        return [x for x in later if x.multiplies], again, mixer
 
     def _cuts(self, weight: Weight) -> str:
         """Return why a forward pass that uses a layer's outputs may divide them, or ""."""
@@ -337,7 +350,7 @@ class KnownWeights:
                 continue  # a container, whose parent uses the outputs
             later = words.after(module, name)
             used = {*(later if ends or sequential else words.of(module))}
-            apart, parts = (PRODUCTS, PARTS) if ends else (HEADWISE, PARTS | AXES)
+            apart, parts = (PRODUCTS, PARTS | SHUFFLES) if ends else (HEADWISE, PARTS | AXES)
             cut = used & parts or (used & SHAPES and used & apart)
             gated = ends and later.count(":") > 1 and not GATES.isdisjoint(later)
             divides = (cut or gated) and not ATTENTION.search(name)
@@ -536,8 +549,8 @@ def _is_table(weight: Weight) -> bool:
     if kind_of(weight.module).endswith("Embedding"):
         return True
     if weight.is_layer:
-        linear = isinstance(weight.module, CONVOLUTIONS) or "Linear" in kind_of(weight.module)
-        return not linear and EMBEDDINGS.search(weight.own_name) is not None
+        named = EMBEDDINGS.search(weight.own_name) is not None
+        return named and re.search("(?i)emb|lookup", kind_of(weight.module)) is not None
     alone = weight.parameter.ndim == 3 and weight.parameter.shape[0] == 1
     return (alone and "weight" not in weight.own) or TABLES.search(weight.own) is not None
 

@@ -731,6 +731,14 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder("A", to_q=linear(8, 8), to_kv=linear(8, 4), heads=4),
         "to_kv.weight looks like .*: heads of A",
     ),
+    "outputs of several pixels": (
+        lambda: nn.Sequential(
+            holder("Merge", down=nn.Conv2d(32, 8, 1)),
+            holder("Split", lambda m, x: F.pixel_shuffle(m.up(x), 2), up=nn.Conv2d(8, 32, 1)),
+            nn.Conv2d(8, 4, 1),
+        ),
+        "1.up.weight looks like .*Split splits channels",
+    ),
     "a projection that may be [in, out]": (
         lambda: holder("A", proj_k=parameter(16, 4), head_dim=4),
         "proj_k looks like .*its name is proj_k",
@@ -1077,6 +1085,49 @@ def test_a_head_is_what_no_later_layer_takes(name: str) -> None:
     assert all(r.rule == "spectral" for r in rows if len(r.shape) > 1 and "a head" not in r.reason)
 
 
+def tasks(m: Any, x: Tensor, task: str) -> Tensor:
+    return forecast(m, x) if task == "forecast" else forecast(m, -x)
+
+
+def forecast(m: Any, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        x = block(m.enter(x))
+    return m.out(x)
+
+
+@pytest.mark.parametrize("order", [("enter", "blocks", "out"), ("blocks", "out", "enter")])
+def test_layers_that_run_before_a_head_do_not_use_its_outputs(order: tuple[str, ...]) -> None:
+    """A model may predict as many numbers as it reads, for one of several tasks."""
+    members = {"enter": linear(5, 8), "blocks": nn.ModuleList([Block()]), "out": linear(8, 5)}
+    for forward in (tasks, lambda m, x: m.out(m.blocks[0](m.enter(x)))):
+        model = holder("Forecaster", forward, **{name: members[name] for name in order})
+        if forward is tasks or order[-1] == "enter":
+            with pytest.raises(ValueError, match="^out.weight looks like a head or one matrix"):
+                split_parameters(model)
+        else:
+            assert split_parameters(model).rows[-1].rule == "adamw"
+
+
+def test_a_layer_in_a_head_with_a_weight_is_a_matrix() -> None:
+    """The head multiplies by a tied embedding after a dense layer, as in ESM."""
+    head = holder("Head", dense=linear(8, 8), norm=nn.LayerNorm(8), weight=parameter(30, 8))
+    embedding = nn.Embedding(30, 8)
+    head.weight = embedding.weight
+    model = holder(embedding=embedding, blocks=nn.ModuleList([Block()]), lm_head=head)
+    rows = {row.name: row.rule for row in split_parameters(model).rows}
+    assert (rows["lm_head.dense.weight"], rows["embedding.weight"]) == ("spectral", "adamw")
+
+
+def test_an_unknown_layer_named_like_an_embedding_is_no_table() -> None:
+    layer = holder("Dense", weight=parameter(32, 32))
+    model = trunk(emb_linear=layer, out=linear(32, 32))
+    rows = {row.name: row.rule for row in split_parameters(model).rows}
+    assert rows["blocks.0.emb_linear.weight"] == "spectral"
+    table = trunk(token_embedding=holder("TokenEmbedding", weight=parameter(50, 8)))
+    rows = {row.name: row.rule for row in split_parameters(table).rows}
+    assert rows["blocks.0.token_embedding.weight"] == "adamw"
+
+
 def test_a_query_of_a_separable_convolution_is_divided_by_heads() -> None:
     separable = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
     model = holder(heads=4, to_q=holder(net=separable))
@@ -1138,6 +1189,7 @@ def test_one_output_a_head_is_a_gate() -> None:
         trunk(("shift_and_scale", linear(8, 16)), ("last", linear(8, 3))),
         trunk(("boxes", nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)]))),
         holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
+        trunk(("patches_out", linear(8, 16)), ("smooth", nn.Conv2d(4, 4, 3))),  # U-ViT
     ],
 )
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
