@@ -463,14 +463,21 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
         return own
     if part in ("qkv", "kv") and values not in (0, size):
         return 0
-    wider = part == "v" and 0 < heads * size < outputs and outputs % heads == 0
-    if size and outputs % size == 0 and not wider:
-        return size
-    if part in ("k", "v", "kv") and not _first(around, KEY_COUNTS):  # maybe one key for all heads
-        layers = [(projection_of(name), Layer.of(m)) for name, m in around.named_children()]
-        if any(x.outputs * len(part) != outputs * len(p) for p, x in layers if p and x):
-            return 0
+    stated = _first(around, KEY_COUNTS)
+    children = around.named_children()
+    layers = [(projection_of(name), Layer.of(module)) for name, module in children]
     count = ("q" in part) * heads + len(part.strip("q")) * keys
+    if size and heads:  # they must agree; queries may have several vectors per head
+        queries = [x.outputs for p, x in layers if p == "q" and x] + [outputs] * (part == "q")
+        fewer = not stated and part != "q"  # maybe one key for all heads
+        agree = count * size % outputs == 0 if fewer else outputs == count * size
+        if any(n % (heads * size) for n in queries) or not (agree or part == "q"):
+            return 0
+    if size and outputs % size == 0:
+        return size
+    widths = [x.outputs * len(part) - outputs * len(p) for p, x in layers if p and x]
+    if part in ("k", "v", "kv") and not stated and any(widths):  # maybe one key for all heads
+        return 0
     return 0 if not count or outputs % count else outputs // count
 
 

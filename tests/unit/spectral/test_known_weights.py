@@ -544,6 +544,22 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: attention(head_dim=3),
         "q_proj.weight looks like .*heads of Attention do not divide the weight's 8",
     ),
+    "queries narrower than the heads' size": (
+        lambda: attention(head_dim=4, num_heads=4),
+        "q_proj.weight looks like .*heads of Attention do not divide the weight's 8",
+    ),
+    "keys next to such queries": (
+        lambda: named("k_proj v_proj q_proj", head_dim=4, num_heads=4),
+        "k_proj.weight looks like .*heads of Attention do not divide the weight's 8",
+    ),
+    "values of several vectors per head": (
+        lambda: named("q_proj v_proj", head_dim=2, num_heads=2, num_kv_heads=1),
+        "v_proj.weight looks like .*heads of Attention do not divide the weight's 8",
+    ),
+    "values wider than the heads' size": (
+        lambda: holder("Attention", v_proj=linear(8, 16), head_dim=4, num_heads=2),
+        "v_proj.weight looks like .*heads of Attention do not divide the weight's 16",
+    ),
     "values of another size": (
         lambda: holder(qkv=linear(8, 24), head_dim=4, v_head_dim=2),
         "qkv.weight looks like",
