@@ -51,6 +51,8 @@ PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"),
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
+COPIES = ("clone", "_to_copy", "copy", "mul", "div")
+"""Operations that copy or scale a weight, if they have no second tensor."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
@@ -350,11 +352,16 @@ class Watch(TorchDispatchMode):
         sides = [self._side(t, out) for t in operands]
         full = [sides[i] for i in whole] or sides
         distinct = _distinct(sides)
+        if name == "mul":
+            self._choose_weights(operands, sides)
         if not distinct:
             terms = [operands[i] for i in whole]
             computed = [t for t in terms if t in self.weights]
-            if computed and all(t.untyped_storage() not in self.activations for t in terms):
+            chosen = any(t.untyped_storage() in self.activations for t in terms)  # by the example
+            copies = name in COPIES and sum(t.numel() > 1 for t in operands) == 1
+            if computed and (not chosen or (copies and len(self._use(computed[0]).shape) > 2)):
                 self.weights.copy(out, computed[0])
+            if computed and not chosen:
                 self.activations.pop(out.untyped_storage(), None)
             return
         computed = [c for c in distinct if all(use.tables for use in self.numbers.beneath(c))]
@@ -390,6 +397,14 @@ class Watch(TorchDispatchMode):
         """
         depends = self.live.get(tensor.untyped_storage())
         return name == "add" if depends is None else depends
+
+    def _choose_weights(self, operands: Iterable[Tensor], sides: list[Side]) -> None:
+        """Hide weights whose whole matrices are multiplied by activations, as in a mixture."""
+        for (t, side), (other, factor) in permutations(zip(operands, sides, strict=True), 2):
+            shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
+            chosen = factor.columns is not None or other.untyped_storage() in self.activations
+            if t in self.weights and len(shared) > 1 and chosen:
+                self._hide([t], "a product with activations, which may choose a weight,")
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
         """Return an operand of an elementwise operation as a `Side`."""
@@ -562,7 +577,8 @@ class Watch(TorchDispatchMode):
             return
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
-        made = [self._outputs(part, [axis], 1 - axis) for part in parts[:1] + parts[1:][-1:]]
+        apart = sides[weight].ndim == 2
+        made = [self._outputs(part, [axis], 1 - axis, apart) for part in parts[:1] + parts[1:][-1:]]
         if not torch.equal(made[0], made[-1]):
             columns = torch.stack([self._outputs(part, [axis], 1 - axis) for part in parts])
         else:
@@ -602,8 +618,13 @@ class Watch(TorchDispatchMode):
                 return [other]
         return [axis]
 
-    def _outputs(self, weight: Tensor, summed: Iterable[int], kept: int) -> Tensor:
-        """Return the columns of a product that keeps the axis `kept` of a weight."""
+    def _outputs(
+        self, weight: Tensor, summed: Iterable[int], kept: int, apart: bool = False
+    ) -> Tensor:
+        """Return the columns of a product that keeps the axis `kept` of a weight.
+
+        `apart`: the product uses one entry of a stack, whose columns differ from other entries'.
+        """
 
         def along(axis: int) -> Tensor:
             line = weight[tuple(slice(None) if a == axis else 0 for a in range(weight.ndim))]
@@ -616,7 +637,8 @@ class Watch(TorchDispatchMode):
             wanted = prod(use.shape[a] for a in inputs)
             if prod(sizes) != wanted:
                 use.hidden = f"a product with {prod(sizes)} of its {wanted} inputs"
-        return torch.cat([use.columns(own, inputs) for use, own in self.numbers.uses(along(kept))])
+        kept_parts = self.numbers.uses(along(kept))
+        return torch.cat([use.columns(own, inputs, apart) for use, own in kept_parts])
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
         """Follow a convolution with options bias, stride, ..., transposed, padding, groups."""

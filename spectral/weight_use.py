@@ -5,7 +5,7 @@ or neither. This is the coarsest division in which each set consists of whole ma
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby, pairwise
@@ -73,13 +73,19 @@ class Use:
         """Return the axes along which the elements' positions differ."""
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
-    def columns(self, numbers: Tensor, inputs: set[int]) -> Tensor:
-        """Record a product that sums over the axes `inputs`; return each column's first element."""
+    def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
+        """Record a product that sums over the axes `inputs`; return each column's first element.
+
+        `apart`: if the product uses one entry of a stack, return columns of this entry, not of the
+        first.
+        """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
         self.inputs.add(tuple(sorted(inputs)))
         self.outputs.update(outputs)
-        return self.start + torch.tensor(self.strides)[outputs] @ places[outputs]
+        entry = [0] if apart and len(self.shape) > 2 and 0 not in (*inputs, *outputs) else []
+        kept = entry + outputs
+        return self.start + torch.tensor(self.strides)[kept] @ places[kept]
 
     def verdict(self, taken: set["Use | None"]) -> Seen:
         """Return the weight's division and the reason for it.
@@ -103,31 +109,38 @@ class Use:
             raise ValueError("no token of the forward pass used it")
         if not self.inputs:
             return Seen(None, "no product uses it: a table", decays=False)
+        entries = self._entries()
+        self.sets = {kind: set().union(*(own[kind] for own in entries)) for kind in self.sets}
         windows = frozenset(self.sets.get(INNER, ()))
         steps = {b - a for window in windows for a, b in pairwise(sorted(window))}
         if len(steps) == 1 and _overlap(windows):
             reason = "windows of its outputs overlap: a table of positions"
             return Seen(None, reason, decays=False)
-        division = Division()
+        division, cuts, grouped = Division(), set[tuple[int, ...]](), GROUP in self.sets
         if self.outputs:
             axes = frozenset(self.inputs), frozenset(self.outputs)
-            sets, grouped = frozenset(self._cuts()), GROUP in self.sets
-            division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
+            for i, sets in enumerate(frozenset(self._cuts(own)) for own in entries):
+                before, cuts = division, cuts | sets
+                division = _division(self.shape, self.strides, *axes, sets, grouped, self.groups)
+                if i and division != before:
+                    raise ValueError("its stacked matrices are divided in different ways")
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
         reached = scaled or taken & ({self} if self.lost else {self, *self.joined})
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
-        crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in sets)
+        crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)
         single = [s[outputs] == 1 < prod(s) for s in sides]
-        if crossed and (all(single) or (any(single) and _overlap(sets))):
+        if crossed and (all(single) or (any(single) and _overlap(frozenset(cuts)))):
             raise ValueError("operations on two axes would divide it into single outputs")
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
-        used = len(set().union(*chain.from_iterable(self.sets.values())))
-        if 0 < used < self._count and not self.ended:
-            raise ValueError(f"nothing used {self._count - used} of its {self._count} outputs")
+        used, count = set[int]().union(*chain.from_iterable(self.sets.values())), self._count
+        if self.stacked and 0 in self.outputs:  # some entries may have no tokens
+            count = count // self.shape[0] * len({c // self.strides[0] for c in used})
+        if 0 < len(used) < count and not self.ended:
+            raise ValueError(f"nothing used {count - len(used)} of its {count} outputs")
         if not reached:
             if not self.ended:
                 raise ValueError("nothing used its outputs, and the pass did not return them")
@@ -139,15 +152,30 @@ class Use:
         """The number of outputs."""
         return prod(self.shape[a] for a in self.outputs) * self.groups
 
-    def _cuts(self) -> Iterator[tuple[int, ...]]:
+    def _entries(self) -> list[dict[str, set[tuple[int, ...]]]]:
+        """Return the sets of each entry of a stack whose entries are used one by one, or all sets.
+
+        The columns of each entry are numbered like the first entry's.
+        """
+        if not self.stacked or 0 in self.outputs:
+            return [self.sets]
+        entries = defaultdict[int, Any](lambda: defaultdict(set))
+        for kind, sets in self.sets.items():
+            for columns in sets:
+                for entry, own in groupby(sorted(columns), lambda c: c // self.strides[0]):
+                    start = entry * self.strides[0]
+                    entries[entry][kind].add(tuple(column - start for column in own))
+        return [*entries.values()] or [{}]
+
+    def _cuts(self, own: Mapping[str, set[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
         """Yield the sets of columns that divide the outputs.
 
         If one layer uses all outputs, layers that use a part of them, such as blocks, do not divide
         the outputs. A set divides each group of which it contains two or more columns.
         """
-        groups = self.sets.get(GROUP, set())
+        groups = own.get(GROUP, set())
         group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
-        for kind, sets in self.sets.items():
+        for kind, sets in own.items():
             whole = {columns for columns in sets if len(columns) == self._count}
             for columns in whole if kind == LAYER and whole else sets:
                 ordered = groupby(sorted(columns, key=group.__getitem__), group.__getitem__)
@@ -228,6 +256,10 @@ def _division(
     joint = [r for r in rows if len(r) > 1 or grouped]
     finest = _labels(rows, parts * size)
     labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
+    if stacked and rows:  # entries without tokens have the others' pattern
+        seen = sorted({i // size for row in rows for i in row})
+        parts, kept = len(seen), [i for p in seen for i in range(p * size, (p + 1) * size)]
+        labels, finest = [labels[i] for i in kept], [finest[i] for i in kept]
     stride, lengths = _pattern(labels, finest, parts)
     return Division(
         rows=lengths, transposed=transposed, stacked=stacked, stride=stride, groups=groups

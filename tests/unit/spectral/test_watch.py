@@ -179,6 +179,34 @@ def experts(m: Any, x: Tensor) -> Any:
     return m.head(x + mixed)
 
 
+def chosen_experts(m: Any, x: Tensor) -> Any:
+    """Return outputs of experts whose weights are looked up, cast and scaled for each token."""
+    probabilities, chosen = m.gate(x).softmax(-1).topk(2)
+    gate_up, down = (2 * w[chosen].double() for w in (m.gate_up, m.down))
+    gate, up = torch.einsum("tkoi,ti->tko", gate_up, x.double()).chunk(2, -1)
+    made = torch.einsum("tkoi,tki->tko", down, F.silu(gate) * up)
+    return m.head(x + (made.float() * probabilities[..., None]).sum(1))
+
+
+def summed_experts(m: Any, x: Tensor) -> Any:
+    """Return sums of experts' outputs, which one product computes."""
+    probabilities, chosen = m.gate(x).softmax(-1).topk(2)
+    weights = m.weights[chosen].transpose(1, 2).flatten(2)  # [tokens, outputs, choices * inputs]
+    inputs = (probabilities[..., None] * x[:, None]).flatten(1)
+    return m.head(x + (weights @ inputs[..., None])[..., 0])
+
+
+def merged_experts(m: Any, x: Tensor) -> Any:
+    """Return outputs of a weighted sum of experts' weights."""
+    shares = m.gate(x.mean(1)).softmax(-1)[..., None, None]
+    return m.head(x @ (shares * m.weights).sum(1))
+
+
+def banked_attention(m: Any, x: Tensor) -> Any:
+    q, k, v = (heads(x @ m.bank[i], 4) for i in range(3))
+    return m.head(x + attention(q, k, v) @ m.bank[3])
+
+
 def batched_experts(m: Any, x: Tensor) -> Any:
     y = torch.bmm(x.expand(3, -1, -1), m.gate_up)
     gate, up = y[..., ::2], y[..., 1::2]
@@ -487,6 +515,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
             "down": lambda w: [*w],
         },
+    ),
+    "experts looked up, cast and scaled": (
+        lambda: Module(
+            chosen_experts,
+            "gate 8 3, head 8 4",
+            gate_up=torch.randn(3, 12, 8),
+            down=torch.randn(3, 8, 6),
+        ),
+        tokens,
+        {
+            "gate.weight": None,
+            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
+            "down": lambda w: [*w],
+        },
+    ),
+    "experts without tokens": (
+        lambda: Module(
+            experts,
+            "gate 8 40, head 8 4",
+            gate_up=torch.randn(40, 12, 8),
+            down=torch.randn(40, 8, 6),
+        ),
+        tokens,
+        {"gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]},
+    ),
+    "a bank of queries, keys and values": (
+        lambda: Module(
+            lambda m, x: m.out(attention(*(heads(x @ w, 4) for w in m.bank))),
+            "out 12 4",
+            bank=torch.randn(3, 12, 12),
+        ),
+        x,
+        {"bank": lambda w: [p.T for e in w for p in e.split(4, 1)]},
     ),
     "batched experts [e, in, out], interleaved": (
         lambda: Module(
@@ -1183,6 +1244,22 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             both=torch.randn(12, 10),
         ),
         "both: a product with 6 of its 12 inputs hides",
+    ),
+    "a bank of values and outputs": (
+        Module(banked_attention, "head 12 4", bank=torch.randn(4, 12, 12)),
+        "bank: its stacked matrices are divided in different ways",
+    ),
+    "experts in the inputs of one product": (
+        Module(
+            lambda m, x: summed_experts(m, x.flatten(0, 1)),
+            "gate 12 3, head 12 4",
+            weights=torch.randn(3, 12, 12),
+        ),
+        "weights: a product with 24 of its 36 inputs hides",
+    ),
+    "merged experts": (
+        Module(merged_experts, "gate 12 3, head 12 4", weights=torch.randn(3, 12, 12)),
+        "weights: a product with activations, which may choose a weight, hides",
     ),
     "one matrix of two axes": (
         Module(
