@@ -3,7 +3,7 @@
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
 A group contains every hyper-parameter of its rule as a plain value, which schedulers may change and
-`state_dict` includes. Matrices of equal shape and rates are stepped together. A group's `units`
+`state_dict` includes. Matrices of equal shape and rates are updated together. A group's `units`
 divides its parameters into matrices (`spectral.division`); without `units`, each parameter is one
 matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
 
@@ -84,12 +84,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             changes (the host waits for the device), or "skip" the whole step on the device and
             count it in `skipped_steps`, a 0-d tensor.
         master_weights: whether the state contains a float32 copy of every 16-bit parameter, which
-            is stepped and then rounded to the parameter. Without master weights, a 16-bit parameter
+            is updated and then rounded to the parameter. Without master weights, a 16-bit parameter
             loses every update smaller than its rounding: at lr 2e-3, half of Muon's updates.
         replicas: process group of the ranks with equal copies of all plain parameters and
             gradients, as under DDP. Each matrix is then orthogonalised by one of these ranks. None
             means the process group of the DDP model that was split; without a DDP model, every rank
-            steps all its matrices.
+            updates all its matrices.
         exchange_dtype: dtype in which momenta of sharded matrices are sent to owners and updates
             are sent back; None means their own dtype. bfloat16 halves the bytes that Muon sends.
             Without shared matrices, nothing is sent.
@@ -171,7 +171,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Figures of the last step, for each list of parameters that were stepped together.
+        # Figures of the last step, for each list of parameters that were updated together.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # The matrices that several ranks share, created when they are first needed.
@@ -333,11 +333,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of the stepped weight: the master, if any, else the parameter."""
+        """Return this rank's part of the updated weight: the master, if any, else the parameter."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
-        """Return whether the ranks that share a parameter step its matrices together."""
+        """Return whether the ranks that share a parameter update its matrices together."""
         return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
 
     def _share(self) -> Snapshot:
@@ -517,7 +517,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_matrices(
         self, rule: Rule, groups: Sequence[dict[str, Any]], active: Tensor | None
     ) -> None:
-        """Step the parameters of all groups of one rule."""
+        """Update the parameters of all groups of one rule."""
         steps = {
             p: _step_of(group, p.device, active)
             for group in groups
@@ -530,7 +530,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_alone(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Step the parameters of a rule that this rank steps alone."""
+        """Update the parameters of a rule that this rank updates alone."""
         assert self._snapshot is not None  # of this step
         units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
@@ -544,7 +544,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_adamw(
         self, rule: AdamWRule, group: dict[str, Any], columns: Columns, active: Tensor | None
     ) -> None:
-        """Step a group's parameters with one call per dtype and device.
+        """Update a group's parameters with one call per dtype and device.
 
         With one call per parameter, many small parameters would be slow.
         """

@@ -42,8 +42,8 @@ HOSTS: Final = frozenset(
 """Keys that schedulers and other programs write into groups of any optimizer."""
 ANY: Final = (True, False, None)
 FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "fused": (ANY, "all parameters are always stepped together"),
-    "foreach": (ANY, "all parameters are always stepped together"),
+    "fused": (ANY, "all parameters are always updated together"),
+    "foreach": (ANY, "all parameters are always updated together"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
     "capturable": ((False, None), "nonfinite='skip' and a tensor lr are enough for a capture"),
     "differentiable": ((False, None), "no gradient flows through a step"),

@@ -301,7 +301,7 @@ class Snapshot:
         shapes: shapes of the parameters.
         forms: properties of the parameters on which states and owners depend.
         masters: (16-bit parameter, float32 master) pairs.
-        columns: the tensors that are stepped in each AdamW group.
+        columns: the tensors that are updated in each AdamW group.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:

@@ -52,7 +52,7 @@ class AdamW(SpectralOptimizer):
         epsilon (default 1e-08): Positive number that is added to the square root of the second
             moment.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -103,7 +103,7 @@ class Muon(SpectralOptimizer):
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -161,7 +161,7 @@ class NorMuon(SpectralOptimizer):
         beta2 (default 0.95): Decay of the moving average of each update row's mean square, in [0,
             1).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -222,7 +222,7 @@ class AdaMuon(SpectralOptimizer):
         beta2 (default 0.95): Decay of the moving average of each update entry's square, in [0, 1);
             the paper uses `momentum`.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -286,7 +286,7 @@ class MuonSphere(SpectralOptimizer):
         retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
             negative.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -364,7 +364,7 @@ class SpectralSphere(SpectralOptimizer):
         early_exit (default None): Stop when all units have converged, which makes the host wait for
             the device; None means true only on a CPU.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -444,7 +444,7 @@ class MuonPlusPlus(SpectralOptimizer):
         correlation_threshold (default 1.0): Positive factor C of the paper's threshold, C
             (rows^-1/2 + cols^-1/2).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
@@ -499,7 +499,7 @@ class SpectralDescent(SpectralOptimizer):
         msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
             dtype.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to step a float32 copy of every 16-bit parameter.
+        master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group
             of the DDP model that was split.
         exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.

@@ -1,8 +1,9 @@
 """Steps of many units, in batches that fit the workspace.
 
-Every optimizer steps its units by `step_units`: the one-process library, its sharded matrices, the
-distributed optimizer and its PC layers. Each optimizer defines `Units`, which read units as stacks
-and write the stepped stacks back; `ParameterUnits` are the units that one process steps alone.
+Every optimizer updates its units by `step_units`: the one-process library, its sharded matrices,
+the distributed optimizer and its PC layers. Each optimizer defines `Units`, which read units as
+stacks and write the updated stacks back; `ParameterUnits` are the units that one process updates
+alone.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +45,7 @@ class Units(ABC):
 
     @abstractmethod
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store a stepped stack; `report` is the rule's report."""
+        """Store an updated stack; `report` is the rule's report."""
 
 
 def step_units(
@@ -53,7 +54,7 @@ def step_units(
     *,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
-    """Step groups of units by a rule; return each group's report, `[units]` per figure.
+    """Update groups of units by a rule; return each group's report, `[units]` per figure.
 
     The gradients must be results of `accumulate_`. `spread` yields the batches, for
     instance each on its own stream; batches are independent. Call this function under
@@ -78,9 +79,9 @@ def step_units(
 def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     """Choose the units of each call of the rule.
 
-    An elementwise rule steps all units of one dtype and device in one call. A whole-matrix rule
-    steps as many units of one shape as fit the workspace. On a device with kernels, the same call
-    also steps units of other shapes with the same shorter side, because these units share work.
+    An elementwise rule updates all units of one dtype and device in one call. A whole-matrix rule
+    updates as many units of one shape as fit the workspace. On a device with kernels, the same call
+    also updates units of other shapes with the same shorter side, because these units share work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -171,7 +172,7 @@ class ParameterUnits(Units):
         return Stack(weight, grad, stacks, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Copy a stepped stack to the parameters and states of its units."""
+        """Copy an updated stack to the parameters and states of its units."""
         for i, (unit, state) in enumerate(zip(self.units[part], self.states[part], strict=True)):
             unit.write(local_of(unit.parameter), stack.weight[i])
             for key in self.stacked:

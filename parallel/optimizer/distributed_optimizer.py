@@ -308,7 +308,7 @@ class CapturedUpdate(Update):
         self._sent = CommVolume()  # bytes of the captured call, and so of every replay
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
-        """Clip and step as `Update` does."""
+        """Clip and update as `Update` does."""
         self.factor.fill_(factor)
         self.sound.copy_(sound)
         comm_volume = self.optimizer.model.comm_volume

@@ -9,7 +9,7 @@ commas. With `--config` the matrices are those of the rank with the most work, f
 ranks in `--shares`; our rules then use the recipe's settings and msign, bfloat16 weights and
 float32 master weights. Without `--config` our rules use the library's defaults and float32 weights;
 rows named "equal" use five steps of msign in bfloat16, the default of the other libraries. All
-other optimizers step float32 weights.
+other optimizers update float32 weights.
 
 `--peers` is a folder with checkouts of other projects in subfolders of these names, any of which
 may be missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers

@@ -48,7 +48,7 @@ class AdamWRule(Rule):
         }
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay and step the weights with one call per group of equal rates; see `Rule.update`."""
+        """Update and decay weights with one call per group of equal rates; see `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]

@@ -313,7 +313,7 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit is stepped, `[batch]`: it is `sound` and the step is `active`."""
+    """Return whether each unit is updated, `[batch]`: it is `sound` and the step is `active`."""
     return sound if active is None else sound & active
 
 

@@ -37,7 +37,7 @@ class SpectralDescentRule(MsignRule):
         return {}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay and step the weights; see `Rule.update`.
+        """Decay and update the weights; see `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
         computed as <G, msign(G)> with the step's approximate polar factor. Therefore the square of

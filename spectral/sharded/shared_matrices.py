@@ -108,14 +108,14 @@ class SharedMatrices:
         self._exchanges: dict[tuple[object, ...], Exchange] = {}
 
     def owner(self, index: int, unit: int) -> int:
-        """Return the rank, within `ranks`, that steps a matrix of a parameter."""
+        """Return the rank, within `ranks`, that updates a matrix of a parameter."""
         return self.placement.owners[f"{index:06d}.{unit:06d}"]
 
     @torch.no_grad()
     def initial_states(self, weights: Sequence[Tensor]) -> list[State]:
         """Create the state of each parameter; a collective.
 
-        `weights` contains this rank's part of each parameter's stepped weight. Elementwise entries,
+        `weights` contains this rank's part of each parameter's updated weight. Elementwise entries,
         which are initially 0, are not returned.
         """
         states: list[State] = []
@@ -137,7 +137,7 @@ class SharedMatrices:
         return states
 
     def step(self, rule: Rule, parts: Mapping[Tensor, Stack]) -> list[tuple[list[Tensor], Report]]:
-        """Step parameters of one rule and dtype; a collective.
+        """Update parameters of one rule and dtype; a collective.
 
         Args:
             rule: rule of all parameters.
@@ -226,7 +226,7 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, in batches of equal shape and rates."""
+        """Update the matrices that this rank owns, in batches of equal shape and rates."""
 
         def kind(pair: tuple[int, int]) -> tuple[object, ...]:
             unit = self.parameters[pair[0]].units[pair[1]]

@@ -104,11 +104,11 @@ class DistributedConfig(Section):
     """Assignment of matrices to owner ranks. ping_pong: by ascending size, to ranks in ascending,
     then descending order, as in the SSO paper; auto: balanced load and little communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Update of matrices that tensor parallelism splits. owner: one rank steps the whole matrix;
-    shardwise: each rank steps its shard like a whole matrix, which changes the mathematics."""
+    """Update of matrices that tensor parallelism splits. owner: one rank updates the whole matrix;
+    shardwise: each rank updates its shard like a whole matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Number of step groups. Buckets are stepped group by group; the new weights of a group are
-    gathered while the next group is stepped. null = the smallest number that gives at most 2^27
+    """Number of step groups. Buckets are updated group by group; the new weights of a group are
+    gathered while the next group is updated. null = the smallest number that gives at most 2^27
     elements per rank and group, but at most four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which ranks exchange momentum and updates of split matrices; null =
