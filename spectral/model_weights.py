@@ -114,7 +114,8 @@ class Layer(NamedTuple):
     def multiplies(self) -> bool:
         """Whether the layer multiplies by a matrix, unlike norms and depthwise convolutions."""
         depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
-        return not depthwise and "orm" not in kind_of(self.module)
+        norm = "orm" in kind_of(self.module) and not isinstance(self.module, nn.Linear)
+        return not (depthwise or norm)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -74,6 +74,8 @@ EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
+NORMS = re.compile(r"(linalg_vector_)?norm|(var|std)(_mean)?")
+"""Reductions that measure the size of a weight."""
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
 """Operations on each channel (the second axis)."""
 SHAPES = re.compile(r".*(_like|new_).*")
@@ -310,6 +312,8 @@ class Watch(TorchDispatchMode):
             self._multiply(args[first], args[first + 1], fresh[0])
         elif name == "convolution":
             self._convolve(fresh[0], *args)
+        elif name.startswith("_scaled_dot_product") and fresh[0].ndim == 4:
+            self._attend(fresh[0], *args[:3])
         elif name == "glu":
             self._stay("mul", args[0].chunk(2, *(args[1:] or (-1,))), fresh[0])
         elif MOVES.fullmatch(name):
@@ -323,6 +327,8 @@ class Watch(TorchDispatchMode):
             self._channelwise(str(func), args[0], fresh[0])
         elif tracked and ENDS.match(name):
             self.end_with(tracked, loss=True)
+        elif weights and not tracked and NORMS.fullmatch(name):
+            return  # it only scales the weight
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
@@ -639,6 +645,15 @@ class Watch(TorchDispatchMode):
                 use.hidden = f"a product with {prod(sizes)} of its {wanted} inputs"
         kept_parts = self.numbers.uses(along(kept))
         return torch.cat([use.columns(own, inputs, apart) for use, own in kept_parts])
+
+    def _attend(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Follow attention in one operation (by a context manager in the model)."""
+        for operand in (query, key, value):
+            self.numbers.consume(self.columns.read(operand), [-1], INNER)
+        if (columns := self.columns.read(value)) is not None:
+            repeats = out.shape[1] // columns.shape[1] if columns.shape[1] > 1 else 1
+            columns = columns.repeat_interleave(repeats, 1)
+            self.columns.write(out, self._folded(columns, [2]))
 
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
         """Follow a convolution with options bias, stride, ..., transposed, padding, groups."""

@@ -1124,6 +1124,15 @@ def test_layers_that_run_before_a_head_do_not_use_its_outputs(order: tuple[str, 
             assert split_parameters(model).rows[-1].rule == "adamw"
 
 
+def test_a_linear_layer_named_like_a_norm_uses_outputs() -> None:
+    layer = type("NormedLinear", (nn.Linear,), {})(6, 8, bias=False)
+    model = holder(a=linear(8, 6), b=layer, blocks=nn.ModuleList([Block()]), out=linear(8, 3))
+    rows = {row.name: row.rule for row in split_parameters(model).rows}
+    assert (rows["a.weight"], rows["b.weight"], rows["out.weight"]) == ("spectral",) * 2 + (
+        "adamw",
+    )
+
+
 def test_a_layer_in_a_head_with_a_weight_is_a_matrix() -> None:
     """The head multiplies by a tied embedding after a dense layer, as in ESM."""
     head = holder("Head", dense=linear(8, 8), norm=nn.LayerNorm(8), weight=parameter(30, 8))

@@ -59,6 +59,18 @@ def one_key(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhij,bjd->bhid", scores, k).transpose(1, 2).flatten(2)
 
 
+def fused_attention(m: Any, x: Tensor) -> Any:
+    """Return attention by a kernel that a context manager chooses in the forward pass."""
+    q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return m.out(attention(q, k, v))
+
+
+def standardized(weight: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(weight, 1, keepdim=True)
+    return (weight - mean) * (variance + 1e-5).rsqrt()
+
+
 def single_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention by einsum, which sums over one token without a matrix product."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
@@ -670,6 +682,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             "both.parametrizations.weight.original0": None,
             "both.parametrizations.weight.original1": rows(10),
         },
+    ),
+    "attention by a fused kernel": (
+        lambda: Module(fused_attention, "qkv 12 36, out 12 12"),
+        x,
+        {"qkv.weight": rows(4), "out.weight": None},
+    ),
+    "a weight that is divided by its norm": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(F.linear(x, F.normalize(m.both.weight)))),
+            "both 12 20, out 10 12",
+        ),
+        x,
+        {"both.weight": rows(10), "out.weight": None},
+    ),
+    "a standardized weight": (
+        lambda: Module(
+            lambda m, x: m.out(F.glu(F.linear(x, standardized(m.both.weight)))),
+            "both 12 20, out 10 12",
+        ),
+        x,
+        {"both.weight": rows(10), "out.weight": None},
     ),
     "attention with positions of the example": (
         lambda: Module(positioned, "qkv 12 36, out 12 12"),
