@@ -349,7 +349,7 @@ class Watch(TorchDispatchMode):
         """Record that the model returns these tensors, or a sum of their elements."""
         for t in filter(is_strided, tensors):
             for use in self.numbers.beneath(self.columns.read(t)):
-                use.ended, use.lost = True, use.lost or loss
+                use.lost, use.returned = use.lost or loss, use.returned or not loss
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has its operands' columns."""
@@ -476,7 +476,7 @@ class Watch(TorchDispatchMode):
         elif rest and EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of a part of the outputs")
         elif not rest:  # a norm or a loss
-            self.end_with([source])
+            self.end_with([source], loss=True)
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over axes if it computes inner products.

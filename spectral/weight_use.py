@@ -50,8 +50,8 @@ class Use:
     idle: bool = False  # a product with the weight had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
-    ended: bool = False  # its outputs are the model's outputs or enter the loss
-    lost: bool = False  # its outputs enter the loss
+    returned: bool = False  # its outputs are the model's outputs
+    lost: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
@@ -63,6 +63,11 @@ class Use:
     def beneath(self) -> frozenset["Use"]:
         """The weights of the columns: only this weight."""
         return frozenset([self])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the outputs are the model's outputs or enter the loss."""
+        return self.returned or self.lost
 
     @property
     def stacked(self) -> bool:
@@ -127,7 +132,9 @@ class Use:
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
-        reached = scaled or taken & ({self} if self.lost else {self, *self.joined})
+        reached = scaled or taken & (
+            {self} if self.lost and not self.returned else {self, *self.joined}
+        )
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)

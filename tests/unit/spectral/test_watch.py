@@ -1413,6 +1413,9 @@ ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared": lambda y, x: (y - x).square().mean(),
     "of noise": lambda y, x: (torch.randn_like(y) - y).abs().mean(-1).sum(),
     "likelihood": lambda y, x: F.gaussian_nll_loss(y[..., :6], x[..., :6], y[..., 6:].exp()),
+    "likelihood of each token": lambda y, x: F.gaussian_nll_loss(
+        y[..., :6], x[..., :6], y[..., 6:].exp(), reduction="none"
+    ).mean(-1),
     "entropy": lambda y, x: F.binary_cross_entropy_with_logits(y, x.sigmoid()),
     "divergence": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
     "added to a scaled input": lambda y, x: 0.6 * x + 0.8 * y,
