@@ -155,7 +155,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):
-        parser.error(f"--steps must name at least two steps, each once, got {options.steps}")
+        parser.error(f"--steps must be two or more distinct steps, got {options.steps}")
     return options
 
 

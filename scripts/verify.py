@@ -82,7 +82,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 
 def data_problems(folder: Path) -> Iterator[str]:
-    """Yield a sentence per difference between a prepared folder and its manifest.
+    """Yield a message per difference between a prepared folder and its manifest.
 
     Raises DataError if the manifest cannot be read.
     """
@@ -118,7 +118,7 @@ def data_problems(folder: Path) -> Iterator[str]:
 
 
 def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> Iterator[str]:
-    """Yield a sentence per difference between a set and its manifest entry.
+    """Yield a message per difference between a set and its manifest entry.
 
     `lengths` contains the number of bytes of each token, None if unknown. Raises DataError if the
     set is damaged.
@@ -143,14 +143,14 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence per fact that differs from the attribute of `stated` with the same name."""
+    """Yield a message per fact that differs from the attribute of `stated` with the same name."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Read every tensor of a checkpoint; yield a sentence per problem."""
+    """Read every tensor of a checkpoint; yield a message per problem."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)

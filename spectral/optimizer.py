@@ -430,7 +430,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: if the state, on any rank, has other rules, units, shapes or parameter
-                order, has no entries for a parameter, or is nonfinite; nothing is changed then.
+                order, has no entries for a parameter, or is nonfinite; the optimizer is
+                then unchanged.
             TypeError: if `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):

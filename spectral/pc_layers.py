@@ -162,8 +162,9 @@ def preconditioned(
         level: level of the polynomial, see `Preconditioner`.
 
     Raises:
-        ValueError: if no layer matches one of the given blocks, or the weight of a layer is already
-            parametrized, sharded, or shared with another module. Nothing is changed then.
+        ValueError: if a given block (or every default block) matches no layer, or a matching weight
+            is parametrized, sharded by FSDP, or shared with another module. The model is then
+            unchanged.
         TypeError: if `model` is not a module, or `blocks` is not a collection of names.
     """
     _check_module(model)

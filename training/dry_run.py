@@ -232,8 +232,8 @@ def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
     Figures that the file omits are taken from the device that its key `base` names; without `base`,
-    they are h100's, which is noted in the device's name (by default, the file's name). A complete
-    `peak` replaces the base's.
+    they are h100's, which is noted in the device's name (by default, the file's name). A
+    `peak` with all types in `REQUIRED` replaces the base's.
 
     Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """

@@ -238,7 +238,7 @@ class Loop:
             return measure()
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request; collective."""
+        """Return whether any rank has a stop request. Collective."""
         return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
 
     def beat(self) -> None:

@@ -57,8 +57,8 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counter of skipped steps, which ends the run after too many consecutive skipped steps.
 
-    On a GPU, `record` only stores a tensor that states whether the step was taken; `check` reads
-    these tensors in logging steps, so that other steps do not wait for the device. On a CPU,
+    On a GPU, `record` only stores a device flag, true if the step was taken; `check` reads the
+    flags at logging steps, so that other steps do not wait for the device. On a CPU,
     `record` checks immediately.
     """
 

@@ -78,7 +78,7 @@ from training.step_profile import StepProfile, announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Return the global owner rank of each matrix of the whole model, by name; collective."""
+    """Return the global owner rank of each matrix of the whole model, by name. Collective."""
     gathered = from_all(dict(optimizer.owners))
     # The owner of a tied embedding is the owner on the first stage; the last stage updates a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}

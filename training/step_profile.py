@@ -99,7 +99,7 @@ class StepProfile:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Write the profiled steps up to `step` to files, and note their paths; collective."""
+        """Write the profiled steps up to `step` to files, and note their paths. Collective."""
         if self._done or step < self.steps[0]:
             return
         self._done = True

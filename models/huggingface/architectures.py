@@ -75,7 +75,7 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each value of `expected` (`rope_parameters`) that differs in `rope`."""
+    """Yield a message for each value of `expected` (`rope_parameters`) that differs in `rope`."""
     problem = rope_problem(rope)
     if problem is not None:
         yield problem
@@ -200,7 +200,7 @@ class Architecture:
         return {} if value is None else {"attention_bias": value}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Return a sentence for each setting of `model` that the class does not support."""
+        """Return a message for each setting of `model` that the class does not support."""
         return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:

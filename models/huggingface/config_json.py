@@ -157,7 +157,7 @@ def max_positions(model: ModelConfig, length: int) -> int:
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each value of `expected` (`model_settings`) that differs in `settings`.
+    """Return a message for each value of `expected` (`model_settings`) that differs in `settings`.
 
     `settings` is a config.json with transformers' defaults filled in.
     """

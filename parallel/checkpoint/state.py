@@ -202,7 +202,7 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return a sentence if checkpoint and model have different PC layers, else an empty list."""
+    """Return [message] if checkpoint and model have different PC layers, else []."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -218,7 +218,7 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
 def _misfits(
     stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
 ) -> Iterator[str]:
-    """Yield a sentence for each tensor that is missing or has another shape or dtype."""
+    """Yield a message for each tensor that is missing or has another shape or dtype."""
     for key, part in parts.items():
         tensor = stored.get(key)
         if tensor is None:
@@ -339,7 +339,7 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
     """Set the counters of every region to the loaded counters of its units.
 
-    Yields a sentence for each unit whose counter differs from the first counter of its region.
+    Yields a message for each unit whose counter differs from the first counter of its region.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):

@@ -270,7 +270,7 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
 
 
 def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each differing fact, with the ranks that differ from the majority.
+    """Yield a message for each differing fact, with the ranks that differ from the majority.
 
     `facts` and `hosts` have an entry per rank.
     """

@@ -109,7 +109,7 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, states whether this
+        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, is true if this
         rank allows the step; the returned `active` is True only if all ranks allow the step.
         """
         some = self.domains[0].buffers.gradients[0]
@@ -132,7 +132,7 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield (in_norm, gradient) for this rank's gradients; `in_norm` states whether this rank
+        """Yield (in_norm, gradient) for this rank's gradients; `in_norm` is true if this rank
         adds the gradient to the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()

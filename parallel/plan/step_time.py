@@ -106,7 +106,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Modelled seconds of a step on the slowest rank.
+    """Modelled step time on the slowest rank, in seconds.
 
     forward, backward, recompute   computation of all micro-batches
     activations   communication of activations

@@ -190,8 +190,7 @@ class GradientReducer:
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """Axis of the sum, kind of communication, and views of the gradients, for gradients that
-        are partial sums."""
+        """(axis, kind of communication, gradient views) of each sum of partial gradients."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
         partial = []
         for axis, kind, units in (

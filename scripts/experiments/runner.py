@@ -208,7 +208,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def recorded(name: str, data: Any) -> list[Check]:
-    """Return checks of an experiment's data, read from JSON, against recorded.yaml."""
+    """Compare an experiment's JSON data with recorded.yaml; return the checks."""
     numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
     return list(compared(numbers.get(name, {}), data, ()))
 

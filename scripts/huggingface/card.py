@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md; `tokenizer` states whether the folder contains a tokenizer."""
+    """Return the text of README.md; `tokenizer`: whether the folder contains a tokenizer."""
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
@@ -40,7 +40,7 @@ def card(
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """Return a sentence on the tokens that separate documents."""
+    """Return a message on the tokens that separate documents."""
     if info.imported:
         return "Documents are separated as in the source model."
     return (

@@ -262,7 +262,7 @@ def cast(name: str, value: Tensor, entry: Tensor) -> Tensor:
     if not bool(content.isfinite().all()):
         kind, most = str(entry.dtype).removeprefix("torch."), torch.finfo(entry.dtype).max
         raise InputError(
-            f"values of {name} must be at most {most:.6g} for {kind}, got "
+            f"{name} must be at most {most:.6g} in magnitude for {kind}, got "
             f"{value.abs().max().item():.6g}"
         )
     return content

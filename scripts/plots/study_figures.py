@@ -42,7 +42,7 @@ def plot_study(path: Path) -> Figure:
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Draw the losses of all variants over the searched values of `key`."""
+    """Plot all variants' losses against the searched values of `key`."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:

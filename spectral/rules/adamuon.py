@@ -28,7 +28,7 @@ class AdaMuonRule(NorMuonRule):
     """Formula for the update's size, given the unit's shape (docs/spectral.md); the default is the
     paper's."""
     beta2: float = 0.95
-    """Decay of the moving average of each update entry's square, in [0, 1); the paper uses
+    """Decay of the moving average of the update's squared entries, in [0, 1); the paper sets it to
     `momentum`."""
 
     def init_state(self, weight: Tensor) -> State:

@@ -164,7 +164,7 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file that has changed since it was written.
+    """Yield a message for each file that has changed since it was written.
 
     `share` is the slice of files to check. If it begins with the first file, the tensor index is
     also checked: it must be safe to read, and name only files with a recorded hash.
@@ -182,7 +182,7 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each nonfinite tensor in `share`, a slice of the tensors.
+    """Yield a message for each nonfinite tensor in `share`, a slice of the tensors.
 
     Call `problems` first. Raises BrokenCheckpointError if the tensors cannot be read.
     """
@@ -194,7 +194,7 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield a sentence for each problem of the tensor index: it is unsafe to read, or it names a
+    """Yield a message for each problem of the tensor index: it is unsafe to read, or it names a
     file that meta.json does not list."""
     try:
         named = set(index_files(read_index(info.state)))

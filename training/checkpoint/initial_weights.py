@@ -82,7 +82,7 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
 def initial_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> InitialWeights | None:
-    """Return the weights of `checkpoint.initialize_from`, or None if it is null; collective.
+    """Return the weights of `checkpoint.initialize_from`, or None if it is null. Collective.
 
     `file` is the data's tokenizer.json and `tokenizer` its sha256; None if unknown. Rank 0 chooses
     the checkpoint for all ranks, because the source run may be saving a newer checkpoint.

@@ -194,7 +194,7 @@ def differences(
 def announced(
     info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence for each accepted change since a checkpoint that affects metrics.
+    """Return a message for each accepted change since a checkpoint that affects metrics.
 
     These are changes of allowed kinds, of validation, tasks and spike detection, and of settings
     that affect rounding or speed: the layout, the micro-batch, implementations, and the software

@@ -85,8 +85,8 @@ class DataConfig(Section):
     verify: Literal["none", "sample", "full"] = "sample"
     """Data to compare with the hashes in the manifest. none: no data; sample: the tokenizer, the
     index, 64 blocks of tokens, and every other block at its first use; full: all data at each
-    start. In all cases, the tokenizers, manifests and tokens of all ranks must be equal; for a set
-    over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
+    start. In all cases, tokenizers, manifests and token files must be identical on all ranks;
+    for a set over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and restart positions at the first token
     of each document in a sequence, in training and validation; false attends across documents."""

@@ -16,7 +16,7 @@ from training.config.schema import Config
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that differs from its default and has no effect."""
+    """Yield a message for each setting that differs from its default and has no effect."""
     yield from _decays(config)
     yield from _never(config)
     for place, keys, unused, reason in _unused(config):
@@ -46,7 +46,7 @@ def _decays(config: Config) -> Iterator[str]:
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting whose first effect would be after `train.steps` or a
+    """Yield a message for each setting whose first effect would be after `train.steps` or a
     timeout."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None

@@ -285,8 +285,8 @@ class MonitorsConfig(Section):
     """Memory per rank, in GiB, for matrices that are gathered at the same time; the matrices are
     inspected in groups of this size. A larger matrix is inspected alone."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Number of samples per noise figure: the first micro-batches of a monitored step, or the last
-    steps up to and including a monitored step."""
+    """Number of samples per noise figure: for gradients, the first micro-batches of a monitored
+    step; for updates, the last steps up to and including it."""
 
 
 class Config(Section):

@@ -116,7 +116,7 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each override with a value that a later override changes or removes."""
+    """Yield a message for each override with a value that a later override changes or removes."""
     contents = list(map(_override, overrides))
     nothing: Content = {}
     states = [*accumulate(contents, over, initial=nothing)][1:]
@@ -248,7 +248,7 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a sentence for each forbidden reference; references to keys are allowed."""
+    """Yield a message for each forbidden reference; references to keys are allowed."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):

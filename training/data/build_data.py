@@ -209,7 +209,7 @@ def check_tokenizers(data: DataConfig) -> None:
 
 
 def shared_sets(data: DataConfig) -> Iterator[str]:
-    """Yield a sentence for each pair of sets with the same text, except mock sets."""
+    """Yield a message for each pair of sets with the same text, except mock sets."""
     if not data.mock:
         prefixes = ({name: each.path for name, each in sets.items()}
                     for sets in (data.train, data.validation))  # fmt: skip
@@ -217,7 +217,7 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def unverified_sets(data: DataConfig) -> str | None:
-    """Return a sentence with the sets that `data.verify` cannot check, because no manifest states
+    """Return a message with the sets that `data.verify` cannot check, because no manifest states
     their hashes; None if there are no such sets."""
     if data.mock or data.verify == "none":
         return None
@@ -235,7 +235,7 @@ def unverified_sets(data: DataConfig) -> str | None:
 
 
 def missing_files(config: Config) -> Iterator[str]:
-    """Yield a sentence with the missing files of sets, tokenizer and tasks, unless all exist."""
+    """Yield a message with the missing files of sets, tokenizer and tasks, unless all exist."""
     data = config.data
     if data.mock:
         return

@@ -155,7 +155,7 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
 def shared_text(
     train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
 ) -> Iterator[str]:
-    """Yield a sentence for each pair of sets with the same text. Arguments map names to prefixes.
+    """Yield a message for each pair of sets with the same text. Arguments map names to prefixes.
 
     Sets have the same text if their files are identical, or if their manifests state equal tokens
     or a common input. A training set and its held-out fraction share inputs but no documents, so

@@ -179,7 +179,7 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Return a sentence about the sets that are read more than once, or None if there are none."""
+    """Return a message about the sets that are read more than once, or None if there are none."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 

@@ -159,7 +159,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def _wrong_id(content: dict[str, Any]) -> str | None:
-    """Return a sentence about the first invalid or duplicate id, or None if there is none."""
+    """Return a message about the first invalid or duplicate id, or None if there is none."""
     vocab = content["model"].get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:

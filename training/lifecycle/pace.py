@@ -165,7 +165,7 @@ class Stragglers:
         self._slow = [0] * len(hosts)
 
     def new(self, seconds: Sequence[float], steps: int) -> Iterator[str]:
-        """Yield a sentence for each rank that has become a straggler.
+        """Yield a message for each rank that has become a straggler.
 
         seconds  mean local time of every rank in the last steps
         steps    number of these steps

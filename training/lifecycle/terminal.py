@@ -68,7 +68,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupts:
-    """Handler of SIGINT, and of the signal that follows a second Ctrl-C.
+    """Handler for SIGINT and for the signal that follows a second Ctrl-C.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
     receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks; without a
@@ -85,7 +85,7 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Install the handler of SIGINT; called once, by the main thread."""
+        """Install the SIGINT handler; called once, by the main thread."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)

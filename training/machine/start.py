@@ -78,8 +78,8 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """On all ranks, raise RanksDifferError with a line per fact that differs between ranks;
-    collective."""
+    """If facts differ between ranks, raise RanksDifferError on all ranks, with a line per fact.
+    Collective."""
     lines = disagreements(facts)
     if lines:
         raise RanksDifferError("\n".join(lines))

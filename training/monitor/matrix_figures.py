@@ -334,7 +334,7 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 
 
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
-    """Return figures of the whole model; `matrix` contains the roles of the layers' matrices.
+    """Return aggregate figures over all units whose role is in `matrix`.
 
     condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with equal
                                      weights of roles and layers; for PC layers, of PC(W). Suffix

@@ -316,7 +316,7 @@ class Monitors:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 
     def _inspect_updates(self) -> None:
-        """Record figures of the updates of the last steps."""
+        """Record figures of the last steps' updates."""
         for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
@@ -385,7 +385,7 @@ def steps_compared(section: MonitorsConfig) -> int:
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements that a rank inspects at a time, if no single matrix is larger.
+    """Return how many elements a rank inspects at once; a larger matrix is inspected alone.
 
     A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
     the weights before each compared step and after the last step.

@@ -39,7 +39,7 @@ class Refusals:
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def new(self) -> float:
-        """Return the number of refusals since the last report, over all ranks; collective."""
+        """Return the number of refusals since the last report, over all ranks. Collective."""
         return over_ranks(self.optimizer, self._new.sum())
 
     def record(self) -> None:
@@ -86,7 +86,7 @@ class Refusals:
 
 
 def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
-    """Return the sum of a count `[]` over all ranks; collective."""
+    """Return the sum of a count `[]` over all ranks. Collective."""
     return float(all_reduce_(count, None, optimizer.model.comm_volume, "metrics").item())
 
 
@@ -113,7 +113,7 @@ class SpectralMetrics:
         self.refusals.record()
 
     def state(self) -> dict[str, float]:
-        """Return counts since the start of the run, over all ranks; collective.
+        """Return counts since the start of the run, over all ranks. Collective.
 
         unconverged  multiplier solves that missed their tolerance
         refused      refused updates of units

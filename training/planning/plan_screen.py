@@ -205,7 +205,7 @@ def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
 
 
 def verdict(planned: Plan) -> str:
-    """Return a sentence about whether all stages fit their devices."""
+    """Return a message about whether all stages fit their devices."""
     room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
     room += f" {RESERVE:.0%} reserve)"
     heaviest = planned.heaviest

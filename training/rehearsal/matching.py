@@ -19,7 +19,7 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return a sentence about the first mismatch of each group and of each pair of ranks, or about
+    """Return a message about the first mismatch of each group and of each pair of ranks, or about
     deadlocks if there is no mismatch."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
@@ -34,7 +34,7 @@ the call runs. A batch has the number of its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a sentence about each rank with a call that never starts; the calls must match.
+    """Yield a message about each rank with a call that never starts; the calls must match.
 
     A group runs its calls in sequence. A call starts after the work for which the current stream
     has waited, and ends when all its peers have started the same call.

@@ -314,7 +314,7 @@ def _install_exchanges(trace: Trace) -> None:
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Return a `stage` that copies to the host, but starts no process that writes files."""
+    """Wrap `stage` to return an empty plan after the copy, so that no writer process starts."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)

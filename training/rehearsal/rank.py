@@ -118,7 +118,7 @@ class RankReport:
     error    first error with its place, None if there was no error
     counts   counts by step and part of the run
     marks    counts so far at the start of each forward pass of the plain step
-    findings texts about unordered accesses, and about products that are not IEEE
+    findings messages about unordered accesses and float32 products in TF32
     calls    collectives in program order
     side_pools        bytes that the allocator reserves for streams other than the default stream
     """
@@ -148,7 +148,7 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse the rank in this process; `say` is called with texts about its progress."""
+        """Rehearse the rank in this process; `say` is called with progress messages."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)

@@ -240,7 +240,7 @@ class Recording:
 
 
 class Trace:
-    """The record of one rank, and the state of its device: current stream, clocks and memory."""
+    """Counts and collectives of one rank, and its device's stream, vector clocks and memory."""
 
     def __init__(self, device: Device, rank: int = 0) -> None:
         self.device = device
@@ -257,7 +257,7 @@ class Trace:
         self.waited: list[int] = []  # indices of calls that were waited for after the last call
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
         self.muted = False  # True while launches must not be counted
-        self.imprecise: set[str] = set()  # the optimizer's products that are not IEEE
+        self.imprecise: set[str] = set()  # the optimizer's float32 products in TF32
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the current batch of sends and receives
         self.numbers = itertools.count(1)  # numbers of streams and events
