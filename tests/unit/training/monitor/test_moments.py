@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
+from models.blocks.attention import largest_causal_score
+from parallel.observe import activations
 from spectral import measures
 from tests.matrices import penalty_by_definition
 from training.monitor import matrix_figures as figures
@@ -80,6 +82,27 @@ def test_outputs_have_the_stable_rank_of_the_product(shape):
     found = figures.output_figures(weight, root)["output_stable_rank"]
     wanted = measures.stable_rank(weight.double() @ inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)  # the shift under the root
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_any_dtype_are_measured_in_float32_or_wider(dtype, monkeypatch):
+    monkeypatch.setattr(activations, "CHUNK", 7)
+    zeros = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
+    inputs = activations.Inputs(torch.zeros(6, 6), zeros[0], None)
+    size = activations.Size(*zeros[1:])
+    seen = torch.randn(2, 3, 10, 6).to(dtype)
+    for part in seen:
+        activations.add_gram(inputs, part)
+        size.add(part)
+    flat = seen.flatten(0, 2).double()
+    # Sums in float32; bfloat16 would be off by 1e-2.
+    torch.testing.assert_close(inputs.gram.double(), flat.T @ flat, rtol=1e-5, atol=1e-5)
+    assert (inputs.tokens, size.number, size.largest) == (60, 360, flat.abs().max())
+    assert size.square.item() == pytest.approx(flat.square().sum().item())
+    query, key = torch.randn(2, 5, 1, 4, 8).to(dtype)
+    scores = torch.einsum("sbhd,tbhd->bhst", query.double(), key.double())
+    largest = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf).max().item()
+    assert largest_causal_score(query, key, 0.4).item() == pytest.approx(0.4 * largest, rel=1e-6)
 
 
 def test_zero_inputs_have_a_zero_root():
