@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from spectral import SpectralOptimizer
 from spectral.division import Division, intersection, narrowed, relative, sizes_of, span_of
+from spectral.polar import WORKSPACE_ELEMENTS
 
 RULES = ["muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus", "spectral_descent"]
 
@@ -60,8 +61,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_divided_parameter_equals_its_matrices_apart(name: str) -> None:
-    """Compare with plain slices of the weight in float64, under every rule of matrices."""
+def test_a_divided_parameter_equals_its_matrices_apart(name, monkeypatch) -> None:
+    """Compare with plain slices of the weight in float64, under every rule of matrices. The
+    workspace fits one or two matrices."""
+    monkeypatch.setitem(WORKSPACE_ELEMENTS, "cpu", 24)
     units, shape, pieces = CASES[name]
     torch.manual_seed(0)
     start = torch.randn(shape, dtype=torch.float64)
