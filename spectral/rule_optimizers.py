@@ -219,8 +219,8 @@ class AdaMuon(SpectralOptimizer):
         scale_factor (default 1.0): Positive factor that multiplies the update.
         cautious_decay (default False): Do not decay entries whose magnitude the update increases
             ("Cautious Weight Decay", Chen et al., 2025).
-        beta2 (default 0.95): Decay of the moving average of each update entry's square, in [0, 1);
-            the paper uses `momentum`.
+        beta2 (default 0.95): Decay of the moving average of the update's squared entries, in
+            [0, 1); the paper sets it to `momentum`.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
         master_weights: whether to update a float32 copy of every 16-bit parameter.
         replicas: process group of ranks with equal plain parameters; None means the process group

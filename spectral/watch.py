@@ -346,10 +346,10 @@ class Watch(TorchDispatchMode):
                 use.hidden = use.hidden or operation
 
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
-        """Record that the model returns these tensors, or a sum of their elements."""
+        """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
         for t in filter(is_strided, tensors):
             for use in self.numbers.beneath(self.columns.read(t)):
-                use.lost, use.returned = use.lost or loss, use.returned or not loss
+                use.in_loss, use.returned = use.in_loss or loss, use.returned or not loss
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has its operands' columns."""

@@ -51,7 +51,7 @@ class Use:
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
     returned: bool = False  # its outputs are the model's outputs
-    lost: bool = False  # its outputs enter the loss or a norm
+    in_loss: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
@@ -67,7 +67,7 @@ class Use:
     @property
     def ended(self) -> bool:
         """Whether the outputs are the model's outputs or enter the loss."""
-        return self.returned or self.lost
+        return self.returned or self.in_loss
 
     @property
     def stacked(self) -> bool:
@@ -133,7 +133,7 @@ class Use:
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
         reached = scaled or taken & (
-            {self} if self.lost and not self.returned else {self, *self.joined}
+            {self} if self.in_loss and not self.returned else {self, *self.joined}
         )
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
