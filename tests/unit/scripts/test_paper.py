@@ -27,7 +27,8 @@ from scripts.papers.catalogue import (
     read_catalogue,
     read_hours,
 )
-from scripts.papers.measured import Measure, measure, statistics_of, trained_series
+from scripts.papers.measured import Measure, measure, runs_of, statistics_of, trained_series
+from scripts.papers.page import draw
 from scripts.studies.description import read_study
 from scripts.studies.records import Record
 from scripts.studies.tables import paired
@@ -49,10 +50,8 @@ NUMBERED = {
     "spectral_updates": (28, 5),
 }
 ITEMS = {(n, key): item for n, paper in PAPERS.items() for key, item in paper.items.items()}
-OF_STUDIES = [
-    name for name, item in ITEMS.items()
-    if item.measure is not None and str(item.measure.study).startswith("studies/")
-]  # fmt: skip
+MEASURED = [name for name, item in ITEMS.items() if item.measure is not None]
+OF_STUDIES = [name for name in MEASURED if str(ITEMS[name].measure.study).startswith("studies/")]
 
 
 def test_every_numbered_table_and_figure_has_a_row() -> None:
@@ -117,9 +116,11 @@ def test_each_full_run_fits_its_gpus_and_has_its_hours(run: str) -> None:
 
 def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pc_layer", "figure_3", "--full", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    hours = read_hours()["llama271m_adamw"]["gpu_hours"]
-    assert f"configs/llama271m_adamw.yaml  # {hours:,.0f} GPU-hours" in out
+    lines = re.findall(r"^runs: .*", capsys.readouterr().out, re.MULTILINE)
+    hours = {run: read_hours()[run]["gpu_hours"] for run in ITEMS["pc_layer", "figure_3"].full}
+    assert len({f"{each:,.0f}" for each in hours.values()}) == len(lines) == 4
+    for line, (run, each) in zip(lines, hours.items(), strict=True):
+        assert line.endswith(f"configs/{run}.yaml  # {each:,.0f} GPU-hours")
 
 
 def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
@@ -369,6 +370,38 @@ def test_a_row_of_a_study_is_measured_again_from_its_committed_results(paper, ke
     for name, run in stored.items():
         run.pop("seeds", None)
         assert again[name] == run
+
+
+@pytest.mark.parametrize(("paper", "key"), MEASURED)
+def test_the_figure_of_a_row_shows_each_result_beside_its_name(paper: str, key: str) -> None:
+    item = ITEMS[paper, key]
+    content = json.loads((ROOT / str(item.file)).read_text())
+    panels = draw(item).axes
+    for i, series in enumerate(item.measure.series or [None]):
+        panel = panels[i]
+        ticks = [each.get_text() for each in panel.get_yticklabels()]
+        drawn = [(each.get_color(), *map(list, each.get_data())) for each in panel.lines]
+        if series is None:
+            shown = [(ticks[round(ys[0])], list(xs)) for _, xs, ys in drawn]
+            for row in content.values():
+                assert (row["variant"], row["losses"]) in shown
+                assert (row["variant"], [row["loss"]]) in shown
+            continue
+        names = [name.replace("_", " ") for name in content]
+        assert panel.get_legend_handles_labels()[1] == names
+        results = [
+            (place, run["series"][series])
+            for place, of_name in enumerate(content.values())
+            for run in runs_of(of_name).values()
+        ]
+        points = all(len(values) == 1 for _, values in results)
+        assert not points or ticks == names
+        assert drawn == [
+            (f"C{place}", list(values.values()), [place])
+            if points
+            else (f"C{place}", [int(step) for step in values], list(values.values()))
+            for place, values in results
+        ]
 
 
 def test_a_verdict_on_training_runs_has_a_statement() -> None:

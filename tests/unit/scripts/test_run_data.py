@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.plots.compare import BITS, LOSS, Compared, measure
+from scripts.plots.compare import BITS, LOSS, Compared, measure, unlike_measurements
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
@@ -72,6 +72,16 @@ def test_runs_are_ordered_by_what_all_have(bits, vocabularies, expected) -> None
 def test_a_run_that_has_not_validated_does_not_decide_what_orders_the_others() -> None:
     validated = run_of({"step": 1, "val/loss": 3.0, "val/bpb": 1.0})
     assert measure([validated, run_of({"step": 1}, vocabulary=200)]) == BITS
+
+
+def test_losses_are_incomparable_because_of_runs_that_have_validated() -> None:
+    for last, expected in ({}, []), ({"val/loss": 2.0}, ["train.sequence_length", "tokenizer"]):
+        runs = [run_of({"step": 1, "val/loss": 3.0}), run_of({"step": 1} | last, vocabulary=200)]
+        configs = [
+            {**run.config, "optimizer": {}, "train": {"sequence_length": length}}
+            for run, length in zip(runs, (8, 16), strict=True)
+        ]
+        assert unlike_measurements(runs, configs, "val/loss") == expected
 
 
 def test_every_card_of_a_run_is_its_figure() -> None:

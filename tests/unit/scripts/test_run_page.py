@@ -138,6 +138,12 @@ def blocks(run: RunData, figure: str) -> Iterator[Curve]:
         yield "", [line["blocks"][place][figure] for line in run.monitors]
 
 
+def residuals(run: RunData) -> Iterator[Curve]:
+    yield from blocks(run, "residual_rms")
+    for line in run.monitors:
+        yield "", [line["blocks"][place]["residual_rms"] for place in ("embedding", "0", "1")]
+
+
 def logits(run: RunData) -> Iterator[Curve]:
     each = [values for _, values in blocks(run, "max_attention_logit")]
     yield from (("", values) for values in each)
@@ -188,7 +194,7 @@ SHOWN: dict[str, Callable[[RunData], Iterator[Curve]]] = {
     "update": lambda run: by_role(run, "update_quantiles", decile(5)),
     "condition_numbers": conditions,
     "tracked_norms": norms,
-    "residual": lambda run: blocks(run, "residual_rms"),
+    "residual": residuals,
     "attention_logits": logits,
     "signal": signals,
     "rule_reports": logged("monitor/rule_gap/q"),
@@ -208,12 +214,16 @@ def drawn(figure) -> Iterator[Curve]:
         for line in axis.lines:
             if axis.get_xlabel() == "tokens" and len(line.get_xdata()) > 2:
                 assert {*line.get_xdata()} <= {256 * step for step in range(1, 7)}
+            assert axis.get_xlabel() != "after layer" or [*line.get_xdata()] == [-1, 0, 1]
             yield f"{axis.get_title()} {line.get_label()}", list(line.get_ydata())
         for patch in axis.patches:
             yield axis.get_title(), patch.get_data().values.tolist()
         for image in axis.images:
             powers = any("log2" in each.get_ylabel() for each in figure.axes)
-            yield from (("", list(2.0**row if powers else row)) for row in image.get_array())
+            cells = 2.0 ** image.get_array() if powers else image.get_array()
+            written = [each.get_text() for each in axis.texts]
+            assert written == [f"{value:.2g}" for value in cells.compressed()]
+            yield from (("", list(row)) for row in cells)
 
 
 @pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)

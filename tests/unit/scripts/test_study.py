@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -15,7 +16,7 @@ from scripts.studies.description import TunedIn, first_key, read_study
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.running import check_tokenizers
 from scripts.studies.search import begin, run_of
-from scripts.studies.trainer import message, summary
+from scripts.studies.trainer import Trainer, message, summary
 from scripts.study import main
 from tests.paths import ROOT
 from tests.run_results import json_lines
@@ -159,6 +160,26 @@ def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, cap
     study_file.write_text(yaml.safe_dump({**study, "environment": {name: str(tmp_path)}}))
     assert main([str(study_file), str(tmp_path)]) == 2
     assert f"environment.{name} must be one of ATEN_CPU_CAPABILITY, " in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_has_trained_is_not_trained_again(
+    study_file, tmp_path, monkeypatch
+):
+    run = run_of(read_study(study_file), "plain", [], 1)
+    ours, theirs = (RecordBook(tmp_path) for _ in range(2))
+    theirs.add(Record(run.key, run.label, [], False, 1.0, {"loss": 2.0, "course": []}))
+    with closing(Trainer(tmp_path, ours)) as trainer:
+        monkeypatch.setattr(trainer, "_train", lambda *_: pytest.fail("trained again"))
+        assert [record.loss for record in trainer.records([run])] == [2.0]
+
+
+def test_progress_is_the_last_line_of_each_run(tmp_path):
+    with closing(Trainer(tmp_path, RecordBook(tmp_path))) as trainer:
+        for name, text in (("lr-1", "begins\nstep 2/9\n"), ("lr-2", "")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "log.txt").write_text(text)
+            trainer._logs.append(tmp_path / name / "log.txt")
+        assert trainer.state() == "lr-1: step 2/9; lr-2: starts"
 
 
 @pytest.mark.parametrize("option", ["--config=/other.yaml", "--resume=none", "--ranks=64"])
