@@ -3,8 +3,10 @@
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
@@ -14,7 +16,7 @@ from training.errors import printable
 from training.nonfinite import NonFiniteError
 from training.report.console import sample_lines
 from training.report.log_lines import read_lines
-from training.run import reports, train
+from training.run import naming_absent, reports, train
 
 
 def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monkeypatch) -> None:
@@ -67,3 +69,20 @@ def test_one_rank_writes_the_event_of_what_several_fail_with() -> None:
     common = NonFiniteError("no loss", 1, (0, 4))
     assert [reports(common, rank) for rank in range(2)] == [True, False]
     assert all(reports(MemoryError(), rank) for rank in range(2))
+
+
+def test_the_first_rank_that_answers_writes_which_ranks_do_not(monkeypatch) -> None:
+    """Rank 0 of three does not answer."""
+    monkeypatch.setattr("parallel.comm.collectives.PATIENCE", 0.5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    store = dist.HashStore()
+    for rank in range(3):
+        store.set(f"host/{rank}", f"n{rank}")
+    store.set("failed/2", "")
+    text = r"^all-reduce failed; no answer from rank 0 \(host n0\)$"
+    with (
+        pytest.raises(CollectiveError, match=text) as caught,
+        naming_absent(SimpleNamespace(store=store, rank=1)),
+    ):
+        raise CollectiveError("all-reduce failed")
+    assert [reports(caught.value, rank) for rank in (1, 2)] == [True, False]

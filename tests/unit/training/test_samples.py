@@ -1,5 +1,6 @@
 """Samples of text during training: content, steps, and refusals."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
 from training.errors import ConfigError
+from training.lifecycle.lifecycle import Watchdog
 from training.run import train
 from training.samples import build_sampler
 
@@ -22,7 +24,7 @@ def tokens(tmp_path_factory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
-def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -> None:
+def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, monkeypatch) -> None:
     config = tiny_config(
         str(tmp_path),
         "adamw",
@@ -36,7 +38,10 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
         validation__samples_interval=3,
         validation__samples_tokens=9,
     )
+    beats: Counter[int] = Counter()
+    monkeypatch.setattr(Watchdog, "beat", lambda self, step: beats.update([step]))
     train(config, world)
+    assert all(9 <= beats[step] - beats[step - 1] < 18 for step in (3, 6))  # one per token
     found = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
     assert "train/loss" not in found[1]  # step 3 is otherwise not logged

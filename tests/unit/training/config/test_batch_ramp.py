@@ -4,9 +4,11 @@ import json
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import pretrain
 from models.families import model_size
@@ -26,7 +28,7 @@ from training.config.schedule import (
 )
 from training.data.order import TrainingData
 from training.dry_run import batch_seconds, gpu_hours, plan_run
-from training.run import train
+from training.run import check_start, train
 
 LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
@@ -267,16 +269,21 @@ WRONG = [
 ]
 
 
-def test_stages_that_are_over_limit_no_layout(minimal) -> None:
+@pytest.mark.parametrize("end", ["until_steps: 3", "until_tokens: 192"])
+def test_stages_that_are_over_limit_no_layout(end, minimal, monkeypatch) -> None:
     """A run from one rank continues on more ranks after the stage whose batch would be too
     small."""
-    config = load_config(minimal, ["train.batch_ramp=[{batch: 2, until_steps: 3}]"])
+    config = load_config(minimal, [f"train.batch_ramp=[{{batch: 2, {end}}}]"])
     check(config, 2, step=3, tokens=192)
-    check(config, 2, step=config.train.steps)
+    check(config, 2, step=config.train.steps, tokens=1_000_000)
     with pytest.raises(InvalidConfigError, match=r"train.batch_ramp\[0\].batch must be divisible"):
         check(config, 2, step=2, tokens=128)
     with pytest.raises(InvalidConfigError, match="train.global_batch must be divisible"):
         check(config, 8, step=3, tokens=192)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    check_start(config, SimpleNamespace(meta={"progress": {"step": 3, "tokens": 192}}))
+    with pytest.raises(InvalidConfigError, match=r"train.batch_ramp\[0\].batch must be divisible"):
+        check_start(config, None)
 
 
 @pytest.mark.parametrize(("keys", "ranks", "text"), WRONG)

@@ -1,6 +1,11 @@
-"""Ranks that are reported as stragglers, and the time of the report."""
+"""Ranks that are reported as stragglers, when they are reported, and the times of ranks."""
 
+import time
+
+from tests.run_configs import tiny_config
+from tests.run_results import json_lines
 from training.lifecycle.pace import Stragglers
+from training.run import train
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -30,3 +35,14 @@ def test_stages_are_compared_with_themselves():
     assert not list(found.new([1.0, 2.0, 1.0, 2.0], 100))
     [text] = found.new([1.0, 2.0, 1.0, 4.0], 100)
     assert text.startswith("rank 3 (host n2)")
+
+
+def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkeypatch):
+    """They do not contain what the rank does between steps, which others may wait for."""
+    local: list[float] = []
+    monkeypatch.setattr(Stragglers, "new", lambda self, times, steps: local.extend(times) or [])
+    config = tiny_config(folder, "adamw", train__steps=4, log__interval=2, checkpoint__interval=0)
+    train(config, world, on_step=lambda *_: time.sleep(0.2))
+    seconds = [line["perf/step_time_s"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(local) == len(seconds) == 2
+    assert all(0 < each < step - 0.05 for each, step in zip(local, seconds, strict=True))
