@@ -18,6 +18,8 @@ TENSOR, PIPELINE = {"parallel__tensor": 2}, {"parallel__pipeline": 2}
 EXPERT = {"parallel__expert": 2}
 PC = {"pc__level": 4}
 GROUPS = {"model__moe__expert_groups": 2, "model__moe__expert_bias": False}
+BIASED = {"model__moe__expert_bias_rate": 1.0}
+"""Biases on which the choice of experts depends more than on the scores."""
 EXACT = {"model__vocab_multiple": 8}
 IN_GRAPH = {"pc__level": 2, "pc__evaluator": "in_graph", "pc__blocks": "[q, o, up, down]"}
 PADDED = "llama tensor"
@@ -27,7 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt tensor": {**TENSOR, "model__family": "gpt", "optimizer__split_gate_up": False},
     "qwen3 tensor pc in graph": {**TENSOR, **QWEN3, **IN_GRAPH},
     "gemma2 tensor": {**TENSOR, **GEMMA2},
-    "deepseek expert pc": {**EXPERT, **DEEPSEEK, "pc__blocks": "[o, expert_gate, expert_down]"},
+    "deepseek expert pc": {
+        **EXPERT,
+        **DEEPSEEK,
+        **BIASED,
+        "pc__blocks": "[o, expert_gate, expert_down]",
+    },
     "moe tensor groups": {**TENSOR, **MOE, **GROUPS, "model__qk_norm": True},
 }
 
