@@ -1,11 +1,14 @@
-"""Kernel launches of operations on lists of tensors, as in PyTorch's multi_tensor_apply, and the
-FLOPs of in-place products and factorisations."""
+"""Kernel launches of operations on lists of tensors, as in PyTorch's multi_tensor_apply, and of
+graphs; host waits for copies; the FLOPs of in-place products and factorisations."""
+
+from itertools import product
 
 import pytest
 import torch
 
 from tests.rehearsal.programs import Perform, called
 from training.rehearsal.operations import kernels_of, kind_of
+from training.rehearsal.trace import PHASES
 
 aten = torch.ops.aten
 
@@ -38,6 +41,31 @@ def test_copies_between_types_and_fused_steps_go_together() -> None:
     assert kernels_of(step, [[*wide, meta(1)]] * 4 + [[], [*wide, meta(1)]]) == 2
 
 
+COPIES = dict(zip(PHASES[1:], product((False, True), repeat=2), strict=True))
+"""Whether the host's memory is pinned, and whether copies are `non_blocking`, in each phase."""
+
+
+def copies() -> None:
+    """Copy to and from memory of the host, and into new memory."""
+    on_device = torch.empty(8, device="cuda")
+    for phase, (pinned, later) in COPIES.items():
+        on_host = torch.empty(8).pin_memory() if pinned else torch.empty(8)
+        with torch.profiler.record_function(phase):
+            on_device.copy_(on_host, non_blocking=later)
+            on_host.to("cuda", non_blocking=later)
+            on_host.copy_(on_device, non_blocking=later)
+            on_device.to("cpu", non_blocking=later)
+
+
+def test_the_host_waits_for_copies_unless_memory_is_pinned(perform: Perform) -> None:
+    """PyTorch pins the new memory of a `non_blocking` copy."""
+    counts = called(perform, copies).counts
+    for phase, (pinned, later) in COPIES.items():
+        waits = not (pinned and later)
+        assert counts[0, phase].synchronizations.total() == 2 * waits
+        assert counts[0, phase].host_reads.total() == waits + (not later)
+
+
 def add_in_place() -> None:
     """Run an operation without a result."""
     tensors = [torch.empty(8, device="cuda") for _ in range(3)]
@@ -67,6 +95,36 @@ def test_a_kernel_in_place_moves_its_tensors_twice(perform: Perform) -> None:
     counts = called(perform, average_in_place).counts[0, "optimizer"]
     assert counts.kernels == {"momentum_kernel": 1}
     assert counts.elementwise_bytes == 2 * 2 * 8 * 4 + 1  # and the predicate
+
+
+def replays() -> None:
+    """Replay a recorded graph of two kernels twice, and launch its kernels twice."""
+    from spectral.kernels.update import average_
+
+    gradient, mean, out = torch.empty(3, 8, 8, device="cuda").unbind()
+    active = torch.ones((), dtype=torch.bool, device="cuda")
+
+    def launch() -> None:
+        average_(gradient, mean, 0.95, active, nesterov=True)
+        out.addmm_(gradient, mean)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for name, run in (("optimizer", graph.replay), ("monitors", launch)):
+        with torch.profiler.record_function(name):
+            run()
+            run()
+
+
+def test_a_graph_is_one_launch_of_all_its_work(perform: Perform) -> None:
+    pytest.importorskip("triton")
+    counts = called(perform, replays).counts
+    graph, plain = counts[0, "optimizer"], counts[0, "monitors"]
+    assert (plain.launches, plain.triton_launches) == (4, 2)
+    assert (graph.launches, graph.triton_launches, graph.kernels) == (2, 0, {"graph": 2})
+    assert graph.flops == plain.flops == 2 * 2 * 8**3
+    assert graph.elementwise_bytes == plain.elementwise_bytes > 0
 
 
 def products_in_place() -> None:
