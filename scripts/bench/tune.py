@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.measure import milliseconds
-from scripts.command import command, new_parser
+from scripts.command import command, new_parser, output_path
 from spectral.kernels import dispatch, library, symmetric
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile
 from training.errors import InputError
@@ -188,7 +188,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         default=dispatch.TABLE,
         help="table to write (default: spectral/kernels/table.json)",
     )

@@ -126,24 +126,34 @@ def test_every_command_line_is_read_by_that_parser() -> None:
     assert not [name for name, text in texts.items() if "argparse.ArgumentParser(" in text]
 
 
-def test_a_default_that_a_help_states_is_the_default(monkeypatch) -> None:
+@pytest.fixture(scope="module")
+def parsers() -> list[argparse.ArgumentParser]:
+    """The parsers of all commands and of their subcommands."""
     parsers: list[argparse.ArgumentParser] = []
 
     def parsed(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parsers.append(parser)
         raise InputError("only the parser is needed")
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
-    for path in (ROOT / "pretrain.py", *ROOT.glob("scripts/**/*.py")):
-        if "\ndef parse(arguments" in path.read_text("utf-8"):
-            module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-            with pytest.raises(InputError, match="only the parser"):
-                module.parse([])
-    stated = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
+        for path in (ROOT / "pretrain.py", *ROOT.glob("scripts/**/*.py")):
+            if "\ndef parse(arguments" in path.read_text("utf-8"):
+                module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                with pytest.raises(InputError, match="only the parser"):
+                    module.parse([])
     for parser in parsers:
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()  # these are read later in this loop
+    assert len(parsers) > 20
+    return parsers
+
+
+def test_a_default_that_a_help_states_is_the_default(parsers) -> None:
+    stated = 0
+    for parser in parsers:
+        for action in parser._actions:
             said = re.search(r"\(default: ([^%]*?)([,;].*)?\)", action.help or "")
             if said and action.default is not None:
                 stated += 1
@@ -154,7 +164,19 @@ def test_a_default_that_a_help_states_is_the_default(monkeypatch) -> None:
                         for each in (text, value)
                     )
                     assert word == given or ROOT / text == given, (parser.prog, action)
-    assert stated > 5 and len(parsers) > 20
+    assert stated > 5
+
+
+def test_every_output_must_be_a_local_path(parsers) -> None:
+    names = {"output", "target", "--output", "--results", "--json", "--write"}
+    actions = [each for parser in parsers for each in parser._actions]
+    actions = [each for each in actions if {each.dest, *each.option_strings} & names]
+    assert names == {name for each in actions for name in (each.dest, *each.option_strings)} & names
+    kinds = [action.type for action in actions]
+    assert kinds.count(None) == 1  # prepare_data.py checks its output later
+    for kind in filter(None, kinds):
+        with pytest.raises(argparse.ArgumentTypeError, match="got '~/x'"):
+            kind("~/x")
 
 
 def test_a_missing_package_is_named_with_its_command() -> None:
