@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spectral import SpectralOptimizer, clip_qk_, merge_, preconditioned, split_parameters
 from spectral.local_part import local_of
+from spectral.polar import WORKSPACE_ELEMENTS
 from spectral.rules import RULES, MomentumRule, Report, Stack
 from spectral.rules.base import Rule
 from spectral.sharded import shared_matrices
@@ -203,9 +204,10 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
     """Return the weights after four steps, and the matrices that this rank steps in the last step,
     for each (how, rules, PC layers) and rule.
 
-    Matrices are exchanged in two step groups.
+    Matrices are exchanged in two step groups. The workspace fits one square matrix.
     """
     shared_matrices.STEP_GROUP_NUMEL = 1500
+    WORKSPACE_ELEMENTS["cpu"] = 150
     found: list[dict[str, Any]] = []
     for how, rules, pc in cases:
         found.append({})

@@ -21,6 +21,7 @@ from parallel.optimizer.distributed_optimizer import (
     build_optimizer,
     check_agreement,
 )
+from spectral.polar import WORKSPACE_ELEMENTS
 from tests.run_configs import tiny_config
 from tests.run_results import without_times
 from tests.stepped_models import TINY, assign_matrices, parallel_model
@@ -256,8 +257,13 @@ def sent_in_one_step(
 def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return this rank's whole units after `steps` steps, for every variant (see `units_after`)."""
+    """Return this rank's whole units after `steps` steps, for every variant (see `units_after`).
+
+    On several ranks, the workspace fits two heads, or one larger matrix.
+    """
     layout_groups = start({**layout, "sequence": False})
+    if dist.get_world_size() > 1:
+        WORKSPACE_ELEMENTS["cpu"] = 600
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
     return found
