@@ -124,7 +124,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     full = config.train.samples() / config.train.global_batch
     monitors = planned["monitors"]
     monitored = config.train.steps // monitors["interval"] if monitors["interval"] else 0
-    seconds = full * planned["step_seconds"] + monitored * monitors["seconds"]
+    seconds = full * planned["step_seconds"] + monitored * (monitors["seconds"] or 0.0)
     hours = seconds * planned["gpus"] / 3600
     ramp = bool(config.train.batch_ramp)
     assert planned["gpu_hours"] == pytest.approx(hours, rel=0.01 if ramp else 1e-6)
