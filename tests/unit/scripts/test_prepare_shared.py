@@ -413,7 +413,7 @@ def test_the_same_text_twice_is_warned_of(name, inputs, tmp_path, capsys) -> Non
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
     expected = (
-        r"warning: several inputs have the same content .1 input., for example a.train \(.*\) and "
+        r"warning: several inputs have the same content .1 case., for example a.train \(.*\) and "
         + ("[ab].validation" if "sides" in name else "[ab].train")
     )
     assert re.search(expected, capsys.readouterr().err)

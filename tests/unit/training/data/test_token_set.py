@@ -73,8 +73,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "length": (lambda idx, bin_: patch(idx, 34, struct.pack("<i", 5)), "are not contiguous"),
     "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "are not contiguous"),
     "pointer": (lambda idx, bin_: patch(idx, 46, struct.pack("<q", 2)), "are not contiguous"),
-    "documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 9)), "end at sequence 9 of 3"),
-    "few documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 2)), "end at sequence 2"),
+    "documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 9)), "sequence 3, got 9"),
+    "few documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 2)), "sequence 3, got 2"),
 }
 
 
