@@ -317,7 +317,9 @@ def opening_notes(
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
         yield "warning", f"warning: {text}"
-    unverified = unverified_sets(config.data)
+    validation = [each.set for each in trainer.validation]
+    sets = {"train": trainer.data.all_sets, "validation": validation}
+    unverified = unverified_sets(config.data, sets)
     if unverified is not None:
         yield "data", f"data: {unverified}"
     slow = slow_precision(config.train.precision, device)

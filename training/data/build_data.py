@@ -1,6 +1,6 @@
 """Data, tokenizer, vocabulary and tasks of a run, built from its config."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from training.data.manifest import (
     TokenizerEntry,
     check_one_tokenizer,
     check_tokenizer,
-    has_hashes,
     read_manifest,
     shared_text,
 )
@@ -216,22 +215,20 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
         yield from shared_text(*prefixes)
 
 
-def unverified_sets(data: DataConfig) -> str | None:
+def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
     """Return a message with the sets that `data.verify` cannot check, because no manifest states
-    their hashes; None if there are no such sets."""
+    their hashes; None if there are no such sets. `sets` contains opened sets by kind."""
     if data.mock or data.verify == "none":
         return None
     names = [
-        f"{kind}.{name}"
-        for kind, sets in (("train", data.train), ("validation", data.validation))
-        for name, each in sets.items()
-        if not has_hashes(each.path)
+        f"{kind}.{each.name}"
+        for kind, own in sets.items()
+        for each in own
+        if each.stated_sha256 is None
     ]
-    return (
-        f"not verified, because no {MANIFEST_FILE} states their hashes: {', '.join(names)}"
-        if names
-        else None
-    )
+    if not names:
+        return None
+    return f"not verified, because no {MANIFEST_FILE} states their hashes: {', '.join(names)}"
 
 
 def missing_files(config: Config) -> Iterator[str]:

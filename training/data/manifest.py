@@ -108,12 +108,6 @@ def manifest_of(prefix: str | Path) -> Manifest | None:
     return manifest if manifest is not None and Path(prefix).name in manifest.sets else None
 
 
-def has_hashes(prefix: str | Path) -> bool:
-    """Return whether the manifest in the folder of a set states hashes of the set."""
-    manifest = manifest_of(prefix)
-    return manifest is not None and bool(manifest.sets[Path(prefix).name].sha256)
-
-
 def check_tokenizer(manifest: Manifest) -> None:
     """Raise DataError if the folder's tokenizer.json is not the tokenizer of its token sets."""
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256

@@ -8,9 +8,10 @@ import pytest
 
 from scripts.prepare_data import main as prepare
 from tests.text_files import TEXTS, write_jsonl
-from training.config.data import DataConfig, TrainSet, ValidationSet
+from training.config.data import DataConfig
 from training.data.build_data import unverified_sets
 from training.data.manifest import shared_text
+from training.data.token_set import TokenSet
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +76,12 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
 def test_sets_without_hashes_are_named(prepared, keys, expected) -> None:
     """`data.verify` cannot detect damage in these sets."""
     sets = {"train": {"a": "whole", "b": "bare"}, "validation": {"a": "bare"}} | keys
-    made = {
-        kind: {
-            name: each(path=str(prepared / folder / "a.train"))
+    opened = {
+        kind: [
+            TokenSet(name, prepared / folder / "a.train", 8)
             for name, folder in sets.pop(kind).items()
-        }
-        for kind, each in (("train", TrainSet), ("validation", ValidationSet))
+        ]
+        for kind in ("train", "validation")
     }
-    text = unverified_sets(DataConfig(**made, **sets))
+    text = unverified_sets(DataConfig(**sets), opened)
     assert text is None if expected is None else text is not None and text.endswith(expected)
