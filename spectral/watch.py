@@ -610,8 +610,8 @@ class Watch(TorchDispatchMode):
 
         This is `axis`, except if the product is a weighted sum of vectors: all other axes if it
         adds outputs of different matrices, and the product's other axis if, in a product of
-        activations, consecutive outputs are along that axis. The first
-        of three axes or more counts the entries of a batch, which are separate.
+        activations, consecutive outputs are along that axis. The first of three axes or more counts
+        the entries of a batch, which are separate.
         """
         axes = range(columns.ndim > 2, columns.ndim)
         others = [a for a in axes if columns.shape[a] > 1 and a != axis % columns.ndim]

@@ -365,6 +365,10 @@ def halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Modu
     )
 
 
+EXPERTS: dict[str, Any] = {
+    "gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]
+}  # fmt: skip
+"""The matrices of experts in two parameters."""
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] = {
     "attention by sums": (
         lambda: Module(attention_by_sums, "qkv 12 36, out 12 12"),
@@ -522,11 +526,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             experts, "gate 8 3, head 8 4", gate_up=torch.randn(3, 12, 8), down=torch.randn(3, 8, 6)
         ),
         tokens,
-        {
-            "gate.weight": None,
-            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
-            "down": lambda w: [*w],
-        },
+        {"gate.weight": None, **EXPERTS},
     ),
     "experts looked up, cast and scaled": (
         lambda: Module(
@@ -536,11 +536,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             down=torch.randn(3, 8, 6),
         ),
         tokens,
-        {
-            "gate.weight": None,
-            "gate_up": lambda w: [h for e in w for h in e.chunk(2)],
-            "down": lambda w: [*w],
-        },
+        {"gate.weight": None, **EXPERTS},
     ),
     "experts without tokens": (
         lambda: Module(
@@ -550,7 +546,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             down=torch.randn(40, 8, 6),
         ),
         tokens,
-        {"gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]},
+        EXPERTS,
     ),
     "a bank of queries, keys and values": (
         lambda: Module(
@@ -591,7 +587,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
             down=torch.randn(2, 16, 16),
         ),
         torch.randn(9, 16),
-        {"gate_up": lambda w: [h for e in w for h in e.chunk(2)], "down": lambda w: [*w]},
+        EXPERTS,
     ),
     "a mixture of stacked weights": (
         lambda: Module(mixture, "a1 12 6, b1 12 6, a2 6 12, b2 6 12, gate 12 2, head 12 4"),
