@@ -1,7 +1,7 @@
 """Differences between releases of megatron-core, and the C compiler that Triton requires.
 
-Features are detected, not inferred from the version. Releases older than `TESTED` are refused;
-newer releases cause a warning.
+Features are detected, not inferred from the version. Releases older than `TESTED` cause an
+error, newer releases a warning.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:
-    """Refuse values that equal an integer but have another type, such as true, which equals 1."""
+    """Reject values that equal an integer but have another type, such as true, which equals 1."""
     if type(value) is not int:
         raise PydanticCustomError("int_type", "an integer")
     return value

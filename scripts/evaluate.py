@@ -80,7 +80,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype or "float32",
             options=options.options,
         )
-        lm_eval = run.command()  # refuses options before slow steps
+        lm_eval = run.command()  # checks options before slow steps
         if run.python.exists():  # lm-eval would silently initialize missing weights randomly
             with progress(lambda: "loading the exported model to check for missing weights"):
                 load_whole(options.model, dtype="auto")

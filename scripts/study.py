@@ -8,7 +8,7 @@ variant has a `config`, its own `overrides`, and `against`, the variant to compa
 run is a process of pretrain.py with one thread per rank, the study's `environment`, and as many
 ranks as `--nproc` or `--gpus-per-run`. runs.jsonl stores the figures and settings of finished runs,
 which are not repeated, even if their folders are gone, so the same command resumes an interrupted
-study. If the data or environment of a finished run has changed, the study is refused. Several
+study. It is an error if the data or environment of a finished run has changed. Several
 processes with the same command, started by hand or as a SLURM array (scripts/slurm/study.sbatch),
 share the runs. results.json and table.md are written next to runs.jsonl after each part, with
 `complete: false` in results.json until the end.

@@ -75,7 +75,7 @@ def _set_ieee() -> Callable[[], None]:
     legacy = _legacy_precision()
     precisions = [place.fp32_precision for place in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    # This older function changes all settings; cuBLAS refuses settings that contradict it.
+    # This older function changes all settings; cuBLAS rejects settings that contradict it.
     torch.set_float32_matmul_precision("highest")
     for name in REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)

@@ -267,7 +267,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rename_(name, settings)
         check_options(name, settings, foreign=True)
         params = settings["params"]
-        if not isinstance(params, set):  # which torch refuses
+        if not isinstance(params, set):  # which torch rejects
             settings["params"] = [params] if isinstance(params, Tensor) else list(params)
         self._check_names(settings)
         rate: Any = rate_of(name)

@@ -134,7 +134,7 @@ def table() -> str:
         "|" + "---|" * (len(heads) + 1),
     ]
     for row, refusals in zip(ROWS, zip(*heads, strict=True), strict=True):
-        marks = [f"refused ({sentences.index(said) + 1})" if said else "runs" for said in refusals]
+        marks = [f"error ({sentences.index(said) + 1})" if said else "runs" for said in refusals]
         lines.append(f"| {row} | " + " | ".join(marks) + " |")
     notes = [f"{i}. `{said}`" for i, said in enumerate(sentences, 1)]
     return "\n".join([*lines, "", *notes]) + "\n"

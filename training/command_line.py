@@ -20,7 +20,7 @@ PATIENCE: Final = 5.0
 
 
 class Parser(argparse.ArgumentParser):
-    """Command-line parser that refuses an option given twice with different values."""
+    """Command-line parser that rejects an option given twice with different values."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

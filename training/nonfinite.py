@@ -95,9 +95,9 @@ class NonFiniteGuard:
                 raise self._error(end)
 
     def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
-        """Raise NonFiniteError if more than `limit` consecutive updates of a unit were refused.
+        """Raise NonFiniteError if more than `limit` consecutive updates of a unit were skipped.
 
-        name, row  the unit with the most consecutive refusals before `step`, and how many
+        name, row  the unit with the most consecutive skips before `step`, and their number
         samples    [first, end) of the samples of `step`; earlier steps have at most as many samples
         """
         if row > self.limit:

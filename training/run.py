@@ -166,7 +166,7 @@ def train(
             restore(trainer, start)
         if config.checkpoint.interval:
             first_rank(lambda: check_place(run_dir))
-        # No change to the run folder is made above this line; no refusal of the run occurs below.
+        # The run folder does not change above this line; checks do not end the run below.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins(saves=config.checkpoint.interval > 0)

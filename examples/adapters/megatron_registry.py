@@ -7,8 +7,8 @@
 The adapter needs megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers,
 without which Megatron does not read the registry. Each head of q, k and v and each half of a gated
 layer is a separate matrix; Megatron's Adam steps embeddings, output heads and gains. Pipeline and
-data parallelism need no changes. Under tensor parallelism one rank steps each whole matrix, routed
-experts are refused, and checkpoints do not contain the optimizer's state, so set `--no-save-optim`.
+data parallelism need no changes. Under tensor parallelism one rank steps each whole matrix. Routed
+experts are not supported. Checkpoints do not contain the optimizer's state: set `--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

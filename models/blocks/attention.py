@@ -235,7 +235,7 @@ class FlashCoreAttention(CoreAttention):
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
 
-        Raises ValueError if `documents` is given; configs already refuse this case.
+        Raises ValueError if `documents` is given; configs already reject this case.
         """
         if documents is not None:
             raise ValueError("FlashAttention packages do not support a document mask")

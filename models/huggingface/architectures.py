@@ -150,7 +150,7 @@ def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
     """Check that transformers can represent a model of the family deepseek.
 
-    Other models are refused before training, because they could not be exported after training.
+    Other models are rejected before training, because they could not be exported after training.
     """
     limits = list(latent_limits(model))
     if model.kv_heads not in (None, model.heads):

@@ -233,7 +233,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
     ranks = inputs.stage_ranks * inputs.pipeline
-    # All ranks sum two 4-byte numbers: the squared norm, and the number of refusals.
+    # All ranks sum two 4-byte numbers: the squared norm, and the number of unsound ranks.
     sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
     tied = [(unit, 4) for unit in units[0] if unit.tied_stage]
     if tied:  # two ranks send their shards

@@ -200,7 +200,7 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Refuse a tokenizer that changes text; check only after `DECODED` documents or if `final`.
+        """Reject a tokenizer that changes text; check only after `DECODED` documents or if `final`.
 
         Raises:
             DataError: `allowed` is False and the share of changed documents exceeds `LARGEST`.

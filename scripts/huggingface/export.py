@@ -60,7 +60,7 @@ def export(
         shard_bytes: maximum size of a weight file.
         tokenizer: file or folder of the tokenizer; None: the run's tokenizer.
         without_tokenizer: whether to omit the tokenizer.
-        verify: check of the folder, which raises an error to refuse the export.
+        verify: check of the folder; its errors abort the export.
     """
     info, weights = opened(source, target)
     model = weights.config.model

@@ -276,7 +276,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
 
 def new_run(place: str, pc: bool) -> str:
     """Return the remedy for a state that does not fit a run; `pc` is true with PC layers."""
-    if pc:  # PC layers refuse checkpoint.initialize_from: they would change the effective weights
+    if pc:  # checkpoint.initialize_from is an error: PC layers would change the effective weights
         return "set another run.dir"
     return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
 
@@ -332,7 +332,7 @@ class Start:
     def settle(self, run_dir: str | Path) -> None:
         """Move broken and superseded checkpoints to other folders, and print where (rank 0).
 
-        Call this after all checks that may refuse the run.
+        Call this after all checks that may end the run.
         """
         if self.resume == "none":
             start_over(run_dir)

@@ -123,9 +123,9 @@ the files. `${section.key}` stands for the value of another key; in keys that ar
 `${oc.env:NAME}` stands for an environment variable. Data paths are relative to the working
 directory.
 
-A config with an unknown key, a wrong type or a contradiction is refused; the error lists all
-problems. The run folder contains the resolved config, which `--config` accepts. Bold names are
-subsections; in a key, `*` stands for each of the names at the end of the row.
+An unknown key, a wrong type or a contradiction is an error; all problems are listed at once. The
+run folder contains the resolved config, which `--config` accepts. Bold names are subsections; in a
+key, `*` matches each of the names at the end of the row.
 """
 
 if __name__ == "__main__":

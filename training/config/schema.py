@@ -82,7 +82,7 @@ class CheckpointConfig(Section):
     checkpoints."""
     allow_change: tuple[Kind, ...] = ()
     """Kinds of settings that may differ from the checkpoint that a run continues from; other
-    differences are refused. With `tokenizer`, `initialize_from` also accepts weights that were
+    differences are errors. With `tokenizer`, `initialize_from` also accepts weights that were
     trained with another tokenizer."""
     initialize_from: str | None = None
     """Run folder or checkpoint, of any layout, with the initial weights of a new run; null

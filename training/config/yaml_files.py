@@ -337,7 +337,7 @@ def _checked(text: str) -> yaml.Node | None:
             if scalar:  # yaml would use the value of the mapping's key "="
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             merges = [key for key, _ in node.value if key.value == "<<"]
-            if len(merges) > 1:  # OmegaConf refuses other duplicates
+            if len(merges) > 1:  # OmegaConf rejects other duplicates
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):

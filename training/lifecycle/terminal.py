@@ -135,7 +135,7 @@ def _stop_with_launcher() -> None:
     A killed launcher does not forward a signal, so its ranks would continue to train, as they do on
     other systems.
     """
-    if not os.environ.get(LAUNCHER, "").isdecimal():  # `check_launched` refuses such values
+    if not os.environ.get(LAUNCHER, "").isdecimal():  # `check_launched` rejects such values
         return
     launcher = os.environ.pop(LAUNCHER)
     if sys.platform != "linux":

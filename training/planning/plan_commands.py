@@ -102,7 +102,7 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print on stderr what a run would warn of or refuse in a config's data and initial weights.
+    """Print on stderr the warnings and errors of a run about the config's data and initial weights.
 
     The vocabulary size may still be null.
     """
@@ -114,7 +114,7 @@ def warn(config: Config) -> None:
         elif config.model.vocab_size is not None:
             check_rows(config)
     except InputError as error:
-        print(f"warning: a new run would be refused: {error}", file=sys.stderr)
+        print(f"warning: a new run would fail: {error}", file=sys.stderr)
 
 
 def own_gpus(config: Config) -> int:

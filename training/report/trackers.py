@@ -32,7 +32,7 @@ class Tracker(Protocol):
 class WandbTracker:
     """Tracker that writes to Weights & Biases under the run's id, which a continued run keeps.
 
-    The step is a separate metric, `progress/step`, because wandb refuses earlier steps and a run
+    The step is a separate metric, `progress/step`, because wandb rejects earlier steps and a run
     that continues from a checkpoint repeats some steps. An offline run writes a new folder at each
     start. `wandb sync` replaces earlier folders with later folders, so a later folder also contains
     the earlier steps.
