@@ -83,7 +83,7 @@ help:  ## list the targets
 setup: $(SETUP)  ## create .venv with the pinned CPU requirements
 
 $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/constraints.txt
-	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Spectrain needs Python 3.11 or newer, got %d.%d; give another interpreter with BASE_PYTHON=path" % v[:2])'
+	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Spectrain needs Python 3.11 or newer, got %d.%d; name another interpreter with BASE_PYTHON=path" % v[:2])'
 	"$(BASE_PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/torch.txt
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/cpu.txt

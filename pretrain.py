@@ -133,9 +133,9 @@ def flag(name: str | None) -> str:
 
 
 def positive(text: str) -> int:
-    """Parse `text` as a whole number, at least 1."""
+    """Parse `text` as a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
 
 

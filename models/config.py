@@ -93,7 +93,7 @@ class MoEConfig(Section):
     top_groups` best scores are chosen."""
     routed_scale: Positive | None = None
     """Factor that multiplies the sum of the routed experts' outputs; null = the SSO paper's factor,
-    which gives this sum the variance of the shared experts' sum."""
+    with which this sum has the same variance as the shared experts' sum."""
     expert_bias: bool = True
     """Balance the experts' load without an auxiliary loss: add a bias per expert to the scores that
     select experts."""
@@ -350,7 +350,7 @@ def scale_of(moe: MoEConfig) -> float:
 
 @lru_cache
 def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
-    """Return the factor M that gives the routed sum the variance of the shared experts' sum.
+    """Return the factor M with which routed and shared experts' sums have the same variance.
 
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
     equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g of N(0, 1) logits

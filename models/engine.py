@@ -134,7 +134,7 @@ def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Suppress log messages in which megatron-core gives advice, within a context.
+    """Suppress megatron-core's log messages of advice within a context.
 
     Newer releases advise users to switch to another model class.
     """
@@ -171,7 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return what Triton needs to compile a Python extension but cannot find, or None."""
+    """Return the missing requirement for Triton to compile a Python extension, or None."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

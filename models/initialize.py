@@ -45,7 +45,7 @@ def initialize_(
     from N(0, std^2), and other units are set to their `start`. With `init.spectral` all matrices
     except the embedding and the head are rescaled to the spectral norm of their sphere ("Controlled
     LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled as whole
-    units, so every tensor-parallel size gives the same model.
+    units, so the model is the same for every tensor-parallel size.
 
     `tensor` is the (rank, size) among the ranks that share a unit. `together(units, compute)`
     returns `compute(units)`, float64 `[units]`, and may divide the work among ranks with the same

@@ -65,7 +65,7 @@ class PCConfig(Section):
     """Roles whose matrices are preconditioned; null = o, gate, up and down, if they exist."""
     level: PresetLevel | None = None
     """Strength of the preset: level 4 raises singular values above 0.3 times the largest to about
-    the largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 changes nothing.
+    the largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 is the identity.
     null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Overrides of the level for some roles or layers, under names of your choice."""

@@ -31,7 +31,7 @@ class Unit:
     role         q, k, v, o, gate, up, down, embedding, head, gain, bias ...
     view_shape   shape of the view of the local parameter to which `index` is applied
     index        index of the unit in this view
-    axes         n-dimensional shape of the whole unit; flattening all axes but the last gives
+    axes         n-dimensional shape of the whole unit; flattening all axes but the last yields
                  `[rows, cols]`
     shard_axis   axis of `axes` that is sharded over tensor-parallel ranks, None if this rank has
                  the whole unit

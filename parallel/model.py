@@ -30,7 +30,7 @@ from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer,
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Function that returns a micro-batch's scalar loss and the figures to collect, given token losses
+"""Function that returns a micro-batch's scalar loss and the metrics to collect, given token losses
 `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
 
 Batch = dict[str, Any]
@@ -184,7 +184,7 @@ class ParallelModel:
             length: tokens per sample, before context parallelism splits samples; None for
                 `sequence_length`, the largest length.
 
-        Returns the figures of each micro-batch on the last pipeline stage, and an empty list on
+        Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on
         other stages.
         """
 

@@ -47,9 +47,9 @@ def warn_replaced(overrides: Sequence[str]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`: the script then also writes its figures as JSON."""
+    """Add `--json FILE`: the script then also writes its results as JSON."""
     parser.add_argument(
-        "--json", type=output_path, help="also write all figures as JSON to this file"
+        "--json", type=output_path, help="also write all results as JSON to this file"
     )
 
 
@@ -60,12 +60,12 @@ def check_free(target: Path) -> None:
 
 
 def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers from `least` to `most`."""
+    """Return an argparse type for integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, got {text!r:.40}"
+                f"must be an integer from {least} to {most}, got {text!r:.40}"
             )
         return int(text)
 
@@ -87,7 +87,7 @@ def output_path(text: str) -> Path:
 def token_count(text: str) -> int:
     """Parse a token count such as 1000000, 1_000_000, 1e6, 1M or 0.001B.
 
-    Raises argparse.ArgumentTypeError if `text` is not a whole number from 1 to 1e14.
+    Raises argparse.ArgumentTypeError if `text` is not an integer from 1 to 1e14.
     """
     match = re.fullmatch(
         r"(\d[\d_]{0,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)([kmbt]?)", text, re.IGNORECASE
@@ -95,7 +95,7 @@ def token_count(text: str) -> int:
     value = Decimal(match[1]) * 1000 ** " kmbt".index(match[2].lower() or " ") if match else None
     if value is None or not 1 <= value <= 10**14 or value % 1:
         raise argparse.ArgumentTypeError(
-            "must be a whole number from 1 to 1e14, such as 10000000000, 10_000_000_000, 1e10 or "
+            "must be an integer from 1 to 1e14, such as 10000000000, 10_000_000_000, 1e10 or "
             f"10B, got {text!r:.40}"
         )
     return int(value)

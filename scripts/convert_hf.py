@@ -131,7 +131,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     tokenizer = export.add_mutually_exclusive_group()
     tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json or its folder")
-    tokenizer.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
+    tokenizer.add_argument(
+        "--no-tokenizer", action="store_true", help="do not write tokenizer files"
+    )
     export.add_argument(
         "--no-verify",
         dest="verify",

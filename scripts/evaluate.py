@@ -182,7 +182,7 @@ def score_checkpoint(
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     """Write tasks from the run's validation sets to `folder` and return the tasks' names."""
     if options.run is None:
-        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT, for its validation sets")
+        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT with validation sets")
     from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()

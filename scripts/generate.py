@@ -122,7 +122,7 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
     written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     missing = set(written[0].tolist()) - set(tokenizer.get_vocab().values())
     if missing:
-        raise InputError(f"the model generated token {min(missing)}, which its tokenizer lacks")
+        raise InputError(f"the model generated token {min(missing)}, which is not in its tokenizer")
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

@@ -250,7 +250,7 @@ def remark(row: Row) -> str:
 
 
 def as_json(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the table's figures as JSON."""
+    """Return the table's values as JSON."""
     facts = {"ranks": dist.get_world_size(), "device": str(device.type), "torch": torch.__version__}
     return json.dumps(facts | {"checks": [asdict(row) for row in rows]}, indent=2) + "\n"
 

@@ -39,7 +39,7 @@ def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def split_figures(
     figures: Mapping[str, Tensor], stacks: Sequence[Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Split figures `[sum of batches]` of all matrices into the figures of each stack."""
+    """Split values `[sum of batches]` of all matrices into the values of each stack."""
     columns = [split_like(figure, stacks) for figure in figures.values()]
     return [dict(zip(figures, row, strict=True)) for row in zip(*columns, strict=True)]
 

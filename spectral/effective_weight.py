@@ -92,7 +92,7 @@ class Preconditioner:
         spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
             PC(W) = gamma g(W).
         init_compensation: whether the initial gamma makes ||PC(W)||_F = ||W||_F instead of being 1.
-        epsilon: added to s, so that a zero matrix gives zero.
+        epsilon: added to s, so that the result for a zero matrix is zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
     """

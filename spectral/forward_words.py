@@ -99,7 +99,7 @@ class ForwardWords:
                 if outer == [""] and word not in local:
                     continue
                 words += [word] if outer != [""] else []
-                if "loss" in word:  # a loss only uses what the model returns
+                if "loss" in word:  # a loss only uses the model's outputs
                     continue
                 for owner, called in _called(module, local, function.__globals__, path):
                     inner = self._read(owner, children if owner is module else {}, called, known)

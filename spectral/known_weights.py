@@ -52,7 +52,7 @@ HEAD_SIZES = (
 )
 QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
 VALUE_SIZES = "v_head_dim head_v_dim value_head_dim val_dim v_channels_per_head"
-"""Attributes of attention modules that give the number of rows per head."""
+"""Attributes of attention modules with the number of rows per head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
 KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads"
 KNOWN = {
@@ -144,7 +144,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division, and its reason, of a weight that is no gain, head, router or table.
+        """Return the division and its reason; the weight is not a gain, head, router or table.
 
         Raises ValueError if the division is unclear.
         """
@@ -258,7 +258,7 @@ class KnownWeights:
         later, again, mixer = self._later(weight)
         takers = {x.module for x in later if x.inputs == outputs}
         if any((own := Layer.of(m)) and own.inputs == outputs for _, m in weight.path[1:]):
-            return None  # the head around it has a weight of its own
+            return None  # the enclosing head also has a weight
         if takers:
             if takers <= again:
                 why = "the layers with as many inputs also run before it"
@@ -382,7 +382,7 @@ class KnownWeights:
             layer = Layer.of(member) if isinstance(member, nn.Module) else None
             own = name.rpartition(".")[2]
             one = layer is not None and layer.inputs == layer.outputs == size < widest
-            if not one:  # a layer that maps one head to one head is no projection
+            if not one:  # a layer that maps one head to one head is not a projection
                 part = projection_of(own) or ("qkv" if is_fused(own) else "")
                 twice = layer is not None and layer.outputs == 2 * layer.inputs
                 parts |= {*("kv" if part == "qkv" and twice and not grouped else part)}

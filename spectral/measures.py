@@ -1,9 +1,9 @@
-"""Figures of weights, gradients and activations: ranks, condition numbers, noise.
+"""Statistics of weights, gradients and activations: ranks, condition numbers, noise.
 
-Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values are
+Every function is batched: a matrix is `[..., rows, cols]`, a statistic `[...]`. Singular values are
 computed by an exact decomposition in at least float32, which on a GPU requires a host sync, so use
 these functions in logging steps; `correlation` may run in any step. Ranks, norms and correlations
-are 0 for a zero matrix and NaN for a matrix with NaN. To compute several figures of one matrix,
+are 0 for a zero matrix and NaN for a matrix with NaN. To compute several statistics of one matrix,
 pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
 `nuclear_norm` use only products, without a host sync.
 """
@@ -157,7 +157,7 @@ def noise_of(products: Tensor) -> Noise:
     signal = |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share is
     computed from the centred Gram matrix. The signal-to-noise ratio is proportional to the
     micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size and
-    M with these figures. A ratio 0 / 0 is 0.
+    M with these estimates. A ratio 0 / 0 is 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
     not from the paper. Raises ValueError for fewer than two gradients.

@@ -109,8 +109,8 @@ def fit_polynomial(
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
     """Compute nodes and weights `[count]` of the Gauss-Legendre quadrature on [-1, 1].
 
-    The nodes are the eigenvalues of the Jacobi matrix, and its eigenvectors give the weights (Golub
-    & Welsch, 1969).
+    The nodes are the eigenvalues of the Jacobi matrix, and its eigenvectors determine the weights
+    (Golub & Welsch, 1969).
     """
     k = torch.arange(1, count, dtype=torch.float64, device="cpu")
     off = k / (4 * k * k - 1).sqrt()

@@ -103,7 +103,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
-    _chosen: Mapping[str, Any] = MappingProxyType({})  # fields given by the user
+    _chosen: Mapping[str, Any] = MappingProxyType({})  # fields set by the user
     _replicas: "ProcessGroup | None" = None  # a copied optimizer has none
     _exchange_dtype: torch.dtype | None = None
     _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; a copy has none
@@ -171,7 +171,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Figures of the last step, for each list of parameters that were updated together.
+        # Metrics of the last step, for each list of parameters that were updated together.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         # The matrices that several ranks share, created when they are first needed.

@@ -104,7 +104,7 @@ def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = Fals
 
     Names in `FIXED` are accepted with their allowed values. With `foreign`, for groups, names in
     `HOSTS` and names that resemble no field are accepted too, because other programs store keys in
-    groups. Options of the whole optimizer are errors.
+    groups. Options of the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)

@@ -112,7 +112,7 @@ def split_parameters(
     matrices.
 
     Args:
-        module: any model, also after `fully_shard`, tensor parallelism or DDP.
+        module: any model, even after `fully_shard`, tensor parallelism or DDP.
         example: the arguments of one small forward pass (a tensor, a tuple or a mapping), or a
             function that runs the pass. With an example, names are ignored (see `watch`).
         elementwise: one or more modules or parameters that AdamW updates.

@@ -206,8 +206,8 @@ def msign(
 ) -> Tensor:
     """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
 
-    The result has the shape and dtype of `x` and is differentiable. A zero matrix gives zero; a
-    matrix with NaN or infinity gives NaN.
+    The result has the shape and dtype of `x` and is differentiable. It is zero for a zero matrix,
+    and NaN for a matrix with NaN or infinity.
 
     Args:
         x: matrices `[..., rows, cols]` of any scale.
@@ -357,7 +357,7 @@ def is_tall(x: Tensor) -> bool:
 
 
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `x / ||x||_F` per matrix in at least float32; a zero matrix gives zero.
+    """Compute `x / ||x||_F` per matrix in at least float32; the result is zero for a zero matrix.
 
     If `out` (of any dtype) is given, the result is rounded and written to it. Dividing by the
     largest entry first prevents underflow and overflow of the squares.

@@ -63,8 +63,8 @@ def top_singular(
     """Compute the top singular triplet `(sigma, u, v)` of each matrix of `w`.
 
     The results are `[batch]`, `[batch, rows]` and `[batch, cols]`, in the dtype of `w`. `sigma`
-    never exceeds the true norm by more than rounding. A zero matrix gives `sigma = 0` and zero
-    vectors, so that `u v^T` is zero too.
+    never exceeds the true norm by more than rounding. For a zero matrix `sigma` and the
+    vectors are zero, so that `u v^T` is zero too.
 
     Args:
         w: matrices `[batch, rows, cols]` of any shape; half precision is converted to float32.
@@ -106,8 +106,8 @@ def top_pairs(
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
         cached: `short` of the last call, `[matrices, rows]`, or zeros.
         steps: number of block Krylov steps, at least 1.
-        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None computes no
-            nearby vectors.
+        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None omits nearby
+            vectors.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
@@ -301,8 +301,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
         if step < steps:
             products = images(last, stacks)
             if scale is None or square is None:
-                # About 1 / ||W||, which keeps the powers of a cycle representable. A zero matrix
-                # gives NaN here, which `extended` replaces by zeros.
+                # About 1 / ||W||, which keeps the powers of a cycle representable. For a zero
+                # matrix this is NaN, which `extended` replaces by zeros.
                 scale = concat([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
                 for image, factor in zip(products, split_like(scale, stacks), strict=True):

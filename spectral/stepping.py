@@ -54,7 +54,7 @@ def step_units(
     *,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
-    """Update groups of units by a rule; return each group's report, `[units]` per figure.
+    """Update groups of units by a rule; return each group's report, `[units]` per metric.
 
     The gradients must be results of `accumulate_`. `spread` yields the batches, for
     instance each on its own stream; batches are independent. Call this function under

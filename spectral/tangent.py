@@ -3,8 +3,8 @@
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
 (docs/numerics.md contains measurements):
 
-1. A few resolvents of `M M^T` give a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
-   that is valid for every lambda (spectral/tangent_model.py). The model's root is the first guess.
+1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`, valid for every lambda, is built
+   from a few resolvents of `M M^T` (spectral/tangent_model.py). Its root is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation has a larger error than the model's root: msign's rounding errors have a
@@ -85,7 +85,7 @@ class TangentSolution(NamedTuple):
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
-        """Return the figures of a solve.
+        """Return the metrics of a solve.
 
         They are `multiplier`, `residual`, `evaluations`, `converged` and, in 16 bits, `removed`.
         """
@@ -189,8 +189,8 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable
             (rules pass matrices of Frobenius norm 1).
-        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. Zero vectors, as of a zero weight, give
-            `multiplier = 0` and the plain polar factor.
+        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. For zero vectors, as of a zero weight,
+            `multiplier` is 0 and the result is the plain polar factor.
         options: options of `Solver`.
 
     Raises:
@@ -259,7 +259,7 @@ class _Refinement:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         Where the iteration did not stay bounded, the inner product is NaN, which is never the best
-        and narrows no bracket. The list `polars` is emptied.
+        and does not narrow the bracket. The list `polars` is emptied.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []

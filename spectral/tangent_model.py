@@ -67,7 +67,7 @@ class Space(NamedTuple):
 
 EXACT = Space((10**-1.7, 10**-3.1), 5, 3)
 """Two shifts with five powers each are as exact as ten shifts with one power each, and take two
-factorisations instead of ten. docs/numerics.md contains the figures."""
+factorisations instead of ten. docs/numerics.md contains the measurements."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),

@@ -81,7 +81,7 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, each in places:
                 if (other := copied(each, parameters, copies)) is not each:
-                    own[place] = other  # set only what changed: some mappings reject changes
+                    own[place] = other  # set only changed entries: some mappings reject changes
     elif type(value) is tuple:
         own = tuple(copied(each, parameters, copies) for each in value)
     copies[id(value)] = own

@@ -1,7 +1,7 @@
 """Detection of the matrices in weights, from one forward pass.
 
 The names and shapes of weights do not reveal their matrices, but the use of their outputs does, so
-the model runs once. Each product with a weight gives its result a *shadow* (`shadow.py`): for each
+the model runs once. The result of each product with a weight has a *shadow* (`shadow.py`): for each
 element, the number of a column (an output of the weight). Operations propagate shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
@@ -216,8 +216,8 @@ class Watch(TorchDispatchMode):
             if weight in self.weights:
                 raise ValueError(
                     f"{name} shares its storage with another weight, so the pass cannot tell the "
-                    "two apart: give each weight its own tensor (p.data = p.data.clone()), or "
-                    "leave out example"
+                    "two apart: store each weight in a separate tensor (p.data = p.data.clone()), "
+                    "or omit example"
                 )
             start = self.numbers.end
             end = start + self.weights.number(weight, start)
@@ -397,7 +397,7 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, reduce(joined, distinct))
 
     def _is_stream(self, tensor: Tensor, name: str) -> bool:
-        """Return whether an addition to a tensor shows that a layer is no head.
+        """Return whether an addition to a tensor shows that a layer is not a head.
 
         A head's outputs may be added to a scaled example or noise, or subtracted from a target.
         """

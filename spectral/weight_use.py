@@ -56,7 +56,7 @@ class Use:
     groups: int = 1  # of a transposed convolution
     inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
     outputs: set[int] = field(default_factory=set)  # axes of outputs
-    # Sets of columns by kind of operation; each column is given by its first element's position.
+    # Sets of columns by kind of operation; a column is the position of its first element.
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     @property
@@ -249,13 +249,13 @@ def _division(
     others -= {0} if stacked else set()
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
-        raise ValueError(f"no units describe products that sum over axes {shown} of shape {shape}")
+        raise ValueError(f"products that sum over axes {shown} of shape {shape} fit no units")
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
         if parts == 1 and len(columns) == size:
-            continue  # a set of all outputs divides nothing
+            continue  # a set of all outputs does not divide the weight
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})
@@ -286,7 +286,7 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
     """Return the stride and the row counts of the matrices in `labels`.
 
-    Raises ValueError if no stride gives equal row counts in all `parts`.
+    Raises ValueError if row counts are unequal in `parts` for every stride.
     """
     size = len(labels) // parts
     if parts == 1 and not any(finest):
@@ -313,7 +313,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
 
 
 def _period(values: Any) -> int:
-    """Return the length of the shortest prefix that, repeated, gives the values."""
+    """Return the length of the shortest prefix whose repetition equals the values."""
     count = len(values)
     periods = (n for n in range(1, count) if count % n == 0)
     return next((n for n in periods if values == values[:n] * (count // n)), count)

@@ -115,7 +115,7 @@ def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
 
 def table() -> str:
     """Return the table of all families from their records."""
-    lines = ["| family | what sets it apart | feed-forward block | query-key norms | exported as |"]
+    lines = ["| family | characteristics | feed-forward block | query-key norms | exported as |"]
     lines.append("|" + "---|" * 5)
     norms = {True: "yes", False: "no", None: "`model.qk_norm`"}
     for name, family in FAMILIES.items():

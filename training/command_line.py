@@ -58,7 +58,7 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""Environment variables that a launcher sets to whole numbers."""
+"""Environment variables that a launcher sets to non-negative integers."""
 LAST_PORT: Final = 65535
 
 
@@ -72,7 +72,7 @@ def check_launched() -> None:
     """Raise ConfigError if a launcher variable is not a valid number, rank or port."""
     given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     problems = [
-        f"the environment variable {name} must be a whole number, got {text!r:.40}"
+        f"the environment variable {name} must be a non-negative integer, got {text!r:.40}"
         for name, text in given.items()
         if not re.fullmatch("[0-9]{1,9}", text)
     ]

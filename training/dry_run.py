@@ -231,7 +231,7 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
-    Figures that the file omits are taken from the device that its key `base` names; without `base`,
+    Values that the file omits are taken from the device that its key `base` names; without `base`,
     they are h100's, which is noted in the device's name (by default, the file's name). A
     `peak` with all types in `REQUIRED` replaces the base's.
 
@@ -246,7 +246,7 @@ def device_named(text: str) -> Device:
     if whole := isinstance(peak, Mapping) and peak.keys() >= {*REQUIRED}:
         figures["peak"] = {**peak, REPLACE: True}  # without the base's peak of fp8
     complete = whole and figures.keys() >= vars(DEVICES["h100"]).keys()
-    note = "" if complete or "base" in figures else " (other figures: h100's)"
+    note = "" if complete or "base" in figures else " (other values: h100's)"
     base = str(figures.pop("base", "h100"))
     if base not in DEVICES:
         raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])

@@ -107,7 +107,7 @@ def mean_loss(
     if not whole:
         return None
     all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
-    # Only the last stage has figures.
+    # Only the last stage has values.
     all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
     return (sums[0] / sums[1]).item()
 
@@ -130,7 +130,7 @@ def run_passes(
     stop: Callable[[], bool],
     length: int | None = None,
 ) -> bool:
-    """Compute the figures of `count` micro-batches, a result of `whole_rounds`, and pass them to
+    """Compute the metrics of `count` micro-batches, a result of `whole_rounds`, and pass them to
     `add`; return False if `stop` returned True.
 
     For the other arguments see `ParallelModel.forward_backward`.
@@ -236,7 +236,7 @@ def log_likelihoods(
             return None
     losses = scorer.losses
     all_reduce_(losses, groups.dense.replicas, model.comm_volume, "scores of tasks")
-    # Only the last stage has figures.
+    # Only the last stage has values.
     all_reduce_(losses, groups.pipeline, model.comm_volume, "scores of tasks")
     return losses.neg().cpu().tolist()
 

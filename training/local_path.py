@@ -1,4 +1,4 @@
-"""The rule for paths: local, and written out. This module imports nothing that is slow."""
+"""The rule for paths: local, and written out. This module has no slow imports."""
 
 import re
 from typing import TYPE_CHECKING, Final

@@ -43,7 +43,7 @@ class Hooks:
     """Optional parts of a run around its steps; without hooks, the loop only trains.
 
     report     called with metrics (equal on all ranks) and step, for steps with metrics
-    record     called with the figures of the monitors and the step
+    record     called with the monitors' metrics and the step
     note       called with kind, step and text of an event
     on_step    called with number and result of each step
     rewind     called with an error; rewinds to a checkpoint, and returns whether it succeeded
@@ -155,7 +155,7 @@ class Loop:
     ) -> dict[str, Any]:
         """Return the metrics due after `step`; `samples` is [first, end) of the step's samples.
 
-        Also records the figures of the monitors, and checks weights and losses.
+        Also records the monitors' metrics, and checks weights and losses.
         """
         trainer, hooks = self.trainer, self.hooks
         metrics: dict[str, Any] = {}
@@ -176,7 +176,7 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Report metrics that a stop left unreported; return like `validate_and_report`."""
+        """Report metrics that a stop left unreported; see `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}

@@ -187,7 +187,7 @@ class RunLog:
             print(line, flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
-        """Write the figures of the monitors in `step`."""
+        """Write the monitors' metrics of `step`."""
         if self.monitors is None:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)

@@ -151,7 +151,7 @@ class Trainer:
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards; return the figures of `mean_loss`, averaged over the global
+        """Compute the gradient shards; return the metrics of `mean_loss`, averaged over the global
         batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
@@ -171,7 +171,7 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Give all labels with a loss in the step the same weight.
+        """Weight all labels with a loss in the step equally.
 
         The mean of the weighted sums over micro-batches and ranks is then the mean over labels.
         """
@@ -182,9 +182,9 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the figures of `mean_loss`, averaged over the global batch, on all ranks.
+        """Return the metrics of `mean_loss`, averaged over the global batch, on all ranks.
 
-        `figures` contains the figures on the last pipeline stage and is empty on other stages.
+        `figures` contains the metrics on the last pipeline stage and is empty on other stages.
         """
         shape = (2,) if self.config.train.z_loss else ()
         total = torch.zeros(shape, device=self.groups.device)
@@ -266,7 +266,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
     The loss is the mean token loss of the micro-batch plus `z_loss` times the mean squared
     log-sum-exp of the logits; if the batch has `weights`, both means are weighted sums instead. The
-    figure `loss` contains the mean loss `[]`, or with a z-loss both means `[2]` without the
+    metric `loss` contains the mean loss `[]`, or with a z-loss both means `[2]` without the
     coefficient.
     """
     weights = batch.get("weights")

@@ -151,7 +151,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile needs on `device` but cannot find, or None."""
+    """Return the missing requirement of torch.compile on `device`, or None."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

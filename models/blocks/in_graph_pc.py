@@ -4,7 +4,7 @@ This file is the readable reference; by default, training uses the materialized 
 computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). A PC
 layer in the graph is a parametrization of a linear layer's weight, as in the library
 (spectral/pc_layers.py), so Megatron's column-parallel, row-parallel and expert layers need no
-change. Activation recomputation is safe, because forward passes change no state.
+change. Activation recomputation is safe, because forward passes do not change state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -22,7 +22,7 @@ CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 
 
 class InexpressibleError(ValueError):
-    """Error for a model that no class of transformers can represent; the message gives reasons."""
+    """Error, with the reasons, for a model that no class of transformers can represent."""
 
 
 def architecture(model: ModelConfig) -> Architecture:

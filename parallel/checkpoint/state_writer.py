@@ -251,8 +251,8 @@ def _write_all(
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error`, or the last line of `error` if there
-    is no OSError.
+    """Return the message of the OSError that caused `error` or, if another exception caused it,
+    the last line of `error`.
 
     torch's own message states only that a file is too short.
     """

@@ -231,7 +231,7 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Return the maxima of all ranks' figures; waits for all ranks.
+        """Return the maxima of `figures` over all ranks; waits for all ranks.
 
         The result of a pending reduction is discarded.
         """
@@ -241,7 +241,7 @@ class Agreement:
         return result
 
     def gather(self, figures: Sequence[float]) -> Tensor:
-        """Return every rank's figures, float64 `[ranks, figures]`."""
+        """Return `figures` of every rank, float64 `[ranks, figures]`."""
         local = torch.tensor(list(figures), dtype=torch.float64)
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 

@@ -1,7 +1,7 @@
 """Activations of a monitored step: Gram matrices, sizes, attention scores.
 
 The Gram matrix A A^T of each weight's inputs A is accumulated for a few thousand tokens at a time;
-no activations are stored. Hooks exist only in monitored steps and change no values. With
+no activations are stored. Hooks exist only during monitored steps and do not change values. With
 recomputation, only the pass before backward is counted.
 """
 

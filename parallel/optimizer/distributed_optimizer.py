@@ -92,7 +92,7 @@ class DistributedOptimizer:
         """Add the Gram penalty's gradient to the loss's gradient if `enabled`.
 
         Call this method once per step, after backward and before `clip`. If `measured`, the method
-        returns the penalty's figures, and waits for all ranks and the device.
+        returns the penalty's metrics, and waits for all ranks and the device.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -331,8 +331,7 @@ class CapturedUpdate(Update):
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError if a step cannot be captured as a CUDA graph; the message gives the
-    reason."""
+    """Raise ValueError, with the reason, if a step cannot be captured as a CUDA graph."""
     if optimizer.overlap_gather:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, because the graph includes the "

@@ -43,7 +43,7 @@ class Region:
     in_norm   whether this rank counts the region in the gradient norm, so that the norm contains
               each element once
     state     elementwise state of the rule, tensors `[1, length]`
-    report    figures of the last step of an elementwise rule, tensors `[1]`
+    report    metrics of the last step of an elementwise rule, tensors `[1]`
     """
 
     bucket: int

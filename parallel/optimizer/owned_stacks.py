@@ -132,7 +132,7 @@ class OwnedStack:
         assigned: assignment of the first unit; assignments of other units may differ only in the
             penalty.
         state: the rule's state, tensors `[batch, ...]`.
-        report: figures of the last step.
+        report: metrics of the last step.
     """
 
     transfers: list[UnitTransfer]

@@ -46,7 +46,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Compute the figures from `sums` `[SUMS]` over all ranks; waits for the device."""
+        """Compute the metrics from `sums` `[SUMS]` over all ranks; waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 

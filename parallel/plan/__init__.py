@@ -1,4 +1,4 @@
 """The plan of a run on N ranks, computed without starting the run: placement, sent bytes, memory.
 
-The package uses no device and no process group. Read planner.py first.
+The package does not use devices or process groups. Read planner.py first.
 """

@@ -159,7 +159,7 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Modelled seconds."""
+        """Estimated seconds."""
         return self.links.seconds(self.size, self.across, self.calls)
 
 

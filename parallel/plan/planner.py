@@ -95,7 +95,7 @@ class StagePlan:
 
     @property
     def sent_ratio(self) -> float:
-        """`sent_max` divided by `sent_adamw`; 1 if AdamW sends nothing."""
+        """`sent_max` divided by `sent_adamw`; 1 if AdamW does not send any bytes."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
@@ -148,7 +148,7 @@ class Plan:
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures, including derived figures, for JSON."""
+        """Return all values, including derived values, for JSON."""
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["memory"]["total"] = stage.memory.total

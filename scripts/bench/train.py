@@ -6,13 +6,13 @@
         --variant pc=null --variant pc.evaluator=in_graph
 
 The script measures pretrain.py's trainer, built from the config and its `key=value` overrides,
-without checkpoints and validation. `--synthetic` trains on random tokens and reads no data.
+without checkpoints and validation. `--synthetic` trains on random tokens instead of data.
 
 Each `--variant` adds overrides to the config; quote several overrides as one argument. The config
 and its variants take steps alternately. Column `x` is a variant's step time divided by the
-config's; `x by update` is what `x` would be if data, forward and backward took equal
-time in both. With variants, phases on a CPU are measured in processor time. The phase `data` reads
-tokens and checks their hashes; `--variant data.verify=none` omits the check.
+config's; `x by update` is this ratio if data, forward and backward took equal time in both. With
+variants, phases on a CPU are measured in processor time. The phase `data` reads tokens and checks
+their hashes; `--variant data.verify=none` omits the check.
 
 MFU is model FLOPs per token, times tokens per second and device, divided by the device's dense
 bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix plus those of
@@ -258,7 +258,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Return figures over all ranks: maximum step time and memory, and mean times of phases."""
+    """Return statistics over all ranks: maximum step time and memory, and mean times of phases."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, trainer.data.attended_length()).flops_per_token
@@ -286,7 +286,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the config's figures in a readable form."""
+    """Print the config's statistics in a readable form."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "

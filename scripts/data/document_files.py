@@ -96,7 +96,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
     The check of an input continues until a document is not blank.
 
     Raises:
-        DataError: as in `read_documents`; also if all rows of an input are blank.
+        DataError: as in `read_documents`, or if all rows of an input are blank.
     """
     counts = []
     for each in inputs:

@@ -367,12 +367,12 @@ def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
     if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
         return
     count = writers[f"{plan.name}.train"].written.documents
-    remedies = [f"give a fraction of at least 1/{2 * count}"] if count > 1 else []
+    remedies = [f"set a fraction of at least 1/{2 * count}"] if count > 1 else []
     if not all(each.has_keys for each in plan.inputs()):
         remedies.append(
             "split .txt and .md files into more documents with a smaller --document-bytes"
         )
-    remedies = remedies or ["give more documents, or other documents as --validation NAME=INPUT"]
+    remedies = remedies or ["add documents, or pass other documents as --validation NAME=INPUT"]
     raise DataError(
         f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} of "
         f"{counted(count, 'document')} is less than half a document; {', or '.join(remedies)}"

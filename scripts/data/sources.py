@@ -88,7 +88,7 @@ class Listing:
             names = ", ".join(path.name for path in text[:3])
             yield (
                 f"JSON or Parquet files are mixed with {len(text):,} text files ({names}), which "
-                "are read too; to exclude text files, give a quoted glob such as "
+                "are read too; to exclude text files, pass a quoted glob such as "
                 "'FOLDER/**/*.parquet'"
             )
         named: dict[str, set[str]] = {}
@@ -98,7 +98,7 @@ class Listing:
             paths = " and ".join(sorted(same[0]))
             yield (
                 f"the names of several files differ only in the suffix ({paths}): if they have "
-                "the same content, give a quoted glob that matches only one of them"
+                "the same content, pass a quoted glob that matches only one of them"
             )
 
 

@@ -176,7 +176,7 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     if len(files) > 1:
         raise InputError(
             f"another evaluation wrote to {run.output} at the same time: found {files[0].name} and "
-            f"{files[-1].name}; give each evaluation its own --output"
+            f"{files[-1].name}; set a different --output for each evaluation"
         )
     results: dict[str, Any] = read_json(files[0])
     return results

@@ -80,7 +80,7 @@ def drawn(
 
 @dataclass(frozen=True)
 class Descent:
-    """A run: figures of the iterate before each step."""
+    """A run: measurements of the iterate before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient

@@ -89,7 +89,7 @@ class Item(Section):
     expected  the paper's numbers
     result    our result, which starts with the name of the model
     file      committed file with the result or its test
-    measure   figures that `--measure` reads from the tiny runs and writes to `file`
+    measure   values that `--measure` reads from the tiny runs and writes to `file`
     why       a remark, or the reason for a missing command or result
     """
 

@@ -1,6 +1,6 @@
 """The measured results behind a row of docs/papers.md, committed as JSON.
 
-The JSON contains each run's command, config hash, versions and series of figures over the monitored
+The JSON contains each run's command, config hash, versions and series of values over the monitored
 steps, or the losses of each variant of a study.
 """
 
@@ -27,7 +27,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored figures, more than one seed of a tiny model determines."""
+"""Significant digits of stored values, more than one seed of a tiny model determines."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -42,14 +42,14 @@ Series = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The figures to read from finished runs or from a finished study.
+    """The metrics to read from finished runs or from a finished study.
 
     runs    folders of the runs, or names of the study's variants, by a short name
-    series  figures by name, read at every step that logged the figure: `metric NAME` from
-            metrics.jsonl; `OVER FIGURE ROLE` or `OVER FIGURE ROLE LAYER` over matrices; `OVER
-            FIGURE blocks` over blocks. OVER is least, median, mean or largest. FIGURE is a figure
-            in docs/monitors.md, or `quantile_P`: the singular value at P percent divided by the
-            largest singular value (of PC(W) in PC layers)
+    series  metrics by name, read at every step that logged the metric: `metric NAME` from
+            metrics.jsonl; `OVER NAME ROLE` or `OVER NAME ROLE LAYER` over matrices; `OVER NAME
+            blocks` over blocks. OVER is least, median, mean or largest. NAME after OVER is a
+            metric in docs/monitors.md, or `quantile_P`: the singular value at P percent divided
+            by the largest singular value (of PC(W) in PC layers)
     study   folder of a study's results; series are read from the runs of all its seeds
     seeds   seeds of each run, whose results are in the subfolders seed_1, seed_2, ...; empty: one
             run with the recipe's seed
@@ -66,13 +66,13 @@ class Measure:
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
-                raise ValueError(f"{name} must be `metric NAME` or `OVER FIGURE ROLE`, got {text}")
+                raise ValueError(f"{name} must be `metric NAME` or `OVER NAME ROLE`, got {text}")
 
 
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     """Return the content of a result file; `commands` are the row's tiny commands.
 
-    Raises InputError if a run is missing or unfinished, has another config, or lacks a figure.
+    Raises InputError if a run is missing or unfinished, has another config, or lacks a metric.
     """
     if what.study is not None:
         return measure_study(what, commands)
@@ -159,7 +159,9 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
     run = read_run(folder)
     losses = [line["val/loss"] for line in run.metrics if "val/loss" in line]
     if losses[-1:] != [record.loss]:
-        raise InputError(f"the last loss in {folder} must be {record.loss}, got {losses}")
+        raise InputError(
+            f"the last loss in {folder} must equal the recorded loss {record.loss}, got {losses}"
+        )
     return {key: series_of(run, text) for key, text in series.items()}
 
 
@@ -222,7 +224,7 @@ def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str
 
 
 def series_of(run: RunData, text: str) -> Series:
-    """Return the figure described by `text` (see `Measure`) at each step."""
+    """Return the metric described by `text` (see `Measure`) at each step."""
     over, figure, *rest = text.split()
     if over == "metric":
         series = {
@@ -232,14 +234,14 @@ def series_of(run: RunData, text: str) -> Series:
         lines = ((line["step"], list(values(run, line, figure, *rest))) for line in run.monitors)
         series = {step: OVER[over](each) for step, each in lines if each}
     if not series:
-        raise InputError(f"{run.folder} contains no figures for `{text}`")
+        raise InputError(f"{run.folder} contains no values of `{text}`")
     return {step: float(f"{value:.{DIGITS}g}") for step, value in series.items()}
 
 
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield the figure of a role's matrices, or of all blocks, from a line of monitors.jsonl."""
+    """Yield the metric of a role's matrices, or of all blocks, from a line of monitors.jsonl."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):

@@ -15,7 +15,7 @@ STYLES = ("-", "--", ":", "-.")
 """Line styles of runs in figures whose colours do not denote runs."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
-"""Monitored signal-to-noise figures and their names in titles."""
+"""Monitored signal-to-noise metrics and their names in titles."""
 
 RULE = "monitor/rule_"
 """Prefix of the metrics reported by update rules."""
@@ -141,7 +141,7 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """Figures reported by the update rules, averaged over the matrices of each role. Figures that
+    """Metrics reported by the update rules, averaged over the matrices of each role. Metrics that
     are always 0 are omitted."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}

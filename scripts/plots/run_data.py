@@ -128,13 +128,13 @@ class RunData:
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """Yield each matrix's figures in a line of monitors.jsonl, for one role or all roles."""
+        """Yield each matrix's metrics in a line of monitors.jsonl, for one role or all roles."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """Return the number of gradients or updates from which a noise figure was last computed."""
+        """Return the number of gradients or updates from which a noise metric was last computed."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])

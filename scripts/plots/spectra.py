@@ -102,7 +102,7 @@ def criterion_map(run: RunData) -> Figure | None:
 def unit_map(
     run: RunData, figure: str, label: str, *, center: float | None = None
 ) -> Figure | None:
-    """Draw a heat map by layer and role of a figure at its last monitored step, averaged over
+    """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
     units."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
@@ -271,13 +271,13 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """Return the points (tokens, value) of a block's monitored figure."""
+    """Return the points (tokens, value) of a block's monitored metric."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Return the blocks with a monitored figure: the embedding first, then layers by depth."""
+    """Return the blocks with a monitored metric: the embedding first, then layers by depth."""
     names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }

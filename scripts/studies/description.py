@@ -23,7 +23,7 @@ VARIABLES: Final = (
 
 
 def first_key(keys: str) -> str:
-    """Return the first key of `KEY+KEY`, which gives several keys the same value in a grid."""
+    """Return the first key of `KEY+KEY`, which sets several keys to the same value in a grid."""
     return keys.split("+")[0]
 
 
@@ -48,8 +48,8 @@ def tuned_value(keys: str, overrides: Sequence[str]) -> float:
 class Stage(Section):
     """The candidates of a search stage, given by exactly one of three fields.
 
-    grid     values of each key; every combination is a candidate. `KEY+KEY` gives several keys the
-             same value
+    grid     values of each key; every combination is a candidate. `KEY+KEY` sets several keys to
+             the same value
     factors  like `grid`, but with factors of the value that was tuned in `tuned_in`
     choices  candidates as lists of overrides
     """

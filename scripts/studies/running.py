@@ -80,7 +80,7 @@ def run_study(
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
     """Return the study with `full` replaced by values in `extra`, and the rest of `extra`.
 
-    Raises InputError if such a value is not a whole number.
+    Raises InputError if such a value is not a non-negative integer.
     """
     rest, full = [], dict(study.full)
     for text in extra:
@@ -90,7 +90,7 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
         elif re.fullmatch("[0-9]{1,18}", value):
             full[key] = int(value)
         else:
-            raise InputError(f"{key} must be a whole number, got {value:.40}")
+            raise InputError(f"{key} must be a non-negative integer, got {value:.40}")
     return replace(study, full=full), rest
 
 

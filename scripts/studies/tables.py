@@ -191,7 +191,7 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
 def grid_ends(results: Results) -> dict[str, list[str]]:
     """Return a message per chosen setting at an end of its grid, by variant.
 
-    A better value may lie beyond the end of a grid. The value 0 does not count as a lower end.
+    A better value may exist beyond the end of a grid. The value 0 does not count as a lower end.
     """
     ends: dict[str, list[str]] = {}
     for name, overrides in results.get("chosen", {}).items():

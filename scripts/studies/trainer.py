@@ -309,7 +309,7 @@ class Trainer:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return the figures of a run.
+    """Return the results of a run.
 
     They are the last validation loss (nats per token, mean over the datasets), the number of
     training tokens, and the validation losses by step.

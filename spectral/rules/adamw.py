@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
-The fused step checks nothing. If gradients and moments are finite, moments stay finite and steps
-bounded. The optimizer checks gradients, and moments from a checkpoint are checked at loading.
+The fused step does not check its inputs. If gradients and moments are finite, moments stay finite
+and steps bounded. The optimizer checks gradients; moments are checked when a checkpoint is loaded.
 """
 
 from collections.abc import Sequence

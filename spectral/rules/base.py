@@ -138,7 +138,7 @@ class Rule(ABC):
 
         The caller runs `accumulate` and `update` under `torch.no_grad()`.
 
-        Returns the report of each stack, with figures `[batch]`. A rule that computes its direction
+        Returns the report of each stack, with metrics `[batch]`. A rule that computes its direction
         from norms reports `refused`: 1 for each unit whose step is not sound. The weight of a
         refused unit stays unchanged, bit for bit, so a finite weight stays finite for any `grad`
         and state. An elementwise rule may assume finite gradients, because the optimizer checks

@@ -159,7 +159,7 @@ class MuonPlusPlusRule(RadiusRule):
         return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
 
     def solve(self, stack: Stack) -> tuple[Polar, Report]:
-        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
+        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and metrics of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """

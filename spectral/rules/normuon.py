@@ -1,8 +1,8 @@
 """NorMuon: Muon with a second moment per neuron (row) of the update.
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
-msign(M) have very different norms; dividing each row by its root mean square over steps gives all
-neurons updates of similar size. The Frobenius norm of the update stays the norm of msign(M).
+msign(M) have very different norms; each row is divided by its root mean square over steps, so that
+all neurons have updates of similar size. The update has the Frobenius norm of msign(M).
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ class SpectralSphereRule(MuonSphereRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction; see `Rule.update`.
 
-        Reports the figures of MuonSphere and of `TangentSolution.report`.
+        Reports the metrics of MuonSphere and of `TangentSolution.report`.
         """
         tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)

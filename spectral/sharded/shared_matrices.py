@@ -146,7 +146,7 @@ class SharedMatrices:
                 step. The active flag must be equal for all parameters and ranks.
 
         Returns:
-            Figures of the matrices that this rank owns: the parameter of each row, and the report.
+            Metrics of the matrices that this rank owns: the parameter of each row, and the report.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in parts]):
@@ -209,7 +209,7 @@ class SharedMatrices:
         """Add updates to this rank's parts of the weights.
 
         If the rule does not read weights, the weights are decayed here, and NaN marks a refused
-        update. This mark costs no additional bytes and no launches per matrix.
+        update. This mark needs no additional bytes or launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])

@@ -71,12 +71,12 @@ def test_a_run_s_end_has_the_exit_code_of_docs_running(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "abc"}, "RANK must be a whole number, got 'abc'"),
-        ({"WORLD_SIZE": "", "RANK": "-1"}, "WORLD_SIZE must be a whole number, got ''"),
-        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a whole number, got '1.5'"),
-        ({"MASTER_PORT": "0x10"}, "MASTER_PORT must be a whole number, got '0x10'"),
+        ({"RANK": "abc"}, "RANK must be a non-negative integer, got 'abc'"),
+        ({"WORLD_SIZE": "", "RANK": "-1"}, "WORLD_SIZE must be a non-negative integer, got ''"),
+        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a non-negative integer, got '1.5'"),
+        ({"MASTER_PORT": "0x10"}, "MASTER_PORT must be a non-negative integer, got '0x10'"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT must be at most 65535, got 99999"),
-        ({"SPECTRAIN_LAUNCHER": "abc"}, "SPECTRAIN_LAUNCHER must be a whole number, got 'abc'"),
+        ({"SPECTRAIN_LAUNCHER": "a"}, "SPECTRAIN_LAUNCHER must be a non-negative integer, got 'a'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE = 2, got 2"),
         ({"RANK": "1"}, "RANK must be below WORLD_SIZE = 1 (not set), got 1"),
     ],
@@ -142,7 +142,7 @@ def test_print_config_is_a_config(folder, capsys):
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
         (["--resume", "9" * 5000], "must be none, latest or a step, got '999"),
         (["--rehearse"], "--rehearse needs --gpus N"),
-        (["--rehearse", "--gpus", "0"], "must be a whole number, at least 1, got '0'"),
+        (["--rehearse", "--gpus", "0"], "must be a positive integer, got '0'"),
         (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
         (["--rehearse", "--gpus", "4", "--json", "no/x.json"], "in an existing folder, got 'no/"),
         (

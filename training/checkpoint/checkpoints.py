@@ -79,7 +79,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
                     "scripts/convert_hf.py import"
                 )
             raise ResumeError(
-                f"{path} contains no checkpoint; checkpoint.interval sets when a run saves"
+                f"{path} contains no checkpoint; set checkpoint.interval to save checkpoints"
             )
         return _complete(path)
     broken = []

@@ -150,7 +150,7 @@ def settings(config: Config) -> Identity:
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
-    if config.pc is not None:  # the evaluator of PC(W) changes no result
+    if config.pc is not None:  # the evaluator of PC(W) does not change results
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     optimizer = _optimizer(config)
     if config.gram_penalty is not None:
@@ -276,7 +276,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
 
 def new_run(place: str, pc: bool) -> str:
     """Return the remedy for a state that does not fit a run; `pc` is true with PC layers."""
-    if pc:  # checkpoint.initialize_from is an error: PC layers would change the effective weights
+    if pc:  # not checkpoint.initialize_from: with PC layers the effective weights would change
         return "set another run.dir"
     return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
 
@@ -365,7 +365,7 @@ class Start:
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
     """Return the start of a run: a fully verified checkpoint, or step 0.
 
-    All ranks call this function; it changes nothing.
+    All ranks call this function, which has no side effects.
 
     resume   `latest`, `none` or a step
     now      identity of the continuing run

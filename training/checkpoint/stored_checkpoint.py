@@ -277,7 +277,7 @@ class CheckpointWeights:
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Return the shape in which units view each parameter.
 
-        Flattening all axes but the last gives the parameter's own shape.
+        Flattening all axes but the last yields the parameter's shape.
         """
         return {name: units[0].view_shape for name, units in self._units.items()}
 

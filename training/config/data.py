@@ -141,7 +141,7 @@ class ValidationConfig(Section):
     """Number of sequences of each set per validation; null = the whole set."""
     samples_interval: Whole = 0
     """Steps between samples of text, written to metrics.jsonl and shown in report.html. A sample
-    continues the first tokens of a validation set by greedy decoding. 0 writes no samples."""
+    continues the first tokens of a validation set by greedy decoding. 0 disables samples."""
     samples_tokens: Count = 32
     """Number of tokens generated per sample; each token costs a forward pass on one sequence of
     every set."""

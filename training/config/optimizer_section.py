@@ -108,8 +108,8 @@ class DistributedConfig(Section):
     shardwise: each rank updates its shard like a whole matrix, which changes the mathematics."""
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Number of step groups. Buckets are updated group by group; the new weights of a group are
-    gathered while the next group is updated. null = the smallest number that gives at most 2^27
-    elements per rank and group, but at most four."""
+    gathered while the next group is updated. null = the smallest number with which a group
+    has at most 2^27 elements per rank, but at most four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which ranks exchange momentum and updates of split matrices; null =
     train.precision."""

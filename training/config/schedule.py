@@ -215,8 +215,8 @@ class ScheduleConfig(Section):
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
-        """Return the number of steps in which wsd decays in a run of `total_steps`, rounded to a
-        whole number but at most `total_steps`."""
+        """Return the number of steps in which wsd decays in a run of `total_steps`, rounded
+        to an integer but at most `total_steps`."""
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:

@@ -82,7 +82,7 @@ class CheckpointConfig(Section):
     checkpoints."""
     allow_change: tuple[Kind, ...] = ()
     """Kinds of settings that may differ from the checkpoint that a run continues from; other
-    differences are errors. With `tokenizer`, `initialize_from` also accepts weights that were
+    differences raise an error. With `tokenizer`, `initialize_from` also accepts weights that were
     trained with another tokenizer."""
     initialize_from: str | None = None
     """Run folder or checkpoint, of any layout, with the initial weights of a new run; null
@@ -107,7 +107,7 @@ class WatchdogConfig(Section):
 
     hang_seconds: Seconds | None = 300.0
     """Seconds without progress after which every rank writes its call stack to `stacks/`; capped at
-    half of `parallel.timeout_seconds`. null writes no stacks."""
+    half of `parallel.timeout_seconds`. null disables stack traces."""
     replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that weights change only in optimizer steps and that all replicas are
     equal; a difference ends the run. For these checks, every step reads all weights twice and waits
@@ -121,8 +121,8 @@ class SpikeConfig(Section):
     """Skip a step whose loss is more than this many standard deviations above the mean of the last
     `window` losses; null skips only steps with a non-finite loss or gradient."""
     window: Annotated[int, Field(ge=2, le=10**6)] = 128
-    """Number of past losses that give the mean and deviation; the first `window` losses of a run
-    are never spikes.
+    """Number of past losses from which mean and deviation are computed; the first `window` losses
+    of a run are never spikes.
     """
     rewinds: Whole = 0
     """Number of times that a run, after too many skipped steps, may return to its last checkpoint
@@ -261,7 +261,7 @@ class LogConfig(Section):
 MonitorGroup = Literal[
     "weights", "gradients", "updates", "noise", "activations", "attention", "spectra"
 ]
-"""Groups of figures, described in docs/monitors.md."""
+"""Groups of metrics, described in docs/monitors.md."""
 
 
 class MonitorsConfig(Section):
@@ -274,7 +274,7 @@ class MonitorsConfig(Section):
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """Groups of figures to compute, in addition to the figures that rules report. noise and
+    """Groups of metrics to compute, in addition to the rules' metrics. noise and
     spectra are off by default: noise stores the gradients of `noise_samples` micro-batches and the
     weights of `noise_samples` steps; spectra computes the singular values of momentum and updates,
     which cost as much as the singular values of weights."""
@@ -285,7 +285,7 @@ class MonitorsConfig(Section):
     """Memory per rank, in GiB, for matrices that are gathered at the same time; the matrices are
     inspected in groups of this size. A larger matrix is inspected alone."""
     noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Number of samples per noise figure: for gradients, the first micro-batches of a monitored
+    """Number of samples per noise metric: for gradients, the first micro-batches of a monitored
     step; for updates, the last steps up to and including it."""
 
 

@@ -109,7 +109,7 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts. Without a generator of its own, it would change
+        # A DataLoader draws a seed when it starts. Without a separate generator, it would change
         # the state of torch's default generator.
         generator=torch.Generator().manual_seed(0),
     )

@@ -177,7 +177,7 @@ def read_task(
             if max(each.tokens) >= vocab_size:
                 raise DataError(
                     f"{where}: token {max(each.tokens)} must be below model.vocab_size = "
-                    f"{vocab_size}; data.tokenizer may not be the model's tokenizer"
+                    f"{vocab_size}; data.tokenizer is probably not the model's tokenizer"
                 )
             requests.append(Request(each.tokens[-(window + 1) :], each.scored))
     return Task(

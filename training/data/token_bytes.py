@@ -77,7 +77,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes,
     with one byte-level pre-tokenizer that adds no space before the text. No step may change, add or
     remove characters: there must be no normalizer, other pre-tokenizers must only split, and added
-    tokens must not remove the spaces beside them.
+    tokens must not remove the spaces next to them.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]

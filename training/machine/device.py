@@ -68,10 +68,10 @@ class Gpus:
 def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
     """Return the device type of local rank `local_rank`.
 
-    `auto` selects cuda if CUDA starts, and cpu if there is no GPU or PyTorch is built without CUDA.
-    Raises DeviceError if a requested GPU is not available, if CUDA does not start (the driver is
-    too old for this PyTorch, or a container has no access to its GPUs), or if there are more ranks
-    than GPUs.
+    `auto` selects cuda if CUDA initializes, and cpu without a GPU or if PyTorch is built without
+    CUDA. Raises DeviceError if a requested GPU is not available, if CUDA does not initialize (the
+    driver is too old for this PyTorch, or a container has no access to its GPUs), or if there are
+    more ranks than GPUs.
     """
     if requested == "cpu":
         return "cpu"

@@ -1,4 +1,4 @@
-"""Figures of weights, gradients, updates and activations in monitored steps.
+"""Metrics of weights, gradients, updates and activations, every few steps.
 
 Only expert_balance.py changes a run: it updates the expert bias. Start with monitors.py.
 """

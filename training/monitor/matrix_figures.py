@@ -1,7 +1,7 @@
-"""Pure functions: figures of stacks of matrices, and aggregates over many units.
+"""Pure functions: metrics of stacks of matrices, and aggregates over many units.
 
-Figures are computed in float64 from float32 values, so they do not depend on the rank that computes
-them. `Moments` are summed a few million entries at a time, so that figures of a large embedding
+Metrics are computed in float64 from float32 values, so they do not depend on the rank that computes
+them. `Moments` are summed a few million entries at a time, so that metrics of a large embedding
 need little memory. Singular values of weights are computed by a decomposition, because all of them
 are needed; stable ranks and nuclear ranks need only matrix products and are accurate to three
 digits.
@@ -35,12 +35,12 @@ PC_ROLES = (*BLOCKS, "gate_up")
 layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
-"""Figures whose maximum over units is reported."""
+"""Metrics whose maximum over units is reported."""
 
 QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
-"""Role, layer and figures of one unit, by name."""
+"""Role, layer and metrics of one unit, by name."""
 
 
 BLOCK: Final = 2**22
@@ -131,7 +131,7 @@ def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def weight_figures(weight: Tensor) -> Figures:
-    """Return figures `[units]` of weights `[units, rows, cols]`.
+    """Return metrics `[units]` of weights `[units, rows, cols]`.
 
     `quantiles` `[units, 11]` are quantiles of the singular values.
     """
@@ -158,7 +158,7 @@ def quantiles(values: Tensor) -> Tensor:
 
 
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
-    """Return figures `[units]` of mean gradients `[units, rows, cols]`.
+    """Return metrics `[units]` of mean gradients `[units, rows, cols]`.
 
     `previous` contains the gradients of the previous step; None omits the alignment.
     """
@@ -184,9 +184,9 @@ def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
-    """Return noise figures `[units]` from the samples' inner products `[units, samples, samples]`.
+    """Return noise metrics `[units]` from the samples' inner products `[units, samples, samples]`.
 
-    `what`, "gradient" or "update", is the kind of the samples and the prefix of the figures' names.
+    `what`, "gradient" or "update", is the kind of the samples and the prefix of the metrics' names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
@@ -215,9 +215,9 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return figures `[units]` of the last update; for the arguments see `updates`.
+    """Return metrics `[units]` of the last update; for the arguments see `updates`.
 
-    If there are several updates, the figures include the alignment of the last two.
+    If there are several updates, the metrics include the alignment of the last two.
     """
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
@@ -245,7 +245,7 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Return the stable rank and the root mean square `[]` of a weight's inputs.
 
     `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The embedding's inputs are one-hot
-    vectors: `gram` is then the diagonal `[rows]` of their Gram matrix, and the only figure is the
+    vectors: `gram` is then the diagonal `[rows]` of their Gram matrix, and the only metric is the
     stable rank, 1 / (share of the most frequent token).
     """
     gram = gram.double()
@@ -280,7 +280,7 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add the figures that combine several units, or measurements of several ranks, to the records.
+    """Add the metrics that combine several units, or measurements of several ranks, to the records.
 
     The criterion compares each weight with its own input, except that it compares attention's
     output projection with the input of q, k and v, as in table 2 of "When do spectral gradient
@@ -310,12 +310,12 @@ def is_figure(name: str, value: Any) -> bool:
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return `monitor/<figure>/<role>`, means over the units of a role that have the figure."""
+    """Return `monitor/<metric>/<role>`, means over the units of a role that have the metric."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
 def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Return the means of figures over the matrices of each layer, by layer."""
+    """Return the means of metrics over the matrices of each layer, by layer."""
     layers: dict[str, dict[str, float]] = {}
     inside = [record for record in records if record["layer"] is not None]
     for (layer, name), value in _means(inside, "layer"):
@@ -324,7 +324,7 @@ def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
-    """Yield ((value of `key`, figure), mean) for every figure."""
+    """Yield ((value of `key`, metric), mean) for every metric."""
     values: dict[tuple[Any, str], list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -334,7 +334,7 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 
 
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
-    """Return aggregate figures over all units whose role is in `matrix`.
+    """Return aggregate metrics over all units whose role is in `matrix`.
 
     condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with equal
                                      weights of roles and layers; for PC layers, of PC(W). Suffix
@@ -378,7 +378,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return `monitor/<figure>/max`, the maximum over all blocks."""
+    """Return `monitor/<metric>/max`, the maximum over all blocks."""
     largest: dict[str, float] = {}
     for figures in blocks.values():
         for name, value in figures.items():

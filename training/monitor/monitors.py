@@ -1,7 +1,7 @@
-"""Monitors: figures of weights, gradients, updates and activations, every few steps.
+"""Monitors: metrics of weights, gradients, updates and activations, every few steps.
 
 Monitors slow down only monitored steps. They do not change the values that they measure, so runs
-with and without monitors are equal bit for bit. docs/monitors.md defines the figures.
+with and without monitors are equal bit for bit. docs/monitors.md defines the metrics.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl of the figures that rules report; other figures get the prefix `rule_`.
+"""Names in monitors.jsonl of the metrics that rules report; other metrics get the prefix `rule_`.
 """
 
 
@@ -269,7 +269,7 @@ class Monitors:
             self._keep([units[name]], measured)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
-        """Record figures of the weights' inputs, and of the outputs of gate and up."""
+        """Record metrics of the weights' inputs, and of the outputs of gate and up."""
         in_graph = {unit.name for layer in self.model.in_graph for unit in layer.units}
         measured: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
@@ -287,9 +287,9 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record the figures of PC layers that cannot be computed from the gathered parameters.
+        """Record the metrics of PC layers that cannot be computed from the gathered parameters.
 
-        These are figures of W if the parameter is PC(W), and of PC(W) if the parameter is W.
+        These are metrics of W if the parameter is PC(W), and of PC(W) if the parameter is W.
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)
@@ -316,7 +316,7 @@ class Monitors:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 
     def _inspect_updates(self) -> None:
-        """Record figures of the last steps' updates."""
+        """Record metrics of the last steps' updates."""
         for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
@@ -353,7 +353,7 @@ class Monitors:
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """Record the figures that rules report for the step."""
+        """Record the metrics that rules report for the step."""
         for batch in self.optimizer.stacks:
             measured = {
                 REPORTED.get(name, f"rule_{name}"): figure.double()
@@ -366,7 +366,7 @@ class Monitors:
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
-        """Add figures to the records of units, with the prefix `effective_` for the units named in
+        """Add metrics to the records of units, with the prefix `effective_` for the units named in
         `effective`."""
         if not units:
             return

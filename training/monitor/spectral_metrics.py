@@ -91,7 +91,7 @@ def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks; monitors.jsonl contains the figures of each unit."""
+    """Counts over all units and ranks; monitors.jsonl contains the metrics of each unit."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False

@@ -2,7 +2,7 @@
 
 The update of a step is the weights after the step minus the weights before the step, with
 retraction but without weight decay. The history stores the weights before the monitored step and
-before as many preceding steps as the figures need.
+before as many preceding steps as the metrics need.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Modelled time that monitors and task scores add to a run.
+"""Estimated time that monitors and task scores add to a run.
 
 A monitored step computes the singular values of every weight, matrix products for all other
-figures, and sums during forward and backward passes. A null interval is replaced by an interval
+metrics, and sums during forward and backward passes. A null interval is replaced by an interval
 that costs at most 1% of the run's time.
 """
 
@@ -35,7 +35,7 @@ SCORE_BYTES: Final = 18
 SIZE_BYTES: Final = 130
 """Bytes moved per layer and element of the residual stream, which is measured four times."""
 LAUNCHES: Final = 300
-"""Kernel launches per matrix for all groups of figures."""
+"""Kernel launches per matrix for all groups of metrics."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class MonitorCost:
     """Cost of a run's monitors.
 
     interval   steps between monitored steps; 0 if monitors are disabled
-    seconds    modelled additional seconds of a monitored step; None on a CPU
-    step       modelled seconds of a step without monitors
+    seconds    estimated additional seconds of a monitored step; None on a CPU
+    step       estimated seconds of a step without monitors
     """
 
     interval: int
@@ -84,7 +84,7 @@ class MonitorCost:
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
     """Return the cost of a run's monitors on `ranks` devices of the type of `device`.
 
-    For a GPU type without a plan's figures, the cost is computed for `plan.device`.
+    For a GPU type unknown to the planner, the cost is computed for `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
@@ -115,7 +115,7 @@ def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost
 
 
 def monitored_seconds(config: Config, shape: StepShape) -> float:
-    """Return the modelled additional seconds of a monitored step on the busiest rank."""
+    """Return the estimated additional seconds of a monitored step on the busiest rank."""
     groups, ranks = config.monitors.groups, shape.inputs.stage_ranks * shape.inputs.pipeline
     units = [u for u in all_units(config.model, **unit_options(config)) if u.is_matrix]
     rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
@@ -134,7 +134,7 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
 
 
 def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int) -> float:
-    """Return the seconds for the figures of one matrix, `[rows, cols]`."""
+    """Return the seconds that the metrics of one matrix, `[rows, cols]`, take."""
     device, groups = shape.device, config.monitors.groups
     rows, cols = unit.shape
     short, long = min(rows, cols), max(rows, cols)

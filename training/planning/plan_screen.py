@@ -30,7 +30,7 @@ SMALL: Final = 0.005
 UNEVEN: Final = 0.01
 """Share of a step above which a plan reports the wait for the busiest rank."""
 UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehearse) counts them"
-"""Note on work that the modelled seconds do not include."""
+"""Note on work that the estimated times do not include."""
 
 
 def describe(config: Config, planned: Plan) -> str:
@@ -75,7 +75,7 @@ def run_table(config: Config, planned: Plan) -> str:
     if train.exits_early:
         text = (
             f"after step {train.last:,} (train.exit_step); checkpoints are counted up to this "
-            "step, all other figures up to train.steps"
+            "step, everything else up to train.steps"
         )
         rows.insert(-1, ("early end", text))
     if config.data.document_mask:
@@ -146,7 +146,7 @@ def balance_table(planned: Plan) -> str:
 
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
-    """Return a table with one row per figure and one column per pipeline stage, in which the
+    """Return a table with one row per quantity and one column per pipeline stage, in which the
     heaviest stage is marked."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
@@ -221,11 +221,11 @@ def verdict(planned: Plan) -> str:
 FIGURES: Final = {
     "lr": ".3g", "weight_decay": ".3g", "radius": ".4g", "scale": ".4g", "pc": "", "penalty": "g",
 }  # fmt: skip
-"""Figures of a route, with their formats."""
+"""Fields of a route, with their formats."""
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return a table with one row per role, shape, rule and figures.
+    """Return a table with one row per combination of role, shape, rule and `FIGURES`.
 
     The row with the most units of a role is first.
     """

@@ -31,7 +31,7 @@ def load() -> None:
     Raises GuardError if torch is already imported, or a C++ compiler is missing or fails.
     """
     if "torch" in sys.modules:
-        raise GuardError("a rehearsal needs its own process, but torch is already imported")
+        raise GuardError("a rehearsal must run in a new process, but torch is already imported")
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 

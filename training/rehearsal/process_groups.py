@@ -309,7 +309,7 @@ def _install_exchanges(trace: Trace) -> None:
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
     # Skip the check that all ranks together request all tensors of a checkpoint.
     replace_everywhere(check_fits, lambda *_, **__: None)
-    # Skip figures that combine matrices inspected by other ranks.
+    # Skip metrics that combine matrices inspected by other ranks.
     put(figures, "pair", lambda units: None)
 
 

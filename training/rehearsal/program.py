@@ -62,6 +62,6 @@ def replace_everywhere(old: object, new: object) -> None:
         if value is old
     ]
     if all(module.__name__.startswith(OWN) for module, _ in places):
-        raise LookupError(f"no module of the project has {old!r}")
+        raise LookupError(f"no module of the project defines {old!r}")
     for module, key in places:
         setattr(module, key, new)

@@ -29,7 +29,7 @@ BACKWARD: Final = 0.66
 
 @dataclass
 class Report:
-    """The report of a rehearsal; for several ranks, each figure is the maximum over the ranks.
+    """The report of a rehearsal; for several ranks, every value is the maximum over the ranks.
 
     error      first error with its place, None if the run would succeed
     phases     counts of a step without periodic work (forward_backward and optimizer), of the
@@ -202,7 +202,7 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 
 def largest(one: Counts, other: Counts) -> Counts:
-    """Return the maximum of each figure."""
+    """Return the maximum of every value."""
     figures: Counts = merged(one, other, max)
     return figures
 

@@ -27,8 +27,8 @@ class Counts:
     host_reads          number of host waits for a value, by place
     synchronizations    number of other host waits for the device, by place
     kernels             number of launches by name
-    kernel_seconds      modelled seconds of launches
-    sending             modelled seconds of collectives by kind: activations, gradients, weights,
+    kernel_seconds      estimated seconds of launches
+    sending             estimated seconds of collectives by kind: activations, gradients, weights,
                         exchange (between owners and shards)
     peak_memory_bytes   peak memory in the part
     flops               FLOPs of launches
@@ -50,12 +50,12 @@ class Counts:
 
     @property
     def modelled_seconds(self) -> float:
-        """Modelled seconds of all launches and collectives in sequence."""
+        """Estimated seconds of all launches and collectives in sequence."""
         return self.kernel_seconds + sum(self.sending.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Modelled seconds without gradient reductions and weight gathers, which are overlapped."""
+        """Estimated seconds without gradient reductions and weight gathers, which overlap."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 

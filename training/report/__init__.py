@@ -1,4 +1,4 @@
 """Destinations of a run's metrics: metrics.jsonl, the console, Weights & Biases, TensorBoard.
 
-No file computes figures of the model. Start with log_lines.py.
+These files only write metrics that are computed elsewhere. Start with log_lines.py.
 """

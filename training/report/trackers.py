@@ -80,7 +80,7 @@ def tag(name: str) -> str:
     """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
     TensorBoard groups metrics by the first part of their names. Most metrics are from monitors, so
-    each figure of the monitors gets its own group.
+    each monitor metric gets its own group.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 

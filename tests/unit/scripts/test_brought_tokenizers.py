@@ -153,7 +153,7 @@ def test_numbers_of_tokens_are_read_as_people_write_them(text: str) -> None:
 def test_what_is_no_number_of_tokens_is_refused(text: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parse(["a=b", "--output=o", f"--tokens={text}"])
-    assert "--tokens: must be a whole number from 1 to 1e14, such as" in capsys.readouterr().err
+    assert "--tokens: must be an integer from 1 to 1e14, such as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "--validation other=INPUT needs a training set"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
      r"set.validation would be empty: --validation-fraction 1/1000 of \d+ doc.* is less than half "
-     r"a document; give a fraction of at least 1/\d+$"),
+     r"a document; set a fraction of at least 1/\d+$"),
     ("set={}/text.txt --train-tokenizer 259 --validation-fraction 0.001",
      "of 1 document is less than half a document; split .* with a smaller --document-bytes"),
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json",

@@ -1,6 +1,6 @@
 """torch's contract of an optimizer, following torch's tests, for every class of the library.
 
-Intended differences are in docs/library.md ("Torch's contract").
+Intended differences are in docs/library.md ("Differences from torch.optim").
 """
 
 import copy

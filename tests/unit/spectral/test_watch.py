@@ -1452,7 +1452,7 @@ def test_weights_that_share_a_storage_are_refused() -> None:
     both = torch.randn(2, 12, 12)
     for layer, weight in zip(model, both, strict=True):
         layer.weight.data = weight
-    with pytest.raises(ValueError, match=r"^1.weight shares its storage.*clone.*leave out example"):
+    with pytest.raises(ValueError, match=r"^1.weight shares its storage.*clone.*omit example"):
         split_parameters(model, example=x)
 
 
