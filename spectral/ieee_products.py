@@ -51,7 +51,7 @@ def ieee_products() -> Iterator[None]:
     """Run a block with IEEE float32 products and 16-bit products that accumulate in float32.
 
     The previous settings are restored afterwards, whichever function set them. If several threads
-    are inside at once, the last thread to leave restores the settings.
+    run such blocks at once, the last thread to finish restores the settings.
     """
     global _inside, _restore
     with _lock:

@@ -340,7 +340,7 @@ class KnownWeights:
         return [x for x in later if x.multiplies], again, mixer
 
     def _cuts(self, weight: Weight) -> str:
-        """Return why a forward pass that uses a layer's outputs may divide them, or ""."""
+        """Return the reason why a forward pass may divide the outputs of a layer, or ""."""
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
@@ -446,7 +446,7 @@ def projection_of(name: str) -> str | None:
 
 
 def _divider(module: nn.Module, words: set[str]) -> str:
-    """Return why a module's forward pass, whose code contains `words`, may divide outputs."""
+    """Return the reason why a forward pass with `words` in its code may divide outputs."""
     return f"{kind_of(module)} " + (
         "calls code that cannot be read" if words == {OPAQUE} else "splits channels"
     )

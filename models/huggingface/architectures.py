@@ -43,7 +43,7 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return why the rotary positions `rope` are not supported, or None if they are supported."""
+    """Return the reason why the rotary positions `rope` are not supported, or None."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"

@@ -330,7 +330,7 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move broken and superseded checkpoints to other folders, and print where (rank 0).
+        """Move broken and superseded checkpoints to other folders, which rank 0 prints.
 
         Call this after all checks that may end the run.
         """

@@ -385,7 +385,7 @@ def steps_compared(section: MonitorsConfig) -> int:
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return how many elements a rank inspects at once; a larger matrix is inspected alone.
+    """Return the number of elements inspected at once; a larger matrix is inspected alone.
 
     A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
     the weights before each compared step and after the last step.
