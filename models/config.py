@@ -46,7 +46,7 @@ class InitConfig(Section):
     radius_scaler: Positive = 1.0
     """Factor that multiplies the radius; c in the SSO paper."""
     depth_scaled: bool = False
-    """Divide the std of some matrices as `depth_scaling` states; must be false with `spectral`."""
+    """Divide the std of some matrices as set by `depth_scaling`; must be false with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: divide the std of o and down by sqrt(2 * layers); layer: divide the std of o, up and
     down in layer l, counted from 0, by sqrt(2 * (l + 1)), as in the PC paper."""

@@ -226,7 +226,7 @@ def _apart(
         ids = {id(p) for p in ([each] if isinstance(each, nn.Parameter) else each.parameters())}
         if ids and own.isdisjoint(ids):
             raise ValueError(
-                f"elementwise must be parts of the model, got {each!r} of another model"
+                f"elementwise must contain parts of this model, got {each!r} of another"
             )
         apart |= ids
     return apart

@@ -39,7 +39,7 @@ class RunConfig(Section):
     """Folder for all output of the run."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on. cuda: one GPU per rank; cpu: no GPU; auto: one GPU per rank if the
-    machine has GPUs (an error if they do not start), else no GPU."""
+    machine has GPUs (an error if CUDA does not initialize), else no GPU."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, which slows the backward pass of attention. A warning
     names each operation without a deterministic kernel."""
