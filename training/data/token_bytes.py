@@ -116,7 +116,7 @@ def decoded_bytes(
 
     Args:
         tokenizer: the tokenizer of the tokens.
-        documents: for each document, its first tokens, and how many of them are not counted.
+        documents: for each document, its first tokens, and the number of uncounted tokens.
     """
     size = 0
     for tokens, before in documents:
