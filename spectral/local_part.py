@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any, TypeGuard
 
 import torch
@@ -38,31 +37,24 @@ def gradients_of(
     `shapes` contains the shapes of all parameters. Raises ValueError for gradients that cannot be
     used in a step.
     """
-    each = [p.grad for p in parameters]
-    grads = [grad for grad in each if grad is not None]
-    if len(grads) < len(each):
-        given = [grad is not None for grad in each]
-        parameters, shapes = [*compress(parameters, given)], [*compress(shapes, given)]
-    dense = {grad.layout for grad in grads} <= {torch.strided}
-    if not dense or [grad.shape for grad in grads] != shapes:
-        for grad, shape in zip(grads, shapes, strict=True):
-            _check(grad, shape)
-    if not sharded:
-        return grads
-    if [*map(is_dtensor, grads)] != [*map(is_dtensor, parameters)]:
-        raise ValueError("gradients must be DTensors exactly where their parameters are DTensors")
-    return [*map(local_of, grads)]
-
-
-def _check(grad: Tensor, shape: torch.Size) -> None:
-    """Raise ValueError for a gradient that does not fit a parameter of the given shape."""
-    if grad.layout is not torch.strided:
-        raise ValueError(f"gradients must be dense, got {grad.layout}")
-    if grad.shape != shape:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(shape)} must have the same shape, got "
-            f"{tuple(grad.shape)}"
-        )
+    grads = []
+    for parameter, shape in zip(parameters, shapes, strict=True):
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            raise ValueError(f"gradients must be dense, got {grad.layout}")
+        if grad.shape != shape:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(shape)} must have the same shape, "
+                f"got {tuple(grad.shape)}"
+            )
+        if sharded and is_dtensor(grad) != is_dtensor(parameter):
+            raise ValueError(
+                "gradients must be DTensors exactly where their parameters are DTensors"
+            )
+        grads.append(local_of(grad) if sharded else grad)
+    return grads
 
 
 def whole_of(tensor: Tensor) -> Tensor:

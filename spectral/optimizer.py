@@ -319,7 +319,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
         states = {
-            p: initial_state(rule, division, p, self._weight)
+            p: initial_state(rule, division, p, self._weight(p))
             for p in parameters
             if not self._is_shared(p, rule)
         }

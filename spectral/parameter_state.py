@@ -5,7 +5,7 @@ Other programs may store entries in the state too; this module uses only the rul
 master.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import fields
@@ -80,9 +80,6 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
     """Adapt a state to a parameter that other code may have changed, cast, moved or replaced."""
-    for name in state.keys() & {*entry_names(rule), MASTER}:
-        if state[name].device != parameter.device:
-            state[name] = state[name].to(parameter.device)
     half = parameter.dtype in HALF
     if not half:
         state.pop(MASTER, None)
@@ -90,11 +87,10 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
     wide = torch.promote_types(parameter.dtype, least)
     for name in state.keys() & {*entry_names(rule), MASTER}:
         value = state[name]
-        # Step counters stay in float32, as in torch's optimizers.
-        if name == "step" and value.dtype in HALF:
-            state[name] = value.float()
-        elif name != "step" and value.is_floating_point():
-            state[name] = value.to(wide)
+        dtype = wide if value.is_floating_point() else value.dtype
+        if name == "step":  # counters stay in float32, as in torch's optimizers
+            dtype = torch.float32 if value.dtype in HALF else value.dtype
+        state[name] = value.to(parameter.device, dtype)
     if MASTER in state:
         follow_weight(parameter, state[MASTER])
     elif half and masters:
@@ -111,11 +107,11 @@ def follow_weight(parameter: Tensor, master: Tensor) -> None:
 
 
 @torch.no_grad()
-def initial_state(
-    rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
-) -> State:
-    """Create the state of a parameter that this rank steps alone, sharded like the parameter."""
-    weight = weight_of(parameter)
+def initial_state(rule: Rule, division: Division, parameter: Tensor, weight: Tensor) -> State:
+    """Create the state of a parameter that this rank steps alone, sharded like the parameter.
+
+    `weight` is this rank's part of the updated weight.
+    """
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
     initial = {}
