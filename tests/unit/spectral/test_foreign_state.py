@@ -298,6 +298,24 @@ def test_a_parameter_that_is_cut_without_its_state_is_refused(rule, dtype, gradi
     refuses(optimizer, r"of parameter 1 must have shape \(\d.*was the parameter sharded")
 
 
+@EVERY_RULE
+@pytest.mark.parametrize("value", ["many", torch.ones(2)], ids=["text", "two numbers"])
+def test_an_entry_of_another_kind_is_refused(rule: str, value: object) -> None:
+    """The error names the entry, in a loaded state and in the state that a step finds."""
+    optimizer = made(rule, torch.float32)
+    optimizer.step()
+    state = optimizer.state[parameters_of(optimizer)[0]]
+    for name, kept in [*state.items()]:
+        said = f"^{name} of parameter 0 must (be a tensor of|have) shape"
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0][name] = value
+        with pytest.raises(ValueError, match=said):
+            optimizer.load_state_dict(saved)
+        state[name] = value
+        refuses(optimizer, said)
+        state[name] = kept
+
+
 def called_in(call: Callable[[], Any]) -> set[str]:
     """Return the qualified names of the functions that a call enters."""
     names = set()
