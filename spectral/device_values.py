@@ -6,28 +6,18 @@ from functools import lru_cache, wraps
 from itertools import compress
 from math import isfinite
 from operator import not_
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+R = TypeVar("R")
 
 MOST_RESULTS = 4096
 
 
-class Constant(Protocol[P, R]):
-    """A function whose results are cached."""
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result; it is computed at the first call with these arguments."""
-
-    def cache_clear(self) -> None:
-        """Clear all results."""
-
-
-def constant_result(function: Callable[P, R]) -> Constant[P, R]:
+def constant_result(function: Callable[P, R]) -> Callable[P, R]:
     """Cache a function's results and mark it like `torch.compiler.assume_constant_result`.
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing
@@ -42,7 +32,7 @@ def constant_result(function: Callable[P, R]) -> Constant[P, R]:
 
     result._dynamo_marked_constant = True  # type: ignore[attr-defined]
     result.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return result  # type: ignore[return-value]
+    return result
 
 
 @constant_result

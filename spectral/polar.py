@@ -186,7 +186,7 @@ def workspace(device: torch.device) -> int:
 
 def workspace_units(numel: int, device: torch.device) -> int:
     """Return the number of units of `numel` elements that are processed at a time, at least 1."""
-    return max(1, workspace(device) // max(1, numel))
+    return max(1, workspace(device) // numel)
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -197,7 +197,7 @@ def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
         return iter([tensors])
-    size = max(1, limit // max(1, tensors[0].shape[1:].numel()))
+    size = max(1, limit // tensors[0].shape[1:].numel())
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 

@@ -90,7 +90,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
         size = workspace_units(numel, units.device) if rule.whole_matrix else units.count
         key = units.dtype, units.device, rule.whole_matrix and min(units.shape)
         joins = not rule.whole_matrix or listed(device_name(units.device))
-        for first in range(0, units.count, max(1, size)):
+        for first in range(0, units.count, size):
             part = slice(first, min(first + size, units.count))
             count = numel * (part.stop - part.start)
             batch, before = open_.get(key, ([], 0)) if joins else ([], 0)
@@ -133,8 +133,7 @@ def joined(reports: Sequence[Report]) -> Report:
     """Concatenate the reports of a group's parts."""
     if len(reports) == 1:
         return reports[0]
-    names = reports[0] if reports else ()
-    return {name: torch.cat([report[name] for report in reports]) for name in names}
+    return {name: torch.cat([report[name] for report in reports]) for name in reports[0]}
 
 
 class ParameterUnits(Units):

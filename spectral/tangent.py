@@ -79,7 +79,6 @@ class TangentSolution(NamedTuple):
     # in 16 bits without its component along Theta, unless that is larger than rounding errors
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
-    slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance, and the direction is not degenerate
     bounded: Tensor  # [batch], bool, see `spectral.polar.Polar`; if False, the residual is 1
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
@@ -331,7 +330,6 @@ class _Refinement:
         if not self.last:
             both = zip(self.stacks, directions, strict=True)
             directions = [m.copy_(direction) for m, direction in both]
-        directions = [direction.to(self.dtype) for direction in directions]
         removed = self._remove_rounding(directions, residual) if self.rounding else None
         if removed is not None:
             residual = residual - removed
@@ -341,7 +339,6 @@ class _Refinement:
             "multiplier": best.to(self.dtype),
             "residual": residual.masked_fill(unbounded, 1).to(self.dtype),
             "evaluations": self.evaluations,
-            "slope": self.slope.to(self.dtype),
             "converged": converged,
             "bounded": ~unbounded,
         }

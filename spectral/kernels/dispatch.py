@@ -195,6 +195,5 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 def forget() -> None:
     """Clear the caches so that a newly written table is read."""
-    for function in (listed, small_problem, lookup):
-        function.cache_clear()
-    entries.cache_clear()
+    for function in (listed, small_problem, lookup, entries):
+        function.cache_clear()  # type: ignore[union-attr]

@@ -360,7 +360,7 @@ def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
     if not all(kind is NoneType or get_origin(kind) is Literal for kind in types):
         return types, ()
-    return types, (*literals, None) if literals and NoneType in types else tuple(literals)
+    return types, (*literals, None) if NoneType in types else tuple(literals)
 
 
 def _fits(value: object, types: tuple[Any, ...]) -> bool:

@@ -195,7 +195,7 @@ class MuonPlusPlusRule(RadiusRule):
             # Below 1 / (rows cols) the estimate is noise of either sign: a ratio has no meaning.
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             due = due & gate & last.isfinite()
-            factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
+            factor = torch.where(due, (last / now).sqrt(), 1)
             weight.mul_(factor[:, None, None])
             state["rescaled"].masked_fill_(due, 1)
         store_(last, now, gate)
