@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
+from training.checkpoint.stored_checkpoint import CheckpointInfo, StoredTensors
 from training.report.log_lines import read_metrics
 
 
@@ -39,7 +40,13 @@ def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def state_of(run_dir: str | Path, step: int) -> dict[str, Tensor]:
     """Return every whole tensor of the checkpoint of `step`."""
-    return read_checkpoint(step_folder(run_dir, step)).tensors("")
+    return tensors_of(read_checkpoint(step_folder(run_dir, step)))
+
+
+def tensors_of(info: CheckpointInfo, prefix: str = "") -> dict[str, Tensor]:
+    """Return the whole tensors of a checkpoint whose keys begin with `prefix`."""
+    stored = StoredTensors(info.state)
+    return stored.read(stored.keys(prefix))
 
 
 def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:

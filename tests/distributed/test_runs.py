@@ -14,7 +14,7 @@ from scripts.average import main as average
 from tests.distributed.run_workers import PREEMPTIONS
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import read_config, tiny_config
-from tests.run_results import metrics_of, same_state, state_of
+from tests.run_results import metrics_of, same_state, state_of, tensors_of
 from tests.saved_state import save_state
 from tests.slow_cases import slow_but
 from training.build import build_trainer, restore
@@ -63,7 +63,7 @@ def loaded_by_one(folder: Path, name: str) -> dict[str, Tensor]:
         save_state(folder / f"{name} back" / "state", trainer.model, trainer.optimizer)
     finally:
         process_groups.shutdown()
-    return CheckpointInfo(folder / f"{name} back", {}).tensors("")
+    return tensors_of(CheckpointInfo(folder / f"{name} back", {}))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def folder(shared_folder) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_goes_on_another_layout_and_back(layout, folder):
     name = f"ranks2{''.join(f' {k}{v}' for k, v in layout.items())}"
-    loaded = CheckpointInfo(folder / f"{name} loaded", {}).tensors("")
+    loaded = tensors_of(CheckpointInfo(folder / f"{name} loaded", {}))
     assert same_state(loaded, state_of(folder / "one", 2)) == []
     assert same_state(loaded_by_one(folder, name), state_of(folder / name, 4)) == []
     whole = [line["train/loss"] for line in metrics_of(folder / "one whole")]
@@ -102,7 +102,7 @@ def test_an_average_takes_checkpoints_of_several_layouts(folder, tmp_path):
     run, mean = folder / "ranks2 tensor2", tmp_path / "mean"
     assert average([str(run), str(mean), "--steps", "2", "4"]) == 0
     first, second = state_of(run, 2), state_of(run, 4)
-    for key, value in read_checkpoint(mean).tensors("weight/").items():
+    for key, value in tensors_of(read_checkpoint(mean), "weight/").items():
         by_hand = (first[key].double() + second[key].double()) / 2
         # One rounding to float32.
         torch.testing.assert_close(value.double(), by_hand, rtol=2**-23, atol=1e-12)

@@ -153,16 +153,6 @@ class CheckpointInfo:
         """Size and hash of every file except meta.json and COMPLETE, by path in the folder."""
         return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
 
-    def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
-        """Return the whole tensors whose keys begin with `prefix`, on the CPU, by key.
-
-        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; `parallel.checkpoint.state`
-        defines the keys. Needs no process group. Raises BrokenCheckpointError if the tensors cannot
-        be read.
-        """
-        stored = StoredTensors(self.state)
-        return stored.read(stored.keys(prefix))
-
 
 def changed(folder: Path, name: str) -> str:
     """Return the error about a checkpoint file whose hash has changed."""

@@ -20,7 +20,7 @@ from scripts.weights_only import Mean
 from tests.fuzzed import FLIP, damage
 from tests.live_bytes import peak_bytes
 from tests.run_configs import MIXTURE, tiny_config
-from tests.run_results import state_of
+from tests.run_results import state_of, tensors_of
 from tests.unit.training.checkpoint.test_checkpoint import forge, reseal
 from training.assignments import config_routes
 from training.checkpoint.checkpoints import read_checkpoint, step_folder
@@ -81,7 +81,7 @@ def test_the_mean_of_every_tensor_is_that_by_hand(runs: Path, tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert "average = 0.3333 * step 1 + 0.3333 * step 2 + 0.3333 * step 3" in printed
     assert "the average contains no optimizer state" in printed
-    found = read_checkpoint(tmp_path / "mean").tensors("")
+    found = tensors_of(read_checkpoint(tmp_path / "mean"))
     parts = [weights_of(runs / "sphere", step) for step in STEPS]
     assert found.keys() == parts[0].keys()
     for key, value in found.items():
@@ -98,7 +98,7 @@ def test_a_moving_average_is_that_of_torch(runs: Path, tmp_path: Path, capsys) -
     running = weights_of(runs / "sphere", 1)[key]
     for step in (2, 3):
         running = torch.lerp(running, weights_of(runs / "sphere", step)[key], 0.25)
-    found = read_checkpoint(tmp_path / "mean").tensors(key)[key]
+    found = tensors_of(read_checkpoint(tmp_path / "mean"), key)[key]
     torch.testing.assert_close(found.double(), running, rtol=2**-22, atol=1e-12)
     assert "0.5625 * step 1 + 0.1875 * step 2 + 0.25 * step 3" in capsys.readouterr().out
 

@@ -23,6 +23,7 @@ from scripts.huggingface.tokenizer_files import settings_of
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.failing_disk import largest_file
 from tests.run_configs import tiny_config
+from tests.run_results import tensors_of
 from tests.token_files import prepare_text
 from tests.unit.training.checkpoint.test_checkpoint import poison
 from training.checkpoint.checkpoints import read_checkpoint
@@ -242,7 +243,7 @@ def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
     assert main(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.bfloat16
-    stored = read_checkpoint(folder).tensors("weight/")
+    stored = tensors_of(read_checkpoint(folder), "weight/")
     heads = [stored[f"weight/layers.1.q.{i}"] for i in range(4)]
     layer = model.model.layers[1]
     assert torch.equal(layer.self_attn.q_proj.weight, torch.cat(heads).bfloat16())
@@ -377,7 +378,7 @@ def test_a_consolidated_file_has_our_parameters(run, tmp_path) -> None:
     assert main(["export", str(folder), str(out), *options]) == 0
     found = load_file(out / "model.safetensors")
     assert (out / "config.yaml").exists()
-    stored, buffers = (read_checkpoint(folder).tensors(kind) for kind in ("weight/", "buffer/"))
+    stored, buffers = (tensors_of(read_checkpoint(folder), kind) for kind in ("weight/", "buffer/"))
     for unit in all_units(read_checkpoint(folder).config.model):
         part = unit.view(found[unit.parameter].view(unit.view_shape))
         same = torch.equal(part, stored[f"weight/{unit.name}"].bfloat16().view(part.shape))

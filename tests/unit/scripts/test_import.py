@@ -28,7 +28,7 @@ from models.huggingface.config_json import (
 from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
-from tests.run_results import metrics_of
+from tests.run_results import metrics_of, tensors_of
 from tests.slow_cases import slow_but
 from training.checkpoint.checkpoints import read_checkpoint
 from training.config import load_config, to_yaml
@@ -116,7 +116,7 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
     run, out = tmp_path / "imported", tmp_path / "out"
     assert main(["import", str(source), str(run), "--config", str(config)]) == 0
     assert "positions: " not in capsys.readouterr().out
-    stored = read_checkpoint(run).tensors("weight/")
+    stored = tensors_of(read_checkpoint(run), "weight/")
     for key in ("weight/embedding", "weight/head"):  # 120 tokens, padded
         assert key not in stored or stored[key].shape[0] == 128 and not stored[key][120:].any()
     assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
@@ -138,7 +138,9 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
             and "=64 replaces override train.sequence_length=32" in replaced
         )
         assert "would have 64, because train.sequence_length is 64" in said
-        stored = [read_checkpoint(place).tensors() for place in (run, tmp_path / "again")]
+        stored = [
+            tensors_of(read_checkpoint(place), "weight/") for place in (run, tmp_path / "again")
+        ]
         assert stored[0].keys() == stored[1].keys()
         assert all(torch.equal(value, stored[1][key]) for key, value in stored[0].items())
 
@@ -299,7 +301,7 @@ def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
         head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         save_file(tensors | head, source / "model.safetensors", {"format": "pt"})
     assert main(["import", str(source), str(run), "--config", str(config)]) == 0
-    assert not any("head" in name for name in read_checkpoint(run).tensors())
+    assert not any("head" in name for name in tensors_of(read_checkpoint(run), "weight/"))
     start = load_config(config, [f"checkpoint.initialize_from={run}", "train.exit_step=2"])
     train(start, world)
     for place in (run, Path(start.run.dir)):

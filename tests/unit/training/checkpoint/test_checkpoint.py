@@ -20,7 +20,7 @@ from parallel.comm import groups as process_groups
 from tests.disk_calls import DiskCalls
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, RULES, tiny_config
-from tests.run_results import json_lines, metrics_of, same_state, state_of
+from tests.run_results import json_lines, metrics_of, same_state, state_of, tensors_of
 from tests.saved_state import reseal
 from tests.slow_cases import slow_but
 from training.checkpoint import checkpoints
@@ -399,7 +399,7 @@ def test_a_pickle_payload_executes_nothing(name, run, saved, tmp_path):
     assert not executed.exists()
     if not name.endswith(".pt"):
         with pytest.raises(BrokenCheckpointError):
-            read_checkpoint(folder).tensors("")
+            tensors_of(read_checkpoint(folder))
     assert not executed.exists()
     # The payload works: an unsafe read executes it.
     if name.endswith(".pt"):

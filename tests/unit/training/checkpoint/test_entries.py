@@ -14,7 +14,7 @@ from parallel.checkpoint.state import sharded_state
 from spectral import SpectralSphere
 from spectral.rules.spectral_sphere import SpectralSphereRule
 from tests.run_configs import MIXTURE, tiny_config
-from tests.run_results import without_times
+from tests.run_results import tensors_of, without_times
 from tests.slow_cases import slow_but
 from training.build import build_trainer, restore
 from training.checkpoint.checkpoints import read_checkpoint
@@ -84,7 +84,7 @@ def test_every_entry_changes_what_follows(rule, folder, world, monkeypatch):
 
     expected = after(info)
     assert after(info) == expected  # so that a difference comes from the entry
-    kinds = {kind(name) for name in info.tensors("")}
+    kinds = {kind(name) for name in tensors_of(info)}
     assert len(kinds) > 5
     for each in sorted(kinds - ELSEWHERE.keys()):
         assert any(after(info, changed(each, factor)) != expected for factor in (2, 0, -1)), each
@@ -162,10 +162,10 @@ def test_entries_that_earlier_versions_saved_of_sso_are_left_out(folder, world, 
             ),
         )
         train(config, world)
-    names = read_checkpoint(config.run.dir).tensors("")
+    names = tensors_of(read_checkpoint(config.run.dir))
     assert any(name.endswith("/multiplier") for name in names)
     train(replace(config, train=replace(config.train, exit_step=4)), world)
-    names = read_checkpoint(config.run.dir).tensors("")
+    names = tensors_of(read_checkpoint(config.run.dir))
     assert not any(name.endswith(("/multiplier", "/slope")) for name in names)
 
 

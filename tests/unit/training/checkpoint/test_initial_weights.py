@@ -11,6 +11,7 @@ import torch
 from parallel.checkpoint.safe_index import read_index
 from tests.fuzzed import FLIP, damage
 from tests.run_configs import ROUTED, tiny_config
+from tests.run_results import tensors_of
 from tests.unit.training.checkpoint.test_checkpoint import forge
 from training.build import build_trainer
 from training.checkpoint.checkpoints import BrokenCheckpointError, read_checkpoint, step_folder
@@ -56,7 +57,7 @@ def test_the_new_model_computes_what_the_old_one_did(configured, world, tmp_path
     for name, loss in Loop(trainer).evaluate().items():
         assert loss == pytest.approx(outcome.validation[name], rel=tolerance)
     if shape:
-        saved = read_checkpoint(tmp_path / "old").tensors("buffer/")
+        saved = tensors_of(read_checkpoint(tmp_path / "old"), "buffer/")
         for name, value in saved.items():
             assert bool(value.any())
             router = trainer.model.chunks[0].decoder.layers[1].mlp.router
