@@ -159,13 +159,13 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
     present = data.at(progress.step)
     if present.fingerprint() == (progress.phase.mixture or whole):
         return progress
-    if progress.read is None and progress.sample:
+    if progress.read is None:
         raise ResumeError(
             f"{info.path} was saved by an earlier version and does not state how much of each "
             "set was read: continue with the former data until the next checkpoint, and then "
             "change the data"
         )
-    phase = present.phase_after(progress.sample, progress.read or {})
+    phase = present.phase_after(progress.sample, progress.read)
     return replace(progress, phase=phase)
 
 

@@ -136,18 +136,17 @@ def _complete(path: Path) -> CheckpointInfo:
             status = (path / name).stat()
             if not S_ISREG(status.st_mode):
                 raise BrokenCheckpointError(f"{path}: {name} must be a regular file")
-            size = status.st_size
-            if size != facts.bytes:
+            if status.st_size != facts.bytes:
                 raise BrokenCheckpointError(
-                    f"{path}: {name} must have {facts.bytes} bytes, got {size}"
+                    f"{path}: {name} must have {facts.bytes} bytes, got {status.st_size}"
                 )
     except OSError as error:
         raise BrokenCheckpointError(described(error, path)) from None
     except InvalidConfigError as error:
         raise BrokenCheckpointError(f"{path}: {META}: {error.problems[0]}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except ValueError as error:
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
 
@@ -265,9 +264,8 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
     text = json.dumps(content, indent=1) + "\n"
     (folder / META).write_text(text, encoding="utf-8")
     (folder / COMPLETE).write_bytes(hashlib.sha256(text.encode()).hexdigest().encode() + b"\n")
-    plain = folder / STATE / PLAIN_FILE
-    sync_all([*_files(folder), *([plain] if plain.is_file() else [])])
-    sync_all(path for path in (folder / STATE, folder) if path.is_dir())
+    sync_all([*_files(folder), folder / STATE / PLAIN_FILE])
+    sync_all([folder / STATE, folder])
 
 
 def _files(folder: Path) -> list[Path]:

@@ -325,13 +325,12 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, saved, capsys):
 
 
 def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
-    folders = tmp_path / "checkpoints"
     for text in ("first", "second"):
-        folder = folders / f".writing-4-{text}"
-        folder.mkdir(parents=True)
+        folder = checkpoints.new_folder(tmp_path, 4)
         (folder / "config.yaml").write_text(text)
         checkpoints.complete(folder, tmp_path, {"step": 4}, {})
     found = {path.parent.name: path.read_text() for path in folders.glob("*/config.yaml")}
+    folders = tmp_path / "checkpoints"
     assert found == {"step_00000004": "second", "broken-step_00000004": "first"}
 
 
