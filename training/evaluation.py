@@ -34,8 +34,8 @@ def evaluate(
     sets: Iterable[ValidationData],
     *,
     micro_batch: int,
-    stop: Callable[[], bool] = lambda: False,
-    mixture: Mapping[str, float] | None = None,
+    stop: Callable[[], bool],
+    mixture: Mapping[str, float],
 ) -> dict[str, float] | None:
     """Return the metrics of all validation sets, equal on all ranks.
 
@@ -58,9 +58,9 @@ def evaluate(
         if bits is not None:
             metrics[f"val/{each.name}/bpb"] = densities[each.name] = bits
     if losses:
-        metrics["val/loss"] = mean_over_sets(losses, mixture or {})
+        metrics["val/loss"] = mean_over_sets(losses, mixture)
     if losses and densities.keys() == losses.keys():
-        metrics["val/bpb"] = mean_over_sets(densities, mixture or {})
+        metrics["val/bpb"] = mean_over_sets(densities, mixture)
     return metrics
 
 
@@ -80,7 +80,7 @@ def mean_loss(
     data: ValidationData,
     *,
     micro_batch: int,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool],
 ) -> float | None:
     """Return the mean loss over the windows of `data` in nats per token, None if `stop` returned
     True."""

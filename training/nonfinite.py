@@ -62,7 +62,7 @@ class NonFiniteGuard:
     `record` checks immediately.
     """
 
-    def __init__(self, *, limit: int, spikes: bool = False) -> None:
+    def __init__(self, *, limit: int, spikes: bool) -> None:
         """Allow `limit` consecutive skipped steps; `spikes` is true if loss spikes are skipped
         too."""
         self.limit = limit

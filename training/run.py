@@ -294,7 +294,6 @@ def open_log(
         config,
         routes,
         data,
-        progress.step - bool(progress.unreported),  # the last step may not be reported yet
         counts,
         beginning.run_id,
         progress,

@@ -58,24 +58,22 @@ class RunLog:
         config: Config,
         routes: Sequence[Route],
         data: TrainingData,
-        step: int,
         warned: Mapping[str, float],
         run_id: str,
         progress: Progress,
         monitor_interval: int,
         contents: Mapping[str, str | None],
     ) -> None:
-        """Open the folder of a run whose reports continue after `step`.
+        """Open the folder of a run that continues from `progress`.
 
         warned     counts of reported warnings, a result of `SpectralMetrics.state`
         run_id     id of the run for trackers
-        progress   progress of the run; its step is `step`, or `step` + 1 if the last step is not
-                   reported yet
         monitor_interval   steps between monitored steps, as in `Monitors`
         contents   hash of each token set and of the tokenizer, for data.json
         """
         self.config = config
         folder = Path(config.run.dir)
+        step = progress.step - bool(progress.unreported)  # the last step may not be reported yet
         damaged, moved = [], []
         for name, last in (("metrics.jsonl", step), ("monitors.jsonl", progress.step)):
             if last == 0:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,33 +25,26 @@ class Sampler:
 
     prompts  `[sets, sequence_length]`; the first `prompt` tokens of each row are the prompt
     firsts   result of `written_documents` for each set
+    tokens   number of tokens of a continuation
     """
 
-    def __init__(
-        self,
-        sets: Sequence[ValidationData],
-        tokenizer: Path,
-        *,
-        vocab_size: int,
-        prompt: int,
-        tokens: int,
-    ) -> None:
+    def __init__(self, config: Config, sets: Sequence[ValidationData]) -> None:
         """Read the prompts and the tokenizer.json.
 
-        `prompt` and `tokens` are the numbers of tokens of a prompt and of its continuation.
-
-        Raises DataError if the package `tokenizers` cannot read the tokenizer.
+        Raises ConfigError if there is no tokenizer, DataError if the package `tokenizers` cannot
+        read it.
         """
-        self.tokenizer = open_tokenizer(tokenizer)
+        assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+        self.tokenizer = open_tokenizer(needed_tokenizer(config, "validation.samples_interval"))
         self.names = [each.name for each in sets]
         self.prompts = torch.stack([torch.from_numpy(each.set.window(0)[:-1]) for each in sets])
-        self.firsts = [written_documents(each, prompt) for each in sets]
-        self.prompt = prompt
-        self.tokens = tokens
-        self.vocab_size = vocab_size
+        self.prompt = config.validation.prompt_tokens(config.train.sequence_length)
+        self.firsts = [written_documents(each, self.prompt) for each in sets]
+        self.tokens = config.validation.samples_tokens
+        self.vocab_size = config.model.vocab_size
 
     def sample(
-        self, model: ParallelModel, groups: Groups, alive: Callable[[], None] = lambda: None
+        self, model: ParallelModel, groups: Groups, alive: Callable[[], None]
     ) -> dict[str, str]:
         """Return `sample/<set>/prompt` and `sample/<set>/text` of each set, equal on all ranks.
 
@@ -76,21 +68,10 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return the generator of samples of text, or None if the config requests no samples.
-
-    Raises ConfigError if there is no tokenizer to decode samples.
-    """
-    section = config.validation
-    if section.samples_interval == 0 or not validation:
+    """Return the generator of samples of text, or None if the config requests no samples."""
+    if config.validation.samples_interval == 0 or not validation:
         return None
-    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
-    return Sampler(
-        validation,
-        needed_tokenizer(config, "validation.samples_interval"),
-        vocab_size=config.model.vocab_size,
-        prompt=section.prompt_tokens(config.train.sequence_length),
-        tokens=section.samples_tokens,
-    )
+    return Sampler(config, validation)
 
 
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
@@ -112,12 +93,12 @@ def next_tokens(
     windows: Tensor,
     place: int,
     vocab_size: int,
-    firsts: Sequence[Tensor | None] | None = None,
+    firsts: Sequence[Tensor | None],
 ) -> Tensor:
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
     `windows` is `[rows, sequence_length]`, equal on all ranks. `firsts` contains for each window
-    the start position of each token's document. Each window is a micro-batch; every data-parallel
+    a result of `written_documents`. Each window is a micro-batch; every data-parallel
     rank computes all windows.
     """
     rows = len(windows)
@@ -130,7 +111,7 @@ def next_tokens(
             batch: Batch = {
                 "tokens": context_part(move(windows[row, None]), 1, **context).contiguous()
             }
-            begun = None if firsts is None else firsts[row]
+            begun = firsts[row]
             if begun is not None:
                 batch["documents"] = documents_of(begun[None], move, **context)
             yield batch

@@ -54,7 +54,7 @@ class StepResult:
     loss: Tensor
     norm: GradientNorm
     active: Tensor
-    z_loss: Tensor | None = None
+    z_loss: Tensor | None
 
 
 class Trainer:
@@ -69,8 +69,8 @@ class Trainer:
         data: TrainingData,
         validation: Sequence[ValidationData],
         *,
-        tasks: Sequence[Task] = (),
-        monitor_interval: int | None = None,
+        tasks: Sequence[Task],
+        monitor_interval: int | None,
     ) -> None:
         """Build the remaining parts of a step.
 
@@ -300,7 +300,6 @@ class GramPenalty:
         self.log_interval = config.log.interval
         self.last = config.train.last
         self._figures: PenaltyFigures | None = None
-        self._active = False
 
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.

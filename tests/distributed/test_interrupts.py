@@ -187,7 +187,7 @@ import os, time
 from training.lifecycle.terminal import Interrupts
 memory = bytearray(100_000_000)
 listener = Interrupts()
-listener.training_begins()
+listener.training_begins(saves=True)
 listener.listen()
 for _ in range(20):
     print("| forks", flush=True)
@@ -214,7 +214,7 @@ RANK = """
 import os, signal, sys, time
 from training.lifecycle.terminal import Interrupts
 listener = Interrupts()
-listener.training_begins()
+listener.training_begins(saves=True)
 terminated = []
 signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
 listener.listen()
@@ -298,7 +298,7 @@ from types import SimpleNamespace
 from torch.utils.data import DataLoader
 from training.lifecycle.terminal import Interrupts
 listener = Interrupts()
-listener.training_begins()
+listener.training_begins(saves=True)
 listener.listen()
 def write(*_):
     os.write(1, b"| writes\\n")

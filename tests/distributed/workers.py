@@ -113,7 +113,7 @@ def followed(trainer: Trainer) -> dict[str, Any]:
         [torch.from_numpy(trainer.validation[0].set.window(i)[:-1]) for i in range(3)]
     )
     found["tokens"] = [
-        next_tokens(trainer.model, groups, windows, place, vocab).tolist()
+        next_tokens(trainer.model, groups, windows, place, vocab, [None] * 3).tolist()
         for place in (length // 4, length - 1)
     ]
     found["initial"] = whole_units(trainer.model, groups)

@@ -33,7 +33,7 @@ class InitialWeights:
     units may differ from the config's."""
 
     def __init__(
-        self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool = True
+        self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool
     ) -> None:
         """`digest` is the sha256 of the checkpoint's meta.json; `compared` is true if the
         tokenizers of checkpoint and data are both known."""

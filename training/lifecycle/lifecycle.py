@@ -113,7 +113,7 @@ class StopRequests:
         config: StopConfig,
         *,
         first: bool,
-        interrupts: Interrupts | None = None,
+        interrupts: Interrupts | None,
     ) -> None:
         """If `first` is true, this rank checks the STOP file and the time limit. `interrupts`
         handles Ctrl-C."""

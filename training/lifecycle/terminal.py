@@ -79,7 +79,6 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._training = False
-        self._saves = True
         launched = "LOCAL_RANK" in os.environ
         self._second = signal.SIGTERM if launched else signal.SIGINT
         self._first_rank = os.environ.get("RANK", "0") == "0"
@@ -95,7 +94,7 @@ class Interrupts:
         _release()
         _stop_with_launcher()
 
-    def training_begins(self, *, saves: bool = True) -> None:
+    def training_begins(self, *, saves: bool) -> None:
         """Make the first SIGINT set `requested` instead of ending the process, and drop output that
         cannot be written. `saves` is false if the run saves no checkpoints."""
         self._saves = saves

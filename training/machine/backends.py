@@ -102,7 +102,7 @@ def check_kernels(device: torch.device) -> None:
 
     Without this check, kernels would fail in the first step of the run.
     """
-    if not listed(device_name(device)) or importlib.util.find_spec("triton") is None:
+    if not (listed(device_name(device)) and has_triton()):
         return
     problem = compiler_problem()
     if problem is not None:

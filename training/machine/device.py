@@ -37,8 +37,6 @@ def device_type(config: Config) -> Literal["cuda", "cpu"]:
     return choose(requested, gpus_here(), int(os.environ.get("LOCAL_RANK", "0")))
 
 
-RequestedDevice = Literal["auto", "cuda", "cpu"]
-
 NVIDIA: Final = "0x10de"
 """PCI vendor id of NVIDIA."""
 DISPLAY: Final = "0x03"
@@ -65,7 +63,9 @@ class Gpus:
     usable: int
 
 
-def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
+def choose(
+    requested: Literal["auto", "cuda"], gpus: Gpus, local_rank: int
+) -> Literal["cuda", "cpu"]:
     """Return the device type of local rank `local_rank`.
 
     `auto` selects cuda if CUDA initializes, and cpu without a GPU or if PyTorch is built without
@@ -73,8 +73,6 @@ def choose(requested: RequestedDevice, gpus: Gpus, local_rank: int) -> Literal["
     driver is too old for this PyTorch, or a container has no access to its GPUs), or if there are
     more ranks than GPUs.
     """
-    if requested == "cpu":
-        return "cpu"
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(

@@ -24,7 +24,7 @@ from training.data.document_index import CROSSED
 from training.data.validation_data import ValidationData
 from training.dry_run import attended_length, plan_run
 from training.errors import DataError
-from training.evaluation import evaluate
+from training.loop import Loop
 from training.planning.plan_screen import run_table
 from training.report.log_lines import read_metrics as metrics_of_all
 from training.run import train
@@ -176,9 +176,7 @@ def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
         lambda: iter([whole]), raw_losses, microbatches=1, micro_batch=7, train=False
     )
     expected = figure["losses"][whole["counted"]].double().mean().item()
-    metrics = evaluate(trainer.model, world, validation, micro_batch=2)
-    assert metrics is not None
-    assert metrics["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
+    assert Loop(trainer).evaluate()["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
     assert validation[0].counted_tokens == int(whole["counted"].sum())
     for samples in (1, *range(75, 90)):  # some sequences end where a document begins
         part = ValidationData(

@@ -14,7 +14,7 @@ def record(guard: NonFiniteGuard, taken: list[bool], first: int = 1) -> None:
 
 
 def test_skipped_steps_are_counted():
-    guard = NonFiniteGuard(limit=2)
+    guard = NonFiniteGuard(limit=2, spikes=False)
     record(guard, [True, False, False, True, False])
     assert guard.skipped == 3
 
@@ -26,7 +26,7 @@ class OnDevice(torch.Tensor):
 
 
 def test_a_checkpoint_contains_the_steps_that_were_not_checked_yet():
-    guard, other = NonFiniteGuard(limit=2), NonFiniteGuard(limit=2)
+    guard, other = NonFiniteGuard(limit=2, spikes=False), NonFiniteGuard(limit=2, spikes=False)
     for step, ok in enumerate([False, True, False], start=1):
         guard.record(step, (4 * step - 4, 4 * step), torch.tensor(ok).as_subclass(OnDevice))
     assert guard.skipped == 0
@@ -38,4 +38,4 @@ def test_a_checkpoint_contains_the_steps_that_were_not_checked_yet():
 
 def test_limit_zero_stops_at_once():
     with pytest.raises(NonFiniteError, match="samples 0 to 7"):
-        NonFiniteGuard(limit=0).record(1, (0, 8), torch.tensor(False))
+        NonFiniteGuard(limit=0, spikes=False).record(1, (0, 8), torch.tensor(False))

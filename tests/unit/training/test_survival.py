@@ -207,7 +207,9 @@ def test_a_short_slurm_job_trains_for_half_of_its_time(
 ):
     end = int(time.time()) + left
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-    stops = StopRequests(tmp_path, StopConfig(slurm_margin_seconds=margin), first=True)
+    stops = StopRequests(
+        tmp_path, StopConfig(slurm_margin_seconds=margin), first=True, interrupts=None
+    )
     assert stops.deadline == pytest.approx(end - before, abs=1.5)
     assert ("is more than half of the" in capsys.readouterr().out) is (before == 300)
 
@@ -225,7 +227,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert "SLURM_JOB_END_TIME is not a time in seconds: 'abc'" in capsys.readouterr().out
     for text in ("9" * 400, "9" * 5000, "\u0663"):
         monkeypatch.setenv("SLURM_JOB_END_TIME", text)
-        assert StopRequests(folder, StopConfig(), first=True).deadline is None
+        assert StopRequests(folder, StopConfig(), first=True, interrupts=None).deadline is None
         assert "SLURM_JOB_END_TIME is not a time in seconds: " in capsys.readouterr().out
     assert (folder / "run" / "DONE").exists()
 
@@ -251,7 +253,7 @@ def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, 
 @pytest.mark.parametrize(("before", "reason"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 0)])
 def test_a_closed_terminal_stops_a_run_but_under_nohup(before, reason, tmp_path):
     ours = signal.signal(signal.SIGHUP, before)
-    with StopRequests(tmp_path, StopConfig(), first=True) as requests:
+    with StopRequests(tmp_path, StopConfig(), first=True, interrupts=None) as requests:
         os.kill(os.getpid(), signal.SIGHUP)
         assert requests.wanted() == reason
     signal.signal(signal.SIGHUP, ours)

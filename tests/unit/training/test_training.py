@@ -19,7 +19,7 @@ from training.config.optimizer_section import GROUPS
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.order import Progress
-from training.evaluation import mean_loss, mean_over_sets
+from training.evaluation import mean_over_sets
 from training.loop import Hooks, Loop
 from training.nonfinite import NonFiniteError
 from training.run import train
@@ -127,7 +127,7 @@ def test_validation_is_the_mean_over_every_window(folder, world):
             positions = torch.arange(tokens.shape[1])[None]
             losses.append(module(tokens, positions, None, labels=labels).double().mean().item())
     assert len(losses) == 7
-    ours = mean_loss(trainer.model, world, validation, micro_batch=2)
+    ours = Loop(trainer).evaluate()["val/walk/loss"]
     assert ours == pytest.approx(sum(losses) / 7, rel=1e-6)
 
 

@@ -28,10 +28,8 @@ CPU_BUILD = Gpus(built=None, devices=("/dev/nvidia0",), problem=None, usable=0)
     [
         ("auto", EIGHT, 7, "cuda"),
         ("cuda", EIGHT, 0, "cuda"),
-        ("cpu", EIGHT, 9, "cpu"),
         ("auto", NONE, 3, "cpu"),
         ("auto", CPU_BUILD, 3, "cpu"),
-        ("cpu", OLD_DRIVER, 0, "cpu"),
     ],
 )
 def test_a_rank_gets_what_there_is(wanted, gpus, rank, expected):

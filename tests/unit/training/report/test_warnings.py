@@ -21,7 +21,7 @@ def test_a_warning_counts_the_events_since_the_last_report(name: str, folder: st
     data, _ = build_data(config)
     metric, _ = WARNINGS[name]
     unit = {"optim/refused/layers.0.q": 2.0}
-    with closing(RunLog(config, [], data, 3, {name: 1.0}, "id", Progress(step=3), 0, {})) as log:
+    with closing(RunLog(config, [], data, {name: 1.0}, "id", Progress(step=3), 0, {})) as log:
         for step, events in enumerate([1.0, 3.0, 3.0, 4.0], start=4):
             log.report({metric: events, **unit}, step)
         log.report({"val/loss": 1.0}, 8)
