@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.launch import FORKS, ROOT, environment, start_forks
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from training.checkpoint.checkpoints import steps
+from training.launcher import Ranks
 from training.lifecycle.terminal import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
@@ -254,6 +256,22 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert begun.wait(300) == expected, begun.said()
     said = [line for line in begun.said() if not line.startswith("rank")]
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
+
+
+def test_ctrl_c_before_the_ranks_start_is_forwarded_once():
+    """Two signals would kill the ranks."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks = Ranks()
+        os.kill(os.getpid(), signal.SIGINT)
+        with subprocess.Popen(["sleep", "60"]) as rank:
+            ranks.started(SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=rank)}))
+            assert rank.wait(30) == -signal.SIGINT and not ranks.killed
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("ranks", "start"), [(1, [RANK]), (2, [LAUNCH, RANK])])

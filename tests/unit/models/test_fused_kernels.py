@@ -1,5 +1,4 @@
-"""Liger's loss and our backward passes in Triton: results in the interpreter, selection, and
-refusals."""
+"""Liger's loss and our backward passes in Triton: results in the interpreter, and refusals."""
 
 import importlib.util
 
@@ -11,9 +10,9 @@ from tests.commands import interpreted
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.machine import backends
-from training.machine.backends import check_backends, fused_backward, fused_loss
+from training.machine.backends import check_backends
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 ENGINE = "model.attention_backend=transformer_engine"
 
 
@@ -24,26 +23,6 @@ ENGINE = "model.attention_backend=transformer_engine"
 def test_losses_are_those_without_them_in_the_interpreter(library, script) -> None:
     pytest.importorskip(library)
     interpreted(f"tests/kernels/interpreted_{script}.py")
-
-
-def test_auto_takes_ligers_on_gpus_where_it_is_installed(minimal, monkeypatch) -> None:
-    config = load_config(minimal, [])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert fused_loss(config, GPU) and not fused_loss(config, CPU)
-    for off in ("train.loss_chunk=8", "train.fused_loss=null"):
-        assert not fused_loss(load_config(minimal, [off]), GPU)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not fused_loss(config, GPU)
-
-
-def test_auto_takes_ours_on_gpus_with_triton(minimal, monkeypatch) -> None:
-    config = load_config(minimal, [])
-    monkeypatch.setattr(backends, "missing_compiler", lambda device: None)
-    assert fused_backward(config, GPU) and not fused_backward(config, CPU)
-    for off in ("train.fused_backward=null", ENGINE):
-        assert not fused_backward(load_config(minimal, [off]), GPU)
-    monkeypatch.setattr(backends, "missing_compiler", lambda device: "a C compiler")
-    assert not fused_backward(config, GPU)
 
 
 def test_what_cannot_run_is_refused(minimal, monkeypatch) -> None:

@@ -1,8 +1,12 @@
 """Failures of optional files do not end a run, and a disk that fails once costs no steps."""
 
+import errno
+import fcntl
+import io
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +29,7 @@ from training.config.schema import StopConfig, WatchdogConfig
 from training.errors import InputError
 from training.lifecycle.lifecycle import StopRequests, Watchdog
 from training.lifecycle.run_folder import FolderError, HeldFolder, locked
-from training.lifecycle.terminal import LastingFile
+from training.lifecycle.terminal import LastingFile, outlive_readers
 from training.loop import ignore
 from training.report.log_lines import LogFile
 from training.run import train
@@ -143,6 +147,19 @@ def test_output_on_a_full_disk_is_dropped_while_a_run_trains(monkeypatch):
             file.write(b"line")
         monkeypatch.setattr(LastingFile, "training", True)
         assert file.write(b"line") == 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"line_buffering": True}, {"write_through": True}])
+def test_a_line_appears_as_soon_as_without_the_run(settings, tmp_path, monkeypatch):
+    """Characters that the stream cannot encode are escaped."""
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # so that it is restored
+    with io.TextIOWrapper((tmp_path / "out").open("wb"), "ascii", **settings) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        outlive_readers()
+        print("é")
+        assert (tmp_path / "out").read_text() == ("\\xe9\n" if settings else "")
+        sys.stdout.flush()
+    assert (tmp_path / "out").read_text() == "\\xe9\n"
 
 
 @pytest.mark.parametrize("failing", [1, 8, 11, "one of each save", "all of step 4"])
@@ -300,3 +317,20 @@ def test_a_lock_that_has_another_name_is_refused(tmp_path):
     ):
         pass
     assert (tmp_path / "kept").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.EAGAIN, "in use by another run: unknown"),
+        (errno.EACCES, "in use by another run: unknown"),
+        (errno.ENOLCK, "lock cannot be locked: No locks available"),
+    ],
+)
+def test_a_folder_without_locks_is_not_said_to_be_in_use(number, text, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(FolderError, match=text), locked(tmp_path / "run"):
+        pass

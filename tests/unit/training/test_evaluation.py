@@ -31,6 +31,7 @@ from training.data.tasks import Task, accuracies, read_examples, read_task
 from training.data.token_bytes import open_tokenizer
 from training.errors import ConfigError, DataError
 from training.evaluation import log_likelihoods
+from training.loop import Hooks, Loop
 from training.planning.plan_commands import dry_run
 from training.run import agreed_facts, train
 
@@ -393,7 +394,5 @@ def test_scoring_twice_gives_the_same(keys: dict[str, Any], world: Groups, tmp_p
     ]
     for others in found[1:]:
         assert others == pytest.approx(found[0], rel=1e-6)
-    stopped = log_likelihoods(
-        trainer.model, world, requests, vocab_size=300, most_tokens=64, stop=lambda: True
-    )
-    assert stopped is None
+    trainer.tasks = build_tasks(config)
+    assert Loop(trainer, Hooks(lifecycle=SimpleNamespace(stop_now=lambda: True))).score() is None

@@ -1,15 +1,20 @@
 """Samples of text during training: content, steps, and refusals."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.huggingface.export import export
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from tests.token_files import prepare_text
+from training.config import Config
+from training.data.build_data import build_data
 from training.errors import ConfigError
 from training.lifecycle.lifecycle import Watchdog
 from training.run import train
@@ -24,20 +29,19 @@ def tokens(tmp_path_factory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
+def config_of(tokens: Path, tmp_path: Path, **keys: Any) -> Config:
+    """Return the config of a run with samples of nine tokens of one set."""
+    keys |= {"validation__samples_interval": 3, "validation__samples_tokens": 9}
+    for kind in ("train", "validation"):
+        keys[f"data__{kind}__walk__path"] = f"{tokens}/tokens.train"
+    return tiny_config(str(tmp_path), "adamw", model__vocab_size=300, **keys)
+
+
 def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, monkeypatch) -> None:
-    config = tiny_config(
-        str(tmp_path),
-        "adamw",
-        model__vocab_size=300,
-        data__train__walk__path=f"{tokens}/tokens.train",
-        data__validation__walk__path=f"{tokens}/tokens.train",
-        train__steps=6,
-        train__micro_batch=8,
-        log__interval=2,
+    config = config_of(
+        tokens, tmp_path, train__steps=6, train__micro_batch=8, log__interval=2,
         checkpoint__interval=6,
-        validation__samples_interval=3,
-        validation__samples_tokens=9,
-    )
+    )  # fmt: skip
     beats: Counter[int] = Counter()
     monkeypatch.setattr(Watchdog, "beat", lambda self, step: beats.update([step]))
     train(config, world)
@@ -55,6 +59,15 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, monkeypat
     # The end of a document does not end a sample.
     written = model.generate(**prompt, max_new_tokens=9, do_sample=False, eos_token_id=-1)
     assert tokenizer.decode(written[0, 16:]) == last["sample/walk/text"] != ""
+
+
+def test_the_end_of_a_document_is_part_of_a_sample(tokens, world, tmp_path, monkeypatch) -> None:
+    config = config_of(tokens, tmp_path)
+    sampler = build_sampler(config, build_data(config)[1])
+    end = json.loads((tokens / "manifest.json").read_text())["tokenizer"]["eod_id"]
+    monkeypatch.setattr("training.samples.next_tokens", lambda *_: torch.tensor([end]))
+    texts = sampler.sample(None, world, lambda: None)
+    assert texts["sample/walk/text"] == "<|endoftext|>" * 9
 
 
 def test_samples_without_a_tokenizer_are_refused(world, folder) -> None:

@@ -97,25 +97,6 @@ def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
 
 
 @pytest.mark.slow
-def test_a_start_past_the_steps_profiles_the_rest(folder, world):
-    """Test a start past all steps, within them, and a run that ends before or within them."""
-    tiny_config(folder, "adamw")
-    run = trained(folder, world, train__exit_step=1)
-    assert said(run) == [
-        "profile: none, because steps 2 to 3 are after step 1, the run's last step"
-    ]
-    trained(folder, world, train__exit_step=2)
-    asked = f"{ASKED}, rank 0, in {run}/profile"
-    assert said(run)[1] == f"profile: steps 2 to 2 {asked}"
-    trained(folder, world, train__exit_step=4)
-    assert said(run)[3] == f"profile: steps 3 to 3 {asked}"
-    trained(folder, world)
-    assert said(run)[5:] == [f"profile: none, because steps 2 to 3 {AGAIN}"]
-    traces = sorted(path.name for path in (run / "profile").iterdir())
-    assert traces == ["steps_2-2_rank_0.json.gz", "steps_3-3_rank_0.json.gz"]
-
-
-@pytest.mark.slow
 def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
     tiny_config(folder, "adamw")
     stop = Path(folder) / "run" / "STOP"
@@ -209,6 +190,31 @@ def test_a_run_that_ends_early_or_fails_ends_its_profile(folder, world, capsys):
         assert not torch.autograd._profiler_enabled()
         assert capsys.readouterr().out == "warning: no profile of rank 0: the run failed\n"
     assert len(notes) == 1 and len(list((Path(folder) / "run" / "profile").iterdir())) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_allocations_are_recorded_in_profiled_steps_alone(fails, folder, world, monkeypatch):
+    tiny_config(folder)
+    recorded: list[Any] = []
+    notes: list[Any] = []
+
+    def record(enabled: str | None = "all", **_: Any) -> None:
+        recorded.append(enabled)
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
+    profile = profile_of(folder, world, notes, log__profile__memory=True)
+    step(profile, 1)
+    assert recorded == []
+    step(profile, 2)
+    assert recorded == ["all"]
+    if fails:
+        profile.close()
+    else:
+        profile.finish(2)
+        snapshot = Path(folder) / "run" / "profile" / "steps_2-2_rank_0.memory.pickle"
+        assert snapshot.exists() and str(snapshot) in notes[-1][2]
+    assert recorded == ["all", None]
 
 
 def test_the_notes_of_all_ranks_are_written(folder, world, monkeypatch):

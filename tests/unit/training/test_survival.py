@@ -1,6 +1,7 @@
 """Reactions of a run to bad losses, the end of a job, and a failing folder or disk."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from scripts.verify import main as verify
+from tests.paths import ROOT
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -232,8 +234,11 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     assert (folder / "run" / "DONE").exists()
 
 
-def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, monkeypatch):
-    """An older STOP file does not stop the run."""
+def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(
+    folder, world, monkeypatch, capsys
+):
+    """An older STOP file does not stop the run. The SLURM script does not requeue the stopped run,
+    which was not saved."""
     (folder / "run").mkdir()
     (folder / "run" / "STOP").touch()
     os.utime(folder / "run" / "STOP", (time.time() - 60, time.time() - 60))
@@ -245,8 +250,11 @@ def test_a_stop_file_that_is_written_while_a_run_starts_stops_it(folder, world, 
         return build_trainer(*arguments, **options)
 
     monkeypatch.setattr("training.run.build_trainer", built)
-    outcome = train(config_of(folder), world, resume="none")
+    outcome = train(config_of(folder, checkpoint__interval=0), world, resume="none")
     assert outcome.stopped == "a STOP file" and outcome.step < 10
+    script = (ROOT / "scripts" / "slurm" / "pretrain.sbatch").read_text()
+    (text,) = re.findall(r'\*"(.*not saved.*)"\*', script)
+    assert text in capsys.readouterr().out
     assert not (folder / "run" / "STOP").exists()
 
 

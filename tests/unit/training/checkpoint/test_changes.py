@@ -50,7 +50,8 @@ def test_a_dtype_that_changes_numbers_is_refused(run) -> None:
 def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     run(2)
     # The checkpoint of a run on other software, devices and ranks.
-    other = {"layout": {"ranks": 3}, "device": {"device": "H100"}, "versions": {"torch": "1.0"}}
+    other = {"layout": {"ranks": 3}, "device": {"device": "H100"}}
+    other["versions"] = {"torch": "1.0", "numpy": "1.0"}
     reseal(read_checkpoint(tmp_path / "run").path, lambda meta: meta.update(other))
     keys = {
         "spikes__deviations": 4,
@@ -73,6 +74,7 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
         "ranks was 3, is 1",
         "device was H100, is cpu",
         f"torch was 1.0, is {torch.__version__}",
+        f"numpy was 1.0, is {np.__version__}",
     ):
         assert f"changed since step 2: {text}" in printed and text in events
     run(6, **keys)

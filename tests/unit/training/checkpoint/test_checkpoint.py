@@ -328,9 +328,10 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_and_not_removed(tmp_path):
     for text in ("first", "second"):
         folder = checkpoints.new_folder(tmp_path, 4)
         (folder / "config.yaml").write_text(text)
+        (folder / "state" / "common.pt").touch()
         checkpoints.complete(folder, tmp_path, {"step": 4}, {})
-    found = {path.parent.name: path.read_text() for path in folders.glob("*/config.yaml")}
     folders = tmp_path / "checkpoints"
+    found = {path.parent.name: path.read_text() for path in folders.glob("*/config.yaml")}
     assert found == {"step_00000004": "second", "broken-step_00000004": "first"}
 
 
@@ -408,12 +409,17 @@ def test_a_pickle_payload_executes_nothing(name, run, saved, tmp_path):
     assert executed.exists()
 
 
-def test_every_generator_continues_where_it_was():
+def test_every_generator_continues_where_it_was(monkeypatch):
+    gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", gpu.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", gpu.set_state)
     state = rng_state()
-    drawn = [random.random(), np.random.random(), torch.rand(3)]
+    drawn = [random.random(), np.random.random(), torch.rand(3), torch.rand(3, generator=gpu)]
     set_rng_state(state)
     assert random.random() == drawn[0] and np.random.random() == drawn[1]
     assert torch.equal(torch.rand(3), drawn[2])
+    assert torch.equal(torch.rand(3, generator=gpu), drawn[3])
 
 
 def test_the_last_checkpoints_are_kept_and_a_link_is_retired_like_any_other(run, tmp_path):

@@ -68,10 +68,12 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     train(configured("old"), world)
     keys = {"checkpoint__initialize_from": str(tmp_path / "old"), "checkpoint__interval": 1}
     whole = train(configured("whole", **keys), world)
-    for stop in (1, 3):
+    for stop in (1, 1, 3):
         parts = train(configured("parts", train__exit_step=stop, **keys), world)
     assert parts.validation == whole.validation
-    assert f"initial weights: step 3 of {tmp_path / 'old'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"initial weights: step 3 of {tmp_path / 'old'}" in said
+    assert said.count("to train longer, increase train.exit_step; to start over") == 1
     origin = read_checkpoint(tmp_path / "parts").meta["initialized_from"]
     assert origin["step"] == 3 and len(origin["sha256"]) == 64
     # With its own checkpoints it does not read the other run.

@@ -111,6 +111,7 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
         ({}, {"model__ffn": 64}, "weights do not fit this model: set another run.dir;"),
         ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
         ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
+        ({}, {"optimizer__rules__muon__momentum": 0.5}, None),
         ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
         ({}, {"optimizer__distributed__momentum_dtype": "fp32"}, None),
         ({}, {"optimizer__distributed__gradient_dtype": "fp32"}, None),
@@ -118,7 +119,7 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
     ids=str,
 )
 def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
-    """Assigning a role its present rule is not a difference."""
+    """A setting of an unused rule, or a role with its present rule, is not a difference."""
     ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))
     different = differences(settings(theirs), settings(ours), ())
     said = refusal("step_1", different, ours.pc is not None)

@@ -1,10 +1,13 @@
 """Ranks that are reported as stragglers, when they are reported, and the times of ranks."""
 
 import time
+from itertools import count
+
+import torch
 
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
-from training.lifecycle.pace import Stragglers
+from training.lifecycle.pace import Clock, Stragglers
 from training.run import train
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -40,9 +43,43 @@ def test_stages_are_compared_with_themselves():
 def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkeypatch):
     """They do not contain what the rank does between steps, which others may wait for."""
     local: list[float] = []
-    monkeypatch.setattr(Stragglers, "new", lambda self, times, steps: local.extend(times) or [])
+    monkeypatch.setattr(
+        Stragglers, "new", lambda self, times, steps: local.extend(times) or ["slow"]
+    )
     config = tiny_config(folder, "adamw", train__steps=4, log__interval=2, checkpoint__interval=0)
     train(config, world, on_step=lambda *_: time.sleep(0.2))
     seconds = [line["perf/step_time_s"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(local) == len(seconds) == 2
+    events = json_lines(tmp_path / "run" / "events.jsonl")
+    noted = [(line["step"], line["text"]) for line in events if line["kind"] == "straggler"]
+    assert noted == [(2, "slow"), (4, "slow")]
     assert all(0 < each < step - 0.05 for each, step in zip(local, seconds, strict=True))
+
+
+class Event:
+    """An event on a GPU that needs a second between events."""
+
+    seconds = count()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = next(self.seconds)
+
+    def synchronize(self) -> None:
+        self.reached = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.reached
+        return 1000.0 * (end.time - self.time)
+
+
+def test_times_on_a_gpu_are_those_between_events(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(torch.device("cuda"))
+    for intervals in (3, 2, 0):
+        for _ in range(intervals):
+            clock.begin()
+            clock.end()
+        assert clock.total() == intervals

@@ -1,9 +1,12 @@
 """The kernels that are selected on a device, and the reasons and costs that a run states."""
 
+import importlib.util
+
 import pytest
 import torch
 
 from tests.run_configs import tiny_config
+from training.dry_run import compiled_on_gpu, fused_on_gpu
 from training.machine import backends
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -16,7 +19,8 @@ def machine(monkeypatch):
 
     def choose(missing: str | None = None, liger: bool = True) -> None:
         monkeypatch.setattr(backends, "missing_compiler", lambda device: missing)
-        monkeypatch.setattr(backends, "has_liger", lambda: liger)
+        there = {"liger_kernel"} if liger else set()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in there or None)
 
     return choose
 
@@ -31,13 +35,17 @@ def machine(monkeypatch):
         ({"train__compile": "null"}, GPU, None, (None, "none")),
         ({"train__compile": "aot_eager"}, CPU, None, ("aot_eager", "aot_eager")),
         ({"train__compile": "inductor"}, GPU, "gcc", ("inductor", "inductor")),
+        ({"train__compile": "inductor"}, GPU, None, ("inductor", "inductor")),
     ],
 )
 def test_the_compile_backend_is_stated_with_its_reason(
     keys, device, missing, backend, machine, tmp_path
 ):
     machine(missing)
-    assert backends.compile_backend(tiny_config(str(tmp_path), **keys), device) == backend
+    config = tiny_config(str(tmp_path), **keys)
+    assert backends.compile_backend(config, device) == backend
+    if device == GPU and missing is None:
+        assert compiled_on_gpu(config) is (backend[0] is not None)  # in a plan
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,10 @@ def test_the_loss_is_fused_where_liger_computes_it_whole(
 )
 def test_gradients_are_fused_where_triton_compiles(keys, device, missing, fused, machine, tmp_path):
     machine(missing)
-    assert backends.fused_backward(tiny_config(str(tmp_path), **keys), device) is fused
+    config = tiny_config(str(tmp_path), **keys)
+    assert backends.fused_backward(config, device) is fused
+    if device == GPU and missing is None:
+        assert fused_on_gpu(config) is fused  # in a plan
 
 
 def test_slow_bf16_is_noted_on_cpus_alone(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from spectral.kernels import dispatch
 from training.machine.backends import check_kernels
-from training.machine.device import DeviceError, Gpus, choose, driver
+from training.machine.device import DeviceError, Gpus, choose, driver, gpus_here
 
 NONE = Gpus(built="13.0", devices=(), problem=None, usable=0)
 EIGHT = Gpus(
@@ -50,6 +50,30 @@ def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank
     with pytest.raises(DeviceError) as caught:
         choose(wanted, gpus, rank)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("with_nodes", [True, False])
+def test_gpus_that_cannot_be_used_are_found(with_nodes, tmp_path, monkeypatch):
+    """Otherwise run.device=auto would train on the CPU without a word."""
+    nodes, bus = tmp_path / "dev", tmp_path / "sys" / "bus" / "pci" / "devices"
+    nodes.mkdir()
+    for name in ("nvidia1", "nvidia0", "nvidiactl") if with_nodes else ():
+        (nodes / name).touch()
+    facts = {"02": ("0x10de", "0x030200"), "03": ("0x10de", "0x040300"), "04": ("0x8086", "0x0300")}
+    for name, content in facts.items():
+        (bus / name).mkdir(parents=True)
+        for file, text in zip(("vendor", "class"), content, strict=True):
+            (bus / name / file).write_text(f"{text}\n")
+    (bus / "05").mkdir()
+    monkeypatch.setattr("training.machine.device.Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def refuse() -> None:
+        raise RuntimeError("The driver\nis too old")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    there = (f"{nodes}/nvidia0", f"{nodes}/nvidia1") if with_nodes else ("02",)
+    assert gpus_here() == Gpus("13.0", there, "The driver is too old", 0)
 
 
 @pytest.mark.parametrize(

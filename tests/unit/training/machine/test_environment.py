@@ -10,6 +10,7 @@ from tests.run_configs import tiny_config
 from training.errors import ConfigError
 from training.machine.device import (
     allow_open_files,
+    device_type,
     missing_variables,
     prepare,
     required_variables,
@@ -59,6 +60,13 @@ def test_the_compiler_starts_as_many_workers_as_were_set(tmp_path, monkeypatch):
     monkeypatch.setattr(inductor, "compile_threads", 7)
     prepare(tiny_config(str(tmp_path)))
     assert inductor.compile_threads == 7
+
+
+def test_a_run_on_cpus_sees_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = tiny_config(str(tmp_path), run__device="cpu")
+    prepare(config)
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], device_type(config)) == ("", "cpu")
 
 
 def test_tf32_for_everything_is_refused(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Messages about ranks that differ, and what is compared."""
+"""Messages about ranks that differ, what is compared, and restarts that are refused."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from parallel.comm.collectives import differing
 from tests.paths import ROOT
-from training.machine.start import source_hash
+from training.errors import ConfigError
+from training.machine.start import check_restarts, source_hash
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
@@ -32,3 +33,20 @@ def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path: Path) -> N
     with (tmp_path / "spectral" / name).open("a") as file:
         file.write("\n")
     assert before == source_hash(ROOT / "spectral") != source_hash(tmp_path / "spectral")
+
+
+SHARED = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "GROUP_WORLD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*zip(SHARED, ("False", "0", "1"), strict=True)])
+def test_restarts_on_several_nodes_with_one_store_are_refused(name, value, monkeypatch) -> None:
+    for key, each in SHARED.items():
+        monkeypatch.setenv(key, each)
+    with pytest.raises(ConfigError, match="TCP_STORE must be 1 .* on several nodes, got nothing"):
+        check_restarts()
+    monkeypatch.setenv(name, value)
+    check_restarts()
