@@ -52,9 +52,9 @@ class Corpus:
 
         Args:
             tokens: number of tokens to write; None: `self.tokens`.
-            local: a file or folder to read instead of the hub. It contains a folder for each part,
-                named as in `Part.folder`, NAME or data/NAME. If the corpus has one part, `local`
-                may also be the part's only file or the folder of its files.
+            local: a file or folder to read instead of the hub. It contains a folder for each part:
+                `Part.folder`, NAME or data/NAME. If the corpus has one part, `local` may also be
+                the part's only file or the folder of its files.
 
         Raises DataError if `local` contains no readable file, or no folder for a part.
         """

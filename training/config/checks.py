@@ -214,7 +214,7 @@ def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> It
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config`, with the keys `train` of its section changed, can run on
+    """Return whether `config`, with the values `train` in its section train, can run on
     `world_size` ranks."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
