@@ -38,7 +38,7 @@ def parallel_model(
     """
     given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options
     buckets = BucketPlanner(
-        preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
+        preconditioned=lambda unit: apart and assign(unit).pc is not None,
         parameter_bytes=given["dtype"].itemsize,
         **taken(given, "alignment"),
     )

@@ -36,7 +36,6 @@ GOLDEN = 618
 """The golden ratio modulo 1, in thousandths; its multiples modulo 1 are evenly distributed."""
 WORD = 8
 """Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
-SMALLEST_ALIGNMENT = WORD
 ALIGNMENT_PADDING = 0.005
 """If padding for alignment would exceed this share of a bucket, the alignment is halved."""
 
@@ -223,26 +222,24 @@ class BucketPlanner:
             down to 8, for a bucket that would otherwise need more than half a percent of padding.
         parameter_bytes: bytes per element in the all-gather.
         preconditioned: function that returns whether a unit is a PC layer whose owner stores W;
-            None if no unit is. The function is used only for parameters narrower than float32,
-            because wider parameters need no master weights.
+            used only for parameters narrower than float32, because wider parameters need no master
+            weights.
     """
 
     ranks: int = 1
     alignment: int = 64
     parameter_bytes: int = 2
-    preconditioned: Callable[[Unit], bool] | None = None
+    preconditioned: Callable[[Unit], bool] = lambda unit: False
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
         """Lay out the parameters of `units`, which are in forward order."""
-        contents = bucket_parameters(units)
-        contents = set_apart(contents, {unit.parameter for unit in units if unit.tied_stage})
-        by_parameter = grouped(units, lambda unit: unit.parameter)
-        sizes = parameter_sizes(units)
-        kept, narrow = self.preconditioned, self.parameter_bytes < 4
+        sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
+        tied = {unit.parameter for unit in units if unit.tied_stage}
+        contents = set_apart(bucket_parameters(sizes), tied)
         by_owners = {
             name
-            for name, members in by_parameter.items()
-            if kept is not None and narrow and all(map(kept, members))
+            for name, members in grouped(units, lambda unit: unit.parameter).items()
+            if self.parameter_bytes < 4 and all(map(self.preconditioned, members))
         }
         buckets = [
             self._bucket(index, {name: sizes[name] for name in names}, names[0] in by_owners)
@@ -269,27 +266,18 @@ class BucketPlanner:
     def _step(self, used: int) -> int:
         """Return the alignment, in elements, of the size of a bucket with `used` elements."""
         alignment = self.alignment
-        while (
-            -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used
-            and alignment % 2 == 0
-            and alignment > SMALLEST_ALIGNMENT
-        ):
+        while -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used and alignment > WORD:
             alignment //= 2
         return self.ranks * alignment
 
 
-def parameter_sizes(units: Sequence[Unit]) -> dict[str, int]:
-    """Return the number of elements of each parameter, in the order of the units."""
-    return {unit.parameter: prod(unit.view_shape) for unit in units}
-
-
-def bucket_parameters(units: Sequence[Unit]) -> list[list[str]]:
-    """Return the parameter names of each bucket, in backward order.
+def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
+    """Return the parameter names of each bucket, in backward order, given the number of elements of
+    each parameter in forward order.
 
     A bucket has at most two layers and about `bucket_numel` elements, or one larger run of other
     parameters.
     """
-    sizes = parameter_sizes(units)
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
     layers = numel = 0

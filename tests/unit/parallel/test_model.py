@@ -8,7 +8,6 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.pc_config import PCConfig
-from models.units import Unit
 from parallel.storage import bucket_layout
 from tests.models import tokens_of
 from tests.stepped_models import assign_matrices, figures_of, parallel_model
@@ -40,10 +39,7 @@ class Arriving:
 def test_modules_wait_for_the_weights_that_they_use(name, world, monkeypatch) -> None:
     """Each parameter has its own bucket, so no module waits for the weights of another."""
 
-    def one_each(units: list[Unit]) -> list[list[str]]:
-        return [[name] for name in dict.fromkeys(unit.parameter for unit in units)]
-
-    monkeypatch.setattr(bucket_layout, "bucket_parameters", one_each)
+    monkeypatch.setattr(bucket_layout, "bucket_parameters", lambda sizes: [[n] for n in sizes])
     model, options = CASES[name]
     built = parallel_model(model, world, assign_matrices("muon"), dtype=torch.float32, **options)
     tokens, labels = tokens_of(2, 8, 60)
