@@ -58,17 +58,16 @@ _open: list[Callable[[], str]] = []
 
 
 @contextmanager
-def progress(state: Callable[[], str], first: float | None = None) -> Iterator[None]:
+def progress(state: Callable[[], str]) -> Iterator[None]:
     """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    If blocks are nested, only the innermost block prints. A block that ends within `first` seconds
-    (default: `FIRST`) prints no line.
+    If blocks are nested, only the innermost block prints. A block that ends within `FIRST` seconds
+    prints no line.
     """
-    start, shortest = time.monotonic(), FIRST if first is None else first
-    ended = threading.Event()
+    start, ended = time.monotonic(), threading.Event()
 
     def report() -> None:
-        while not ended.wait(pause(time.monotonic() - start, shortest)):
+        while not ended.wait(pause(time.monotonic() - start)):
             if _open[-1] is state:
                 passed = duration(time.monotonic() - start)
                 print(f"{passed} {state()}", file=sys.stderr, flush=True)
@@ -84,6 +83,6 @@ def progress(state: Callable[[], str], first: float | None = None) -> Iterator[N
         _open.remove(state)
 
 
-def pause(passed: float, first: float) -> float:
+def pause(passed: float) -> float:
     """Return the seconds until the next line, given the seconds `passed` since the start."""
-    return max(first, GROWTH * passed)
+    return max(FIRST, GROWTH * passed)

@@ -3,12 +3,21 @@
 import itertools
 import time
 
+import pytest
+
+from training.report import text
 from training.report.text import pause, progress
 
 
-def test_lines_state_time_and_state_while_the_block_runs(capsys):
+@pytest.fixture
+def soon(monkeypatch):
+    """Print the first line after 0.02 seconds."""
+    monkeypatch.setattr(text, "FIRST", 0.02)
+
+
+def test_lines_state_time_and_state_while_the_block_runs(soon, capsys):
     numbers = itertools.count(1)
-    with progress(lambda: f"plans layout {next(numbers)}", first=0.02):
+    with progress(lambda: f"plans layout {next(numbers)}"):
         time.sleep(0.3)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["0:00:00 plans layout 1", "0:00:00 plans layout 2"]
@@ -22,9 +31,9 @@ def test_a_short_block_prints_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_block_within_a_block_prints_alone(capsys):
-    with progress(lambda: "outer", first=0.01):
-        with progress(lambda: "inner", first=0.01):
+def test_a_block_within_a_block_prints_alone(soon, capsys):
+    with progress(lambda: "outer"):
+        with progress(lambda: "inner"):
             time.sleep(0.1)
         inner = capsys.readouterr().err
         time.sleep(0.1)
@@ -33,13 +42,13 @@ def test_a_block_within_a_block_prints_alone(capsys):
 
 
 def test_lines_become_rarer():
-    assert pause(0, first=10) == pause(60, first=10) == 10
-    assert pause(3600, first=10) == 360
+    assert pause(0) == pause(60) == 10
+    assert pause(3600) == 360
 
 
-def test_a_failure_within_the_block_is_raised_and_ends_the_lines(capsys):
+def test_a_failure_within_the_block_is_raised_and_ends_the_lines(soon, capsys):
     try:
-        with progress(lambda: "plans", first=0.01):
+        with progress(lambda: "plans"):
             raise ValueError("no layout")
     except ValueError:
         capsys.readouterr()
