@@ -9,7 +9,7 @@ digits.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -333,8 +333,8 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
     return ((place, sum(each) / len(each)) for place, each in values.items())
 
 
-def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
-    """Return aggregate metrics over all units whose role is in `matrix`.
+def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[str, float]:
+    """Return aggregate metrics over all units whose role is in `roles`.
 
     condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with equal
                                      weights of roles and layers; for PC layers, of PC(W). Suffix
@@ -344,7 +344,6 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
     applied_rms/max
     """
-    roles = set(matrix)
     inside = [record for record in records if record["role"] in roles]
     summary: dict[str, float] = {}
     for group, members in (("", roles), ("/pc", PC_ROLES), ("/qkv", ATTENTION_INPUTS)):

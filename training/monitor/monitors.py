@@ -218,7 +218,6 @@ class Monitors:
         """Return the records of all units and blocks on rank 0, {} and {} on other ranks."""
         maxvio = self.experts.violations()
         gathered = on_first((self.records, self.blocks), self.groups.host)
-        self.records, self.blocks = {}, {}
         units: dict[str, Record] = {}
         blocks: dict[str, dict[str, float]] = {}
         for records, parts in gathered:
@@ -233,15 +232,12 @@ class Monitors:
     def _inspect_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
         self.whole_matrices.begin()
-        now = weights(self.optimizer, copy=False)
         if self.chosen & {"weights", "activations"}:
-            arrays["weight"] = now.shards
+            arrays["weight"] = weights(self.optimizer, copy=False).shards
         if "gradients" in self.chosen:
             arrays["gradient"] = gradients(self.optimizer, copy=False)
             if self.earlier:
                 arrays["previous"] = self.earlier[0]
-        if not arrays:
-            return
         for inspection in self.unit_gather.inspections(arrays):
             if "weights" in self.chosen:
                 measured = figures.weight_figures(inspection.matrices["weight"])
@@ -256,7 +252,6 @@ class Monitors:
                 )
                 self._keep(inspection.units, measured)
         if "weights" in self.chosen:
-            self.whole_matrices.begin()
             self._inspect_pc()
 
     def _inspect_noise(self, samples: GradientSamples) -> None:

@@ -37,17 +37,18 @@ def test_weight_figures_are_those_of_whole_matrices(shape):
 @pytest.mark.parametrize("on_a_cpu", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradient_and_update_figures_are_those_of_whole_matrices(shape, on_a_cpu, monkeypatch):
-    before, between, after = (torch.randn(shape) for _ in range(3))
-    kept = [torch.rand(shape[0], 1, 1, dtype=torch.float64) for _ in range(2)]
-    last = after.double() - between.double() * kept[1]
-    earlier = between.double() - before.double() * kept[0]
-    found = figures.update_figures([before, between, after], kept)
+    _, before, between, after = weights = [torch.randn(shape) for _ in range(4)]
+    kept = [torch.rand(shape[0], 1, 1, dtype=torch.float64) for _ in range(3)]
+    last = after.double() - between.double() * kept[2]
+    earlier = between.double() - before.double() * kept[1]
+    found = figures.update_figures(weights, kept) | figures.update_spectrum(weights, kept)
     values = torch.linalg.svdvals(last)
     # As above.
     close = {"rtol": 1e-9, "atol": 1e-7}
     torch.testing.assert_close(
         found["update_stable_rank"], measures.stable_rank_of(values), **close
     )
+    torch.testing.assert_close(found["update_quantiles"][:, -1], values[:, 0], **close)
     torch.testing.assert_close(found["applied_rms"], last.square().mean((1, 2)).sqrt(), **close)
     aligned = cosine_similarity(last.flatten(1), earlier.flatten(1))
     torch.testing.assert_close(found["update_alignment"], aligned, **close)

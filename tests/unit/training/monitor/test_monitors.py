@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from training.build import build_trainer
 from training.config import Config
 from training.data.build_data import build_data
 from training.loop import Hooks, Loop
+from training.monitor import update_history
 from training.monitor.matrix_figures import is_figure
 from training.monitor.monitors import REPORTED, LayerSampling
+from training.monitor.update_history import UpdateHistory
 from training.run import train
 from training.step import Trainer
 
@@ -45,11 +48,18 @@ def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):
     assert curves[0] == curves[1]
 
 
+ONE_LAYER = 1.001 * 4 * (3 * 64**2 + 96**2) / 2**30
+"""GiB of a layer's float32 Gram matrices, with some room."""
+
+
 def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
-    config = tiny_config(folder, monitors__interval=2, train__exit_step=5, train__micro_batch=8)
+    keys = {"monitors__interval": 2, "monitors__activation_gib": ONE_LAYER}
+    config = tiny_config(folder, train__exit_step=5, train__micro_batch=8, **keys)
     train(config, world)
     found = lines(folder)
     assert [line["step"] for line in found] == [2, 4]
+    measured = [{u["layer"] for u in line["units"].values() if "input_rms" in u} for line in found]
+    assert measured == [{1, None}, {0, None}]  # in turn, and the head
     line = found[-1]
     assert line["tokens"] == 4 * 8 * 32
     gate = line["units"]["layers.1.gate"]
@@ -71,8 +81,7 @@ def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
 
 @pytest.mark.parametrize("together", range(1, 6))
 def test_layers_are_measured_in_turn_within_the_memory(together: int, folder: str) -> None:
-    """A layer needs float32 Gram matrices of its weights' inputs; the bound leaves some room."""
-    gib = 1.001 * together * 4 * (3 * 64**2 + 96**2) / 2**30
+    gib = together * ONE_LAYER
     config = tiny_config(folder, model__layers=5, monitors__activation_gib=gib)
     rounds = math.ceil(5 / together)
     for interval in range(1, 7):
@@ -133,6 +142,19 @@ def mean_logs(trainer: Trainer) -> dict[tuple, float]:
         numbers = [v[0] / v[-math.ceil(len(v) / 10) :].mean() for v in values]
         logs[place] = sum(math.log(number) for number in numbers) / len(numbers)
     return logs
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_only_weights_of_compared_steps_are_kept(depth: int, monkeypatch) -> None:
+    monkeypatch.setattr(update_history, "weights", lambda *_, **__: None)
+    for interval in range(1, 6):
+        history = UpdateHistory(SimpleNamespace(domains=[SimpleNamespace(assign=None)]), depth)
+        for step in range(1, 12):
+            left = -step % interval
+            history.begin(left)
+            kept = len(history.moments)
+            assert kept <= depth and (left < depth or kept == 0), (interval, step)
+            assert left > 0 or kept == min(step, depth), (interval, step)
 
 
 PC = {"pc__level": 4}
