@@ -90,3 +90,5 @@ def test_hosts_have_one_group_of_their_own(perform):
 def test_what_only_the_rehearsal_imports_is_not_replaced_in_silence():
     with pytest.raises(LookupError, match="no module of the project defines <function place"):
         replace_everywhere(place, None)
+    with pytest.raises(AttributeError, match="moved"):
+        put(torch.cuda, "moved", None)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from training.rehearsal.program import put
 from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
@@ -25,11 +24,6 @@ def install(trace: Trace) -> None:
     put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives contain it
     put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
-    def record_stream(tensor: Tensor, stream: Any) -> None:
-        trace.order.share(trace.memory.storage(tensor, trace.stream), stream.stream_id)
-
-    put(torch.Tensor, "record_stream", record_stream)
-
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -38,7 +32,6 @@ GENERATORS: Final[Functions] = {
     "set_rng_state": lambda *_, **__: None,
     "manual_seed": lambda _: None,
     "manual_seed_all": lambda _: None,
-    "initial_seed": lambda: 0,
 }
 
 
@@ -56,7 +49,6 @@ def _device(trace: Trace, index: int) -> Functions:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
-        "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: device.node_size,
         "current_device": lambda: index,
         "set_device": lambda _: None,
@@ -69,14 +61,9 @@ def _device(trace: Trace, index: int) -> Functions:
 
 
 def _memory(trace: Trace) -> Functions:
-    memory, size = trace.memory, trace.device.memory_bytes
     return {
-        "memory_allocated": lambda *_: memory.live,
-        "memory_reserved": lambda *_: memory.live,
-        "max_memory_allocated": lambda *_: memory.peak,
-        "max_memory_reserved": lambda *_: memory.peak,
-        "reset_peak_memory_stats": lambda *_: None,
-        "mem_get_info": lambda *_: (size - memory.live, size),
+        "max_memory_allocated": lambda *_: trace.memory.peak,
+        "max_memory_reserved": lambda *_: trace.memory.peak,
         "empty_cache": lambda: None,
     }
 
@@ -112,17 +99,11 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
         def synchronize(self) -> None:
             trace.synchronize("stream.synchronize", self.stream_id)
 
-        def query(self) -> bool:
-            return True
-
     class Event:
         """An event, recorded on one stream, for which other streams can wait."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.number = next(trace.numbers)
-
-        def __del__(self) -> None:
-            trace.order.forget(self.number)
 
         def record(self, stream: Stream | None = None) -> None:
             trace.order.record(self.number, trace.stream if stream is None else stream.stream_id)
@@ -132,9 +113,6 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
 
         def synchronize(self) -> None:
             trace.await_event("event.synchronize", self.number)
-
-        def query(self) -> bool:
-            return True
 
         def elapsed_time(self, other: "Event") -> float:
             return 1.0

@@ -6,7 +6,6 @@ are recorded; if requested, each specialisation of Spectrain's kernels is compil
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -20,6 +19,7 @@ from torch.nn.attention import SDPBackend, bias
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.experts import Counts, SortedDispatcher
 from parallel.plan.devices import SYMMETRIC, Work
+from spectral.kernels.dispatch import has_triton
 from training.machine.backends import has_liger
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.operations import OPERANDS
@@ -83,7 +83,6 @@ class FusedAttention:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | LowerRight | None = None,
-        dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -99,13 +98,13 @@ class FusedAttention:
         output: Tensor
         if flash and self.newer and not lower_right:
             output = aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, differentiable, dropout_p, is_causal, False, scale=scale
+                query, key, value, None, differentiable, 0.0, is_causal, False, scale=scale
             )[0]
         elif flash:
             padding = (0, -size % ALIGNMENT)
             q, k, v = (F.pad(x, padding) if padding[1] else x for x in (query, key, value))
             output = aten._scaled_dot_product_flash_attention(
-                q, k, v, dropout_p, is_causal or lower_right, False, scale=scale or size**-0.5
+                q, k, v, 0.0, is_causal or lower_right, False, scale=scale or size**-0.5
             )[0][..., :size]
         elif enable_gqa and query.shape[1] != key.shape[1]:
             raise RuntimeError(
@@ -114,11 +113,11 @@ class FusedAttention:
         elif lower_right:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             output = aten._efficient_attention_forward(
-                q, k, v, None, None, None, None, None, dropout_p, LOWER_RIGHT, True, scale=scale
+                q, k, v, None, None, None, None, None, 0.0, LOWER_RIGHT, True, scale=scale
             )[0].transpose(1, 2)
         else:
             output = aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, differentiable, dropout_p, is_causal, scale=scale
+                query, key, value, None, differentiable, 0.0, is_causal, scale=scale
             )[0]
         return output
 
@@ -245,13 +244,12 @@ def shares(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Replace `module.to(device)`, which cannot convert a real parameter to a fake one in place.
 
     The attributes of a parameter, such as Megatron's marks of tensor-parallel parameters, are
     copied, except attributes that the new fake parameter has already.
     """
-    device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
             if parameter is not None and parameter.device.type != device.type:
@@ -271,7 +269,7 @@ class HostArgumentError(RuntimeError):
 def install_triton(trace: Trace, *, compiled: bool) -> None:
     """Record launches of Spectrain's Triton kernels until this process ends; if `compiled` is true,
     compile each specialisation for the simulated device."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return
     from spectral.kernels import launches
 
@@ -302,17 +300,18 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
     launches.observe(on_launch)
 
 
+@dataclass(frozen=True)
 class Kernel:
     """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
-    `made` contains the names of tensors that the kernel only writes, `changed` the names of tensors
-    that the kernel reads and writes.
+    made      names of tensors that the kernel only writes
+    changed   names of tensors that the kernel reads and writes
     """
 
-    def __init__(
-        self, trace: Trace, name: str, made: tuple[str, ...] = (), changed: tuple[str, ...] = ()
-    ) -> None:
-        self.trace, self.name, self.made, self.changed = trace, name, made, changed
+    trace: Trace
+    name: str
+    made: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.launch

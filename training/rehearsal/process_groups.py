@@ -48,10 +48,6 @@ class Work(dist.Work):
         self._tensors.clear()
         return True
 
-    def is_completed(self) -> bool:
-        """Return True, because collectives complete immediately."""
-        return True
-
 
 class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
@@ -84,15 +80,6 @@ class RehearsedGroup(ProcessGroup):
             "all_reduce", [], tensors, opts, numel=tensor.numel(), size=size, detail=detail
         )
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        (tensor,) = tensors
-        size = tensor.nbytes * (self.size() - 1) // self.size()
-        reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
-        detail = f"from {opts.rootRank}"
-        return self._run(
-            "broadcast", reads, writes, opts, numel=tensor.numel(), size=size, detail=detail
-        )
-
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
@@ -109,22 +96,13 @@ class RehearsedGroup(ProcessGroup):
         size = piece.nbytes * (self.size() - 1)
         return self._run("all_gather", [piece], writes, opts, numel=numel, size=size)
 
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
-    ) -> Work:
-        (piece,), (parts,) = outputs, inputs
-        return self._scatter(piece, parts, opts)
-
     def reduce_scatter_single(self, piece: Tensor, whole: Tensor, opts: Any) -> Work:
-        return self._scatter(piece, [whole], opts)
-
-    def _scatter(self, piece: Tensor, reads: Sequence[Tensor], opts: Any) -> Work:
         return self._run(
             "reduce_scatter",
-            reads,
+            [whole],
             [piece],
             opts,
-            numel=sum(part.numel() for part in reads),
+            numel=whole.numel(),
             size=piece.nbytes * (self.size() - 1),
             detail=operation(opts.reduceOp),
         )
@@ -145,11 +123,6 @@ class RehearsedGroup(ProcessGroup):
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         source = {"peer": self.ranks[peer], "numel": tensors[0].numel(), "size": 0}
         return self._run("receive", [], tensors, None, **source)
-
-    def barrier(self, opts: Any) -> Work:
-        if self._of_device:
-            self.trace.synchronize("barrier")
-        return self._run("barrier", [], [], opts, numel=0, size=0)
 
     @property
     def _of_device(self) -> bool:
@@ -181,7 +154,7 @@ class RehearsedGroup(ProcessGroup):
             group=self.ranks,
             channel=self.channel,
             kind=kind,
-            dtype=str(tensors[0].dtype) if tensors else "",
+            dtype=str(tensors[0].dtype),
             on_device=on_device,
             batch=self.trace.batch if "peer" in call else None,
             place=place(),
@@ -204,7 +177,6 @@ class RehearsedGroup(ProcessGroup):
         began, ended = next(self.trace.numbers), next(self.trace.numbers)
         order.record(began, self.trace.stream)
         order.wait(began, self.stream)
-        order.forget(began)
         self.trace.call(call, reads, writes, self.stream)
         order.record(ended, self.stream)
         number = len(self.trace.calls) - 1

@@ -98,9 +98,9 @@ def combined(
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
-        report.setup = largest(report.setup, each.counts.get((0, SETUP), Counts()))
+        report.setup = merged(report.setup, each.counts.get((0, SETUP), Counts()), max)
         for name, counts in phases_of(each).items():
-            report.phases[name] = largest(report.phases[name], counts)
+            report.phases[name] = merged(report.phases[name], counts, max)
         report.findings += [text for text in each.findings if text not in report.findings]
         report.side_stream_pools_bytes = max(report.side_stream_pools_bytes, each.side_pools)
         passes = each.counts.get((PLAIN_STEP, STEP))
@@ -199,12 +199,6 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
     if len(report.marks) <= round_of:
         return Counts().add(counts, 1 / scenario.rehearsed)
     return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / stages)
-
-
-def largest(one: Counts, other: Counts) -> Counts:
-    """Return the maximum of every value."""
-    figures: Counts = merged(one, other, max)
-    return figures
 
 
 def described(report: Report) -> str:

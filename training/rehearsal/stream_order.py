@@ -47,7 +47,6 @@ class Memory:
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
     reads: list[tuple[Part, Access]] = field(default_factory=list)
-    shared: set[int] = field(default_factory=set)  # streams of `record_stream`
 
 
 class StreamOrder:
@@ -74,10 +73,6 @@ class StreamOrder:
         """Make `stream` wait for `event`; an event that was never recorded has no effect."""
         self._join(self.clock(stream), self._events.get(event, {}))
 
-    def forget(self, event: int) -> None:
-        """Drop a deleted event."""
-        self._events.pop(event, None)
-
     def synchronize(self, stream: int | None = None) -> None:
         """Record that the host waits for one stream, or for all streams if `stream` is None; all
         later work is ordered after the work for which the host waits."""
@@ -97,11 +92,6 @@ class StreamOrder:
     def allocate(self, storage: int, stream: int) -> None:
         """Start tracking memory that the host has allocated while `stream` was current."""
         self._memory[storage] = Memory(stream)
-
-    def share(self, storage: int, stream: int) -> None:
-        """Delay reuse of the memory until `stream` has finished its current work
-        (`Tensor.record_stream`)."""
-        self._memory[storage].shared.add(stream)
 
     def access(
         self, stream: int, reads: Iterable[Part], writes: Iterable[Part], name: str, place: str
@@ -139,8 +129,7 @@ class StreamOrder:
             return
         now = Access(memory.stream, self._number, "memory reuse", "the allocator")
         for uses in (memory.writes, memory.reads):
-            others = [each for each in uses if each[1].stream not in memory.shared]
-            self._check(others, None, now, "may begin before the end of")
+            self._check(uses, None, now, "may begin before the end of")
 
     def _check(
         self, before: list[tuple[Part, Access]], part: Part | None, now: Access, what: str

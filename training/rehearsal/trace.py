@@ -125,12 +125,13 @@ class Call:
 
     group     global ranks of the group, in the order of the group
     channel   name of the group; several groups may have the same ranks
-    kind      all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, receive
+    kind      all_reduce, all_gather, reduce_scatter, all_to_all, send, receive, or the name of an
+              exchange of plain values
     dtype     dtype of the elements
     numel     number of elements; for gathers and scatters, of the whole buffer
     size      bytes that this rank sends
     on_device whether the tensors are on the device
-    detail    operation of a reduction, or root of a broadcast
+    detail    operation of a reduction
     peer      global rank of the other side of a send or receive
     batch     number of the batch of a send or receive, None outside a batch
     out, into in an all-to-all, numbers of elements sent to and received from each rank of the group
