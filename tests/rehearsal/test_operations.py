@@ -80,6 +80,26 @@ def test_an_operation_in_place_on_lists_is_counted(perform: Perform) -> None:
     assert counts.elementwise_bytes == 3 * 3 * 8 * 4  # both lists are read, the first is written
 
 
+def moves() -> None:
+    """Run operations that do not read every element of every argument once."""
+    rows, index = torch.empty(2, 100, 8, device="cuda"), torch.zeros(5, dtype=torch.long)
+    index = index.pin_memory().to("cuda", non_blocking=True)
+    with torch.profiler.record_function("optimizer"):
+        torch.nn.functional.embedding(index, rows[0])
+    with torch.profiler.record_function("monitors"):
+        rows[0].copy_(rows[1])
+    with torch.profiler.record_function("validation"):
+        rows[0] + torch.empty(1, 8, device="cuda").expand(100, 8)
+
+
+def test_bytes_are_those_of_the_elements_that_are_read_and_written(perform: Perform) -> None:
+    counts = called(perform, moves).counts
+    row, table = 8 * 4, 100 * 8 * 4
+    assert counts[0, "optimizer"].elementwise_bytes == 2 * 5 * row + 5 * 8  # and the indices
+    assert counts[0, "monitors"].elementwise_bytes == 2 * table
+    assert counts[0, "validation"].elementwise_bytes == 2 * table + row
+
+
 def average_in_place() -> None:
     """Run a kernel that reads and writes both of its tensors."""
     gradient, mean = torch.empty(2, 8, device="cuda").unbind()
@@ -141,6 +161,24 @@ def test_products_in_place_and_factorisations_have_flops(perform: Perform) -> No
     report = called(perform, products_in_place)
     products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
     assert report.counts[0, "optimizer"].flops == products + factors + solutions
+
+
+def checked_factors() -> None:
+    """Run factorisations, each followed by a check of its error code."""
+    x = torch.empty(2, 6, 6, device="cuda")
+    with torch.profiler.record_function("optimizer"):
+        for name in ("cholesky", "inv", "eigvals", "svdvals"):
+            getattr(torch.linalg, name)(x)
+        torch.linalg.solve(x, x)
+    with torch.profiler.record_function("monitors"):
+        torch.linalg.cholesky_ex(x)
+        torch.linalg.qr(x)
+
+
+def test_the_host_waits_for_errors_of_factorisations(perform: Perform) -> None:
+    counts = called(perform, checked_factors).counts
+    assert counts[0, "optimizer"].host_reads.total() == 5
+    assert not counts[0, "monitors"].host_reads
 
 
 def factorisations() -> None:

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel.plan.devices import Work
 from training.rehearsal.operations import (
-    READ_BY_HOST,
     arguments,
     flops_of,
     kernels_of,
@@ -48,17 +47,13 @@ def efficient_attention_backward(
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
 
 
-INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-
-
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros whose host memory is allocated when it is first accessed.
 
     Copies from the device that are never read therefore need no memory.
     """
-    if dtype.is_complex:
-        return torch.zeros(tuple(shape), dtype=dtype)
-    return torch.from_numpy(np.zeros(tuple(shape), INTEGERS[dtype.itemsize])).view(dtype)
+    kind = "c" if dtype.is_complex else "u"
+    return torch.from_numpy(np.zeros(tuple(shape), f"{kind}{dtype.itemsize}")).view(dtype)
 
 
 def value_of(dtype: torch.dtype) -> Any:
@@ -109,6 +104,7 @@ class DeviceTensors(FakeTensorMode):
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
             aten.equal.default: self._equal,
+            aten._linalg_check_errors.default: self._check_errors,
             aten._to_copy.default: self._to_copy,
             aten.copy_.default: self._copy,
         }
@@ -193,7 +189,7 @@ class DeviceTensors(FakeTensorMode):
         work = Work(size, flops, operands, share, kernels_of(kind, args), waiting)
         fakes = [x for x in writes if isinstance(x, FakeTensor)]
         self.trace.launch(Launch(kind.name, reads, fakes, work))
-        if kind.name in READ_BY_HOST:
+        if waiting:
             self.trace.read(kind.name)
         return out
 
@@ -214,6 +210,10 @@ class DeviceTensors(FakeTensorMode):
     def _equal(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> bool:
         self._read("equal", *(x for x in args if isinstance(x, FakeTensor)))
         return args[0].shape == args[1].shape
+
+    def _check_errors(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> None:
+        info, name = args
+        self._read(name, info)
 
     def _to_copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         source, device = args[0], kwargs.get("device")

@@ -22,10 +22,7 @@ from training.rehearsal.trace import size_of
 
 SILENT: Final = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
-    "detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "resize_",
-    "view", "is_same_size", "size", "stride", "sym_size", "sym_stride", "sym_numel",
-    "sym_storage_offset", "record_stream", "device", "is_contiguous", "dim", "is_pinned",
-    "_is_zerotensor", "result_type", "_has_compatible_shallow_copy_type", "requires_grad_",
+    "lift", "_unsafe_view", "set_", "resize_", "is_same_size",
 }  # fmt: skip
 """Operations that launch no kernel although they are not views."""
 
@@ -59,13 +56,6 @@ PRODUCTS: Final = (
     torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
 )  # fmt: skip
 """Products of their last two tensor arguments."""
-
-READ_BY_HOST: Final = {
-    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
-    "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
-    "linalg_lstsq", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_qr_sync",
-}  # fmt: skip
-"""Operations for which the host waits, because of a result, a size or an error check."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
 """Operations that read as many elements of their first argument as they return."""
@@ -166,8 +156,11 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
 Cholesky factorisations of x `[..., n, n]`, and triangular systems with right-hand sides
 `[..., n, columns]`."""
 
-EIGENVALUES: Final = (torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd)
-"""Eigenvalue and singular value decompositions, which process columns in sequence."""
+EIGENVALUES: Final = (
+    torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd, torch.ops.aten.linalg_eig,
+)  # fmt: skip
+"""Eigenvalue and singular value decompositions, which process columns in sequence and after which
+the host checks for errors."""
 
 
 def share_of(
