@@ -12,11 +12,13 @@ import pytest
 
 import pretrain
 from tests.paths import ROOT
-from tests.rehearsal.programs import MONITORED, SHAPE, ToldJob
+from tests.rehearsal.programs import H100, MONITORED, SHAPE, ToldJob
 from tests.run_configs import tiny_config
 from tests.tiny_families import overrides, settings
 from training.rehearsal import processes
 from training.rehearsal import rehearse as rehearsal
+from training.rehearsal.rank import RankReport, Scenario
+from training.rehearsal.trace import OPTIMIZER, STEP, Counts
 
 FIGURES = {
     "launches", "triton_launches", "collectives", "collective_bytes", "host_reads",
@@ -86,6 +88,40 @@ def test_the_place_of_each_rank_is_stated(tmp_path):
     (tmp_path / "1.at").write_text("rank 8: step 2 of 3, optimizer")
     text = "1 of 3 ranks are rehearsed; rank 8: step 2 of 3, optimizer"
     assert processes.places(paths) == text
+
+
+def counted(scenario: Scenario, optimizer: int, memory: int) -> RankReport:
+    """Return a report of three steps; a step launches 5 kernels and 10 for each micro-batch."""
+    counts = {
+        (1, STEP): Counts(peak_memory_bytes=memory),
+        (2, STEP): Counts(launches=25, peak_memory_bytes=2 * memory),
+        (2, OPTIMIZER): Counts(launches=optimizer),
+        (3, STEP): Counts(launches=30),
+        (3, OPTIMIZER): Counts(launches=optimizer + 1),
+        (3, "monitors"): Counts(launches=100),
+        (3, "checkpoint"): Counts(launches=3),
+    }
+    marks = [Counts(launches=5), Counts(launches=15)]
+    return RankReport(0, 2, scenario, counts=counts, marks=marks)
+
+
+def test_a_report_counts_all_micro_batches_and_the_busiest_rank(tmp_path):
+    config = tiny_config(str(tmp_path), "muon", train__exit_step=3)
+    scenario = Scenario(config, microbatches=6, rehearsed=2)
+    report = rehearsal.combined([counted(scenario, 7, 50), counted(scenario, 9, 40)], 2, H100)
+    assert {name: counts.launches for name, counts in report.phases.items()} == {
+        STEP: 5 + 6 * 10, OPTIMIZER: 9, "monitors": 5 + 1 + 100, "validation": 0, "checkpoint": 3
+    }  # fmt: skip
+    # In later steps, memory includes what monitors keep.
+    assert report.phases[STEP].peak_memory_bytes == report.peak_memory_bytes == 50
+    assert report.microbatches == (2, 6) and report.ok
+
+
+def test_one_rank_per_stage_or_the_asked_ranks_are_rehearsed(tmp_path):
+    config = tiny_config(str(tmp_path), "muon", parallel__pipeline=2)
+    assert [rehearsal.chosen(config, rank, 8) for rank in (None, 3, -1)] == [
+        [0, 4], [3], [*range(8)]
+    ]  # fmt: skip
 
 
 def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):
