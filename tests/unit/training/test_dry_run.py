@@ -176,6 +176,9 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     mine = load_config(written)
     assert mine.run.name == "1e5" and mine.model.vocab_size == 512
     assert (mine.plan.gpus, mine.plan.device) == (4, "a100")
+    seconds, tokens = planned["step_seconds"], 8 * mine.train.sequence_length
+    assert planned["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert planned["mfu"] == pytest.approx(planned["model_flops"] / seconds / 312e12)
 
 
 def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
