@@ -147,10 +147,10 @@ class Use:
         if self.stacked and 0 in self.outputs:  # some entries may have no tokens
             count = count // self.shape[0] * len({c // self.strides[0] for c in used})
         if 0 < len(used) < count and not self.ended:
-            raise ValueError(f"nothing used {count - len(used)} of its {count} outputs")
+            raise ValueError(f"{count - len(used)} of its {count} outputs are unused")
         if not reached:
             if not self.ended:
-                raise ValueError("nothing used its outputs, and the pass did not return them")
+                raise ValueError("its outputs were neither used nor returned by the pass")
             return Seen(None, "its outputs reach no further layer: a head")
         return Seen(division, self._reason())
 

@@ -1112,7 +1112,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "a part that is dropped": (
         Module(lambda m, x: m.out(m.both(x)[..., :8]), "both 12 12, out 8 4"),
-        "^both.weight: nothing used 4 of its 12 outputs\n",
+        "^both.weight: 4 of its 12 outputs are unused\n",
     ),
     "distances larger than the example's": (
         Module(
@@ -1120,7 +1120,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             "q 12 12, k 12 12, v 12 12, out 12 4",
             far=torch.randn(12, 20),
         ),
-        "^far: nothing used 11 of its 20 outputs\n",
+        "^far: 11 of its 20 outputs are unused\n",
     ),
     "sets": (
         Module(two_ways, "both 12 16, a 8 4, b 8 4"),
@@ -1193,7 +1193,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "a shape alone": (
         Module(lambda m, x: m.out(torch.zeros_like(m.first(x))), "first 12 8, out 8 4"),
-        "first.weight: nothing used its outputs",
+        "first.weight: its outputs were neither used nor",
     ),
     "a hidden consumer": (
         Module(lambda m, x: m.out(hidden(m.first(x), torch.ones(6, 8))), "first 12 8, out 6 4"),
@@ -1201,7 +1201,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "outputs that nothing takes": (
         Module(lambda m, x: (m.side(x), m.used(x))[1], "side 12 4, used 12 4"),
-        "side.weight: nothing used its outputs",
+        "side.weight: its outputs were neither used nor",
     ),
     "on the meta device": (nn.Linear(12, 4, device="meta"), "weight is on the meta device"),
     "a weight of two": (
@@ -1232,7 +1232,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
             lambda m, x: m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2))),
             "pieces 12 12, out 6 8, head 8 3",
         ),
-        "pieces.weight: nothing used its outputs",
+        "pieces.weight: its outputs were neither used nor",
     ),
     "complex numbers": (
         Module(
