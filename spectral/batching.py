@@ -80,7 +80,7 @@ def copy_all_(pairs: Pairs) -> None:
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair to the first, of the same dtype, in few launches."""
+    """Add the second tensor of each pair to the first, in few launches; dtypes must be equal."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

@@ -1,4 +1,4 @@
-"""An output folder that appears only when complete, and whose writing can resume after a kill."""
+"""An output folder that appears only when complete; a killed preparation can be resumed."""
 
 import fcntl
 import json
