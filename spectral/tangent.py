@@ -188,7 +188,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable
             (rules pass matrices of Frobenius norm 1).
-        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. For zero vectors, as of a zero weight,
+        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. For zero vectors (of a zero weight),
             `multiplier` is 0 and the result is the plain polar factor.
         options: options of `Solver`.
 

@@ -111,7 +111,7 @@ class RunData:
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
         """Return a function from a line to the total time of training steps up to the line.
 
-        The time excludes validation and checkpointing, and its unit is `unit` seconds.
+        The time, in units of `unit` seconds, excludes validation and checkpointing.
         """
         passed: dict[int, float] = {}
         total, before = 0.0, 0

@@ -1,7 +1,7 @@
 """Batched matrix products by the library (cuBLAS, MKL).
 
 This is the CPU path and the reference in every kernel test. Dtypes without CPU instructions
-(float16, and bfloat16 if torch uses no AVX-512, as on most laptops) are multiplied in float32, the
+(float16, and bfloat16 if torch lacks AVX-512, as on most laptops) are multiplied in float32, the
 dtype in which GPUs accumulate. torch's products in these dtypes are no more exact and take 10 to 50
 times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC with AVX2).
 """
