@@ -39,6 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refusal) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     out = tmp_path / "out"
+    out.mkdir()  # an empty folder is not data
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]
     assert main(command) == 0
     first = hashes(out)

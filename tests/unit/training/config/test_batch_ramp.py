@@ -1,6 +1,7 @@
 """A batch ramp, with any stops, equals a run that is cut by hand where its batch grows."""
 
 import json
+import re
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -228,6 +229,7 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
     tokens = sum(batch * steps for batch, steps in counts.items()) * 32
     flops = model_size(config.model, 32).flops_per_token * tokens
     assert f"100 steps, {tokens:,} tokens" in printed and f"{flops:.4g} in all" in printed
+    assert re.search("\nbatch ramp +4 sequences in the 30 steps after step 0, ", printed)
     assert f"8 sequences in the {second} steps after step 30, " in printed
 
 

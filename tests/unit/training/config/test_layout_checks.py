@@ -1,4 +1,5 @@
-"""Layouts that do not fit a model are refused before any rank starts, with the reason."""
+"""Layouts that do not fit a model, and sections that do not fit each other, are refused before any
+rank starts, with the reason."""
 
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from training.config import check, load_config
 
 MIXTURE = ["model.family=moe", "model.moe={experts: 6, top_k: 2, expert_ffn: 16}"]
 SHARED = "{experts: 6, top_k: 2, expert_ffn: 5, shared_experts: 1}"
+FLASH = "model.attention_kernel=flash_attention_3"
+SHARDWISE = "optimizer.distributed.tensor_mode=shardwise"
 REFUSED = [
     (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline needs pipeline > 1"),
     (["parallel.sequence=true"], "parallel.sequence needs tensor > 1"),
@@ -44,6 +47,35 @@ REFUSED = [
     ),
     (["train.fp8=hybrid"], "train.fp8 needs precision bf16"),
     (["train.precision=bf16", "train.fp8=e4m3"], "train.fp8 needs model.attention_backend"),
+    ([FLASH], "model.attention_kernel needs train.precision bf16"),
+    ([FLASH, "data.document_mask=true"], "data.document_mask needs model.attention_kernel auto"),
+    ([*MIXTURE, "train.recompute=selective"], "train.recompute must be none or full if all"),
+    (["checkpoint.interval=0", "spikes.rewinds=1"], "spikes.rewinds must be 0 with checkpoint."),
+    (
+        ["validation={samples_interval: 1, samples_tokens: 17}"],
+        "validation.samples_tokens must be at most 16, the tokens after the prompt in a sequence "
+        "of 32 tokens, got 17",
+    ),
+    (["tasks.files={a/b: x}"], "tasks.files must use only letters"),
+    (["pc={}", "checkpoint.initialize_from=a"], "checkpoint.initialize_from must be null with pc"),
+    (["pc={}", SHARDWISE], "tensor_mode must be owner with PC layers, got 'shardwise'"),
+    (["gram_penalty={}", SHARDWISE], "tensor_mode must be owner with gram_penalty"),
+    (["gram_penalty.roles=[gain]"], "gram_penalty.roles must name one of q, k, v, o, gate"),
+    (
+        ["gram_penalty={}", "pc={evaluator: in_graph, blocks: [q, o]}"],
+        "pc.evaluator must be materialized for PC layers in gram_penalty.roles, got in_graph for o",
+    ),
+    (
+        ["pc.evaluator=in_graph", "model.attention_backend=transformer_engine"],
+        "pc.evaluator must be materialized with model.attention_backend transformer_engine",
+    ),
+    (
+        [
+            "optimizer={distributed: {cuda_graph: true, overlap_gather: false},"
+            " rules: {spectral_sphere: {early_exit: true}}}"
+        ],
+        "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph",
+    ),
 ]
 
 

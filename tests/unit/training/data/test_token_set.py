@@ -1,6 +1,7 @@
 """Token sets and manifests: reading, refusal of corrupt files, and detection of damaged tokens at
 the start or at their first use."""
 
+import hashlib
 import math
 import shutil
 import struct
@@ -16,7 +17,7 @@ import pytest
 from scripts import prepare_data
 from scripts.verify import main as verified
 from tests.token_files import write_manifest, write_stream
-from training.data import hashes
+from training.data import hashes, token_set
 from training.data.batches import GlobalBatchSampler, training_loader, without_worker_traces
 from training.data.hashes import BLOCK
 from training.data.manifest import read_manifest
@@ -43,6 +44,21 @@ def test_windows_overlap_by_one_token_and_cut_the_stream(tmp_path, count, dtype)
     assert [found.window(i).tolist() for i in range(len(found))] == expected
     assert found.window(0).dtype == np.int64
     assert found.tokens == count
+
+
+@pytest.mark.parametrize("whole", [1 << 28, 1000])
+def test_the_digest_is_the_same_for_ever(tmp_path, monkeypatch, whole) -> None:
+    """Checkpoints contain the digest: sizes and contents of the index and of the tokens, of which
+    64 blocks are spread over a large file."""
+    monkeypatch.setattr(token_set, "WHOLE", whole)
+    tokens = np.random.default_rng(0).integers(0, 500, 300_001, dtype=np.uint16)
+    prefix = write_stream(tmp_path / "set", tokens)
+    content, index = tokens.tobytes(), Path(f"{prefix}.idx").read_bytes()
+    places = [(len(content) - 4096) * i // 63 for i in range(64)]
+    read = b"".join(content[i : i + 4096] for i in places) if whole == 1000 else content
+    sizes = [struct.pack("<Q", len(each)) for each in (index, content)]
+    expected = hashlib.sha256(sizes[0] + index + sizes[1] + read).hexdigest()
+    assert TokenSet("set", prefix, 8).digest == expected
 
 
 def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) -> None:
