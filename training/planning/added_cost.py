@@ -90,24 +90,23 @@ def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCos
     if interval == 0 or device.type != "cuda":
         return MonitorCost(DEFAULT_INTERVAL if interval is None else interval)
     kind = device_called(torch.cuda.get_device_name(device))
-    planned = plan_run(config, ranks, kind)
-    return planned_cost(config, planned, step_shape(config, ranks, kind))
+    return planned_cost(config, plan_run(config, ranks, kind))
 
 
 def run_hours(config: Config, planned: Plan) -> float:
     """Return the GPU-hours of a planned run, including its monitors."""
-    cost = planned_cost(config, planned, step_shape(config, planned.gpus, planned.device))
+    cost = planned_cost(config, planned)
     monitored = config.train.steps // cost.interval if cost.interval else 0
     seconds = monitored * (cost.seconds or 0.0)
     return gpu_hours(config, planned) + seconds * planned.gpus / 3600
 
 
-def planned_cost(config: Config, planned: Plan, shape: StepShape) -> MonitorCost:
+def planned_cost(config: Config, planned: Plan) -> MonitorCost:
     """Return the cost of a planned run's monitors; choose the interval if it is null."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
-    seconds = monitored_seconds(config, shape)
+    seconds = monitored_seconds(config, step_shape(config, planned.gpus, planned.device))
     if interval is None:
         needed = math.ceil(seconds / (SHARE * step) / DEFAULT_INTERVAL)
         interval = DEFAULT_INTERVAL * max(1, needed)

@@ -151,9 +151,9 @@ class Layouts:
 BEST: Final = 10
 
 
-def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
-    """Return the fastest layouts that fit, each with the best micro-batch size, recomputation and
-    loss chunk."""
+def best_layouts(layouts: Layouts) -> list[Variant]:
+    """Return the `BEST` fastest layouts that fit, each with the best micro-batch size,
+    recomputation and loss chunk."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     ordered = by_bound(layouts)
@@ -171,9 +171,9 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
             if planned is None or (axes in best and planned.time.total >= best[axes].seconds):
                 continue
             best[axes] = Variant(changes, planned)
-            seconds = nsmallest(count, (each.seconds for each in best.values()))
-            slowest = seconds[-1] if len(seconds) == count else math.inf
-    return nsmallest(count, best.values(), key=lambda each: each.seconds)
+            seconds = nsmallest(BEST, (each.seconds for each in best.values()))
+            slowest = seconds[-1] if len(seconds) == BEST else math.inf
+    return nsmallest(BEST, best.values(), key=lambda each: each.seconds)
 
 
 def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
@@ -191,20 +191,17 @@ def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
 
 def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
     """Yield the changes for each legal layout, micro-batch size, recomputation and loss chunk."""
-    config, gpus = layouts.config, layouts.gpus
+    config, batch = layouts.config, math.gcd(*layouts.config.train.batches)
     chunks = (config.train.loss_chunk or LOSS_CHUNK, None)
     levels = [each for each in LEVELS if layouts.sound({"train.recompute": each})]
     for axes in _splits(layouts):
         base: dict[str, Any] = {f"parallel.{name}": axes[name] for name in AXES}
         base |= {f"parallel.{key}_stage_layers": None for key in ("first", "last")}
-        copies = gpus // (axes["tensor"] * axes["pipeline"] * axes["context"])
-        if math.gcd(*config.train.batches) % copies:
+        copies = layouts.gpus // (axes["tensor"] * axes["pipeline"] * axes["context"])
+        if batch % copies or not layouts.legal(base | {"train.micro_batch": 1}):
             continue
-        passes = divisors(math.gcd(*config.train.batches) // copies)
-        if not layouts.legal(base | {"train.micro_batch": 1}):
-            continue
-        for micro_batch in passes:
-            count = math.gcd(*config.train.batches) // copies // micro_batch
+        for micro_batch in divisors(batch // copies):
+            count = batch // copies // micro_batch
             if axes["virtual_pipeline"] > 1 and count % axes["pipeline"]:
                 continue
             for recompute in levels:

@@ -16,7 +16,7 @@ from training.config import Config, check
 from training.config.checks import legal_micro_batches, legal_ranks
 from training.config.yaml_files import flat, merged_overrides
 from training.data.build_data import check_rows, missing_files, shared_sets, with_vocabulary
-from training.dry_run import device_named, plan_run, step_shape
+from training.dry_run import device_named, plan_run
 from training.errors import ConfigError, InputError
 from training.planning.added_cost import planned_cost, run_hours
 from training.planning.layout_search import (
@@ -52,8 +52,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
         print(remedy_table(Layouts(config, gpus, machine), planned))
     if json_file is not None:
         content = planned.as_dict()
-        shape = step_shape(config, gpus, machine)
-        content["monitors"] = planned_cost(config, planned, shape).as_dict()
+        content["monitors"] = planned_cost(config, planned).as_dict()
         content["gpu_hours"] = run_hours(config, planned)
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -180,7 +180,7 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
         *(("uneven", text) for text in unevenness(planned, shape)),
-        ("monitors", planned_cost(config, planned, shape).up_to(config.train.last)),
+        ("monitors", planned_cost(config, planned).up_to(config.train.last)),
         *(("tasks", text) for text in [task_cost(config, planned)] if text is not None),
         (
             "time of the run",

@@ -22,10 +22,7 @@ RUNS = [
 
 def cost_of(name, gpus, overrides):
     config = on_mock_tokens(load_config(ROOT / f"configs/{name}.yaml", overrides))
-    device = device_named("h200")
-    return cost.planned_cost(
-        config, plan_run(config, gpus, device), step_shape(config, gpus, device)
-    )
+    return cost.planned_cost(config, plan_run(config, gpus, device_named("h200")))
 
 
 @pytest.mark.parametrize(("name", "gpus", "overrides"), RUNS)
