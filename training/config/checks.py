@@ -206,7 +206,7 @@ BETWEEN = (
 """Checks between sections that do not depend on the number of ranks."""
 
 
-def world(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> Iterator[str]:
+def world(config: Config, world_size: int, step: int, tokens: int) -> Iterator[str]:
     """Yield the problems reported by `world_checks`, with the nearest legal values."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""

@@ -42,33 +42,33 @@ class DataPhase(Section):
         return next(key for key in BEGINNINGS if getattr(self, key))
 
 
-# Set names become parts of metric names.
-SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+def name_check(key: str, name: str) -> Check:
+    """Check a name in the section `key`, which becomes a part of metric names."""
+    rule = f"must use only letters, digits, '_', '-' and '.' in names, got {name!r}"
+    return key, not re.fullmatch(r"[A-Za-z0-9_.-]+", name), rule
 
 
-class TrainSet(Section):
-    """One training set of the blend."""
+class TokenFiles(Section):
+    """The files of a set."""
 
     path: str
     """Prefix of the set's `.bin` and `.idx` files."""
+
+    def checks(self) -> Iterator[Check]:
+        """Check the path of the set."""
+        yield local_path("path", self.path)
+
+
+class TrainSet(TokenFiles):
+    """One training set of the blend."""
+
     weight: AtLeast0 = 1.0
     """Weight of the set in the blend, relative to the weights of the other sets; 0 for a set that
     only later phases read."""
 
-    def checks(self) -> Iterator[Check]:
-        """Check the path of the set."""
-        yield local_path("path", self.path)
 
-
-class ValidationSet(Section):
+class ValidationSet(TokenFiles):
     """One validation set, evaluated and logged under its name."""
-
-    path: str
-    """Prefix of the set's `.bin` and `.idx` files."""
-
-    def checks(self) -> Iterator[Check]:
-        """Check the path of the set."""
-        yield local_path("path", self.path)
 
 
 class DataConfig(Section):
@@ -113,8 +113,7 @@ class DataConfig(Section):
         yield "train", not (self.train or self.mock), "must contain at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
-                rule = f"must use only letters, digits, '_', '-' and '.' in names, got {name!r}"
-                yield kind, not SET_NAME.fullmatch(name), rule
+                yield name_check(kind, name)
         yield from self._weight_checks()
 
     def _weight_checks(self) -> Iterator[Check]:
@@ -168,7 +167,6 @@ class TasksConfig(Section):
     def checks(self) -> Iterator[Check]:
         """Check the names and paths of the files."""
         for name, path in self.files.items():
-            rule = f"must use only letters, digits, '_', '-' and '.' in names, got {name!r}"
-            yield "files", not SET_NAME.fullmatch(name), rule
+            yield name_check("files", name)
             _, wrong, rule = local_path("files", path)
             yield "files", wrong, f"{rule}, got {path!r} for {name}"

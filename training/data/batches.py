@@ -87,7 +87,7 @@ class GlobalBatchSampler:
 
 
 def training_loader(
-    data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
+    data: TrainingData, sampler: GlobalBatchSampler, *, workers: int
 ) -> DataLoader[Tensor]:
     """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
     `[micro_batch, 2, sequence_length + 1]` with document borders.

@@ -78,16 +78,14 @@ def with_vocabulary(config: Config) -> Config:
         return replace(config, model=replace(config.model, vocab_size=MOCK_VOCABULARY))
     if manifest is None:
         name, first = next(iter(config.data.train.items()))
+        problem = (
+            f"model.vocab_size must be set, because there is no {MANIFEST_FILE} next to "
+            f"{first.path}, got null; scripts/prepare_data.py writes a manifest"
+        )
         if not Path(f"{first.path}.idx").exists():
             plan = "to plan without data, set model.vocab_size"
-            raise MissingSetError(
-                f"set {name}: no file {first.path}.idx; {plan}", ("data", "train", name)
-            )
-        raise MissingSetError(
-            f"model.vocab_size must be set, because there is no {MANIFEST_FILE} next to "
-            f"{first.path}, got null; scripts/prepare_data.py writes a manifest",
-            ("data", "train", name),
-        )
+            problem = f"set {name}: no file {first.path}.idx; {plan}"
+        raise MissingSetError(problem, ("data", "train", name))
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 

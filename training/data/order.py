@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ class SetCount:
 Counts = Mapping[str, SetCount]
 """Counts of each set by name, including removed sets."""
 
+UNREAD: Final = SetCount(samples=0, tokens=0, content="")
+"""Counts of a set that was not read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -68,11 +71,7 @@ class Phase:
 
     def tokens(self, name: str) -> int:
         """Return the number of tokens of a set that were read before the phase."""
-        return self.read[name].tokens if name in self.read else 0
-
-    def samples(self, name: str) -> int:
-        """Return the number of samples of a set that were read before the phase."""
-        return self.read[name].samples if name in self.read else 0
+        return self.read.get(name, UNREAD).tokens
 
 
 Windows = tuple[tuple[int, int], ...]
@@ -310,9 +309,10 @@ class TrainingData(Dataset[Tensor]):
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
+            before = self.phase.read.get(each.name, UNREAD)
             counts[each.name] = SetCount(
-                samples=self.phase.samples(each.name) + new,
-                tokens=self.phase.tokens(each.name) + new * self.sequence_length,
+                samples=before.samples + new,
+                tokens=before.tokens + new * self.sequence_length,
                 content=each.digest,
             )
         return counts
@@ -335,11 +335,11 @@ class TrainingData(Dataset[Tensor]):
 
     def describe(self, counts: Counts) -> list[SetUse]:
         """Return the use of each set, sorted by name, in a run with the given counts."""
-        uses = []
+        uses, shares = [], self.shares
         for each in self.all_sets:
-            count = counts.get(each.name, SetCount(samples=0, tokens=0, content=each.digest))
+            count = counts.get(each.name, UNREAD)
             epochs = count.tokens / (len(each) * self.sequence_length)
-            share = self.shares.get(each.name, 0.0)
+            share = shares.get(each.name, 0.0)
             use = SetUse(each.name, share, len(each), count.samples, count.tokens, epochs)
             uses.append(use)
         return uses

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from training.data.hashes import file_sha256
 from training.errors import DataError
-from training.json_file import parse_json
+from training.json_file import check_regular, parse_json
 
 KEYS: Final = ("context", "choices", "answer")
 DELIMITER: Final = " "
@@ -97,11 +97,9 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
 
     Raises DataError if the file cannot be read or a line is not a valid example.
     """
-    # A pipe can be read only once, and reading it may block forever.
-    if path.exists() and not path.is_file():
-        raise DataError(f"cannot read task file {path}: it is not a regular file")
     examples: list[Example] = []
     try:
+        check_regular(path)
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if count is not None and len(examples) == count:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -334,14 +334,13 @@ OpenSet = Callable[[str, str | Path, int], TokenSet]
 """Function that opens a set, from (name, path without suffix, sequence length)."""
 
 
-def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
+def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
     """Check that every token id of the sets is in [0, `vocab_size`).
 
     Raises:
         DataError: an id is out of range; the message contains the set, the id and the vocabulary
             size.
     """
-    sets = list(sets)
     wrong = [
         f"set {each.name} ({each.prefix}) contains token id {each.min_token()}, but ids must be in "
         f"[0, vocab_size = {vocab_size})"
@@ -366,6 +365,8 @@ def _check_files(name: str, prefix: str) -> None:
     size = os.path.getsize(prefix + ".idx")
     with open(prefix + ".idx", "rb") as file:
         header = file.read(HEADER.size)
+        file.seek(max(0, size - 8))
+        last = int.from_bytes(file.read(8), "little")
     corrupt = f"set {name}: {prefix}.idx is corrupt"
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise DataError(f"{corrupt}: the file must begin with the header of a Megatron index")
@@ -382,9 +383,6 @@ def _check_files(name: str, prefix: str) -> None:
         )
     if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
         raise DataError(f"set {name} ({prefix}) must contain tokens, got none")
-    with open(prefix + ".idx", "rb") as file:
-        file.seek(-8, os.SEEK_END)
-        last = int.from_bytes(file.read(8), "little")
     if last != sequences:
         raise DataError(f"{corrupt}: documents must end at sequence {sequences}, got {last}")
 
