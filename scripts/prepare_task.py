@@ -17,7 +17,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, counted, new_parser, output_path, whole_number, write_whole
-from training.data.tasks import Example, example_of
+from training.data.tasks import KEYS, Example, example_of
 from training.errors import DataError, InputError
 from training.json_file import parse_json, real_path
 
@@ -129,7 +129,6 @@ def examples(source: str, name: str) -> Iterator[Example]:
 
     Raises DataError if a row has another format or no answer.
     """
-    keys = ("context", "choices", "answer")
     for where, row in rows(source):
         try:
             values = FORMATS[name].example(row)
@@ -140,7 +139,7 @@ def examples(source: str, name: str) -> Iterator[Example]:
                 f"{where}: the row must have the format {name}, with an answer (some test splits "
                 f"contain no answers), got {got}"
             ) from None
-        yield example_of(dict(zip(keys, values, strict=True)), where)
+        yield example_of(dict(zip(KEYS, values, strict=True)), where)
 
 
 def rows(source: str) -> Iterator[tuple[str, Any]]:

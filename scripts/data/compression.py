@@ -6,7 +6,6 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -52,7 +51,7 @@ def compression(path: Path) -> str | None:
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
+def _opened(path: Path) -> io.BufferedReader:
     kind, named = compression(path), SUFFIXES.get(path.suffix)
     if named is not None and kind is None:
         empty = path.stat().st_size == 0
@@ -67,7 +66,7 @@ def _opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
         case "gzip":
             return io.BufferedReader(gzip.open(path), _READ)
         case "xz":
-            return closing(io.BufferedReader(_XzStreams(path), _READ))
+            return io.BufferedReader(_XzStreams(path), _READ)
         case "zstd":
             return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), _READ)
     return io.BufferedReader(path.open("rb", 0), _READ)

@@ -47,7 +47,7 @@ class Corpus:
     validation: Fraction
     parts: dict[str, Part]
 
-    def set_plan(self, tokens: int | None = None, local: Path | None = None) -> SetPlan:
+    def set_plan(self, tokens: int | None, local: Path | None) -> SetPlan:
         """Return the plan of the corpus's set.
 
         Args:

@@ -92,7 +92,7 @@ def read_texts(
     texts: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
-            path = PurePosixPath(member.name).as_posix().removeprefix("./")
+            path = str(PurePosixPath(member.name))
             file = archive.extractfile(member) if member.isfile() else None
             if file is not None and any(fnmatchcase(path, pattern) for pattern in patterns):
                 texts[path] = file.read()
@@ -210,7 +210,7 @@ def documents(text: str, entry: str | None) -> Iterator[str]:
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:
         document = piece.strip("\n")
-        if document and not document.isspace():
+        if document.strip():
             yield document + "\n"
 
 

@@ -85,9 +85,7 @@ class AtomicFolder:
                 f"warning: {self.path} was made from other inputs or options; starting over",
                 file=sys.stderr,
             )
-        for leftover in places if self.progress is None else (self._replaced,):
-            if os.path.lexists(leftover):
-                delete(leftover)
+        _remove(*(places if self.progress is None else (self._replaced,)))
         self._check()
         self.path.mkdir(exist_ok=True)
         if self._key is not None:
@@ -135,16 +133,19 @@ class AtomicFolder:
             self.output.rename(self._replaced)
         self.path.rename(self.output)
         sync(self.output.parent)
-        for left in (self._replaced, self.state):
-            if left.exists():
-                delete(left)
+        _remove(self._replaced, self.state)
 
     def __exit__(self, *_: object) -> None:
         if not self.kept:
-            for left in (self.path, self.state):
-                if left.exists():
-                    delete(left)
+            _remove(self.path, self.state)
         self._release()
+
+
+def _remove(*paths: Path) -> None:
+    """Delete the paths that exist."""
+    for path in paths:
+        if os.path.lexists(path):
+            delete(path)
 
 
 def clean_up(output: Path) -> None:

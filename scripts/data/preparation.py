@@ -48,11 +48,9 @@ from scripts.data.sources import Input, Position
 from scripts.data.text_tokenizer import (
     EOD_TOKEN,
     TOKENIZER_FILE,
-    PreparedTokenizer,
     load_tokenizer,
     train_tokenizer,
 )
-from training.data.hashes import file_sha256
 from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
 from training.errors import DataError, InputError
 
@@ -88,14 +86,7 @@ def prepare(
         manifest = Manifest(
             folder=output,
             sets=_write_sets(pipeline, identities),
-            tokenizer=TokenizerEntry(
-                file=TOKENIZER_FILE,
-                sha256=file_sha256(folder.path / TOKENIZER_FILE),
-                vocab_size=tokenizer.vocab_size,
-                eod_id=tokenizer.eod_id,
-                byte_level=tokenizer.byte_level,
-                eod_token=tokenizer.eod_token,
-            ),
+            tokenizer=tokenizer,
             fingerprint=fingerprint,
             files={
                 each.name: each.stat().st_size
@@ -151,8 +142,9 @@ def _begin(
     *,
     shard: Shard = WHOLE,
     shards: Shards | None = None,
-) -> tuple["Pipeline", PreparedTokenizer]:
-    """Write the tokenizer; return the pipeline, which resumes saved progress, and the tokenizer."""
+) -> tuple["Pipeline", TokenizerEntry]:
+    """Write the tokenizer; return the pipeline, which resumes saved progress, and the tokenizer's
+    manifest entry."""
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
@@ -181,22 +173,22 @@ def _check_free(target: Path, overwrite: bool) -> None:
         )
 
 
-def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> PreparedTokenizer:
-    """Write the tokenizer to `folder` and sync its files to disk; copy a tokenizer that was already
-    trained from `trained`."""
-    if preparation.tokenizer is not None:
-        tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
-    elif (trained / TOKENIZER_FILE).exists():
-        tokenizer = load_tokenizer(trained / TOKENIZER_FILE, EOD_TOKEN)
-    else:
-        assert preparation.vocabulary is not None
-        with progress_of("tokenizer") as progress:
-            texts = _tokenizer_texts(preparation, progress)
-            tokenizer = train_tokenizer(texts, preparation.vocabulary)
+def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> TokenizerEntry:
+    """Write the tokenizer to `folder`, sync its files to disk, and return its manifest entry; copy
+    a tokenizer that was already trained from `trained`."""
+    source, eod = preparation.tokenizer, preparation.eod
+    if source is None:
+        source, eod = trained / TOKENIZER_FILE, EOD_TOKEN
+        if not source.exists():
+            assert preparation.vocabulary is not None
+            with progress_of("tokenizer") as progress:
+                texts = _tokenizer_texts(preparation, progress)
+                source.write_bytes(train_tokenizer(texts, preparation.vocabulary))
+    tokenizer = load_tokenizer(source, eod)
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
         sync(folder / name)
-    return tokenizer
+    return tokenizer.entry
 
 
 def progress_of(stage: str) -> Any:

@@ -1,5 +1,6 @@
 """Training a byte-level BPE, and loading an existing tokenizer with its EOD token."""
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from training.data.token_bytes import is_byte_level, read_tokenizer_json
+from training.data.manifest import TokenizerEntry
+from training.data.token_bytes import is_byte_level, open_tokenizer, read_tokenizer_json
 from training.errors import DataError
 from training.json_file import read_json, real_path
 
@@ -27,19 +29,16 @@ _CONFIGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreparedTokenizer:
-    """A tokenizer and its files in a prepared folder."""
+    """A tokenizer's entry in a manifest, and its files in a prepared folder."""
 
+    entry: TokenizerEntry
     files: dict[str, bytes]  # by name, including TOKENIZER_FILE
-    vocab_size: int
-    eod_id: int
-    eod_token: str
-    byte_level: bool
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokenizer:
-    """Train a byte-level BPE with `vocab_size` tokens, including EOD as token 0.
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
+    """Train a byte-level BPE with `vocab_size` tokens, including EOD; return its tokenizer.json.
 
     Training is deterministic.
 
@@ -66,13 +65,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
             f"the texts are too short for a vocabulary of {vocab_size} tokens; the largest "
             f"possible vocabulary is {tokenizer.get_vocab_size()}"
         )
-    return PreparedTokenizer(
-        files={TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode()},
-        vocab_size=vocab_size,
-        eod_id=0,
-        eod_token=EOD_TOKEN,
-        byte_level=True,
-    )
+    return tokenizer.to_str(pretty=True).encode()
 
 
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
@@ -110,10 +103,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
             f"{path}: model.dropout must be null, because dropout makes the encoding random, got "
             f"{content['model']['dropout']!r:.40}"
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"{path} is not a valid tokenizer.json: {error}") from None
+    tokenizer = open_tokenizer(path)
     eod_token = eod if eod is not None else _find_eod(source, content)
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
@@ -123,13 +113,16 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
             f"end-of-document token {eod_token!r} of {path} must be a special token, because "
             "documents may contain all other tokens"
         )
-    return PreparedTokenizer(
-        files={TOKENIZER_FILE: path.read_bytes(), **files},
+    files = {TOKENIZER_FILE: path.read_bytes(), **files}
+    entry = TokenizerEntry(
+        file=TOKENIZER_FILE,
+        sha256=hashlib.sha256(files[TOKENIZER_FILE]).hexdigest(),
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         eod_id=eod_id,
         eod_token=eod_token,
         byte_level=is_byte_level(content),
     )
+    return PreparedTokenizer(entry, files)
 
 
 def _check_form(source: Path) -> None:

@@ -162,7 +162,7 @@ def write_settings(
     folder: Path, weights: CheckpointWeights, tokenizer: PreparedTokenizer | None, dtype: str
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer files."""
-    end = None if tokenizer is None else tokenizer.eod_id
+    end = None if tokenizer is None else tokenizer.entry.eod_id
     config = weights.config
     settings = config_json(
         config.model, dtype=dtype, positions=config.train.sequence_length, end_token=end

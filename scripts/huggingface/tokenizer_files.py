@@ -33,18 +33,20 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     if not source.exists():
         raise InputError(f"the tokenizer {source} does not exist; pass --tokenizer PATH")
     tokenizer = load_tokenizer(source, end)
+    end_token = tokenizer.entry.eod_token
+    assert end_token is not None  # only manifests of earlier versions lack it
     if end is None and not info.imported:
         print(
             f"note: the data has no manifest; its end-of-document token is taken from {source}: "
-            f"{tokenizer.eod_token}",
+            f"{end_token}",
             file=sys.stderr,
         )
     content = tokenizer.files[TOKENIZER_FILE]
     compare(info, source, content)
-    if tokenizer.vocab_size > (config.model.vocab_size or 0):
+    if tokenizer.entry.vocab_size > (config.model.vocab_size or 0):
         raise InputError(
             f"tokenizer {source} must have at most model.vocab_size = {config.model.vocab_size} "
-            f"tokens, got {tokenizer.vocab_size}"
+            f"tokens, got {tokenizer.entry.vocab_size}"
         )
     files = dict(tokenizer.files)
     length = config.train.sequence_length
@@ -52,7 +54,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     if trained:
         files[TOKENIZER_FILE] = as_trained(content)
     existing = files.get(SETTINGS_FILE)
-    files[SETTINGS_FILE] = settings_of(existing, tokenizer.eod_token, length, trained=trained)
+    files[SETTINGS_FILE] = settings_of(existing, end_token, length, trained=trained)
     return replace(tokenizer, files=files)
 
 
