@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain
 from tests.paths import ROOT
 from training.config import load_config
 from training.planning.plan_commands import warn
@@ -30,6 +31,14 @@ def test_missing_paths_are_named(keys, missing, capsys):
     assert said.count("\n") == 1 and "a run needs files that do not exist here: " in said
     assert missing in said
     assert warnings(capsys, *KEYS, *keys) == ""  # mock tokens need none of these files
+
+
+@pytest.mark.parametrize("command", ["--dry-run", "--fit"])
+def test_every_plan_warns(command, capsys):
+    keys = ["model.vocab_size=4096", "data.tokenizer=no/tokenizer.json"]
+    config = str(ROOT / "configs/tiny_muon.yaml")
+    assert pretrain.main(["--config", config, *keys, command, "--gpus", "1"]) == 0
+    assert "data.tokenizer (no/tokenizer.json)" in capsys.readouterr().err
 
 
 def test_initial_weights_that_a_run_would_refuse_are_named(capsys, tmp_path: Path):
