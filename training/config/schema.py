@@ -49,10 +49,8 @@ class RunConfig(Section):
         bad = {"", ".", ".."}.intersection(part.strip() for part in self.name.split("/"))
         rule = "must be names separated by /, not '.' or '..', without control characters"
         yield "name", bad or "\n" in self.name or printable(self.name) != self.name, rule
-        wrong = not self.dir or self.dir.startswith("~")
-        yield "dir", wrong, "must be the non-empty path of a folder, without ~"
-        if not wrong:
-            yield local_path("dir", self.dir)
+        yield "dir", not self.dir, "must be the path of a folder"
+        yield local_path("dir", self.dir)
 
 
 class PlanConfig(Section):

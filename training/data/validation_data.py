@@ -58,7 +58,7 @@ class ValidationData:
             left_out = self.set.starts(1, self.target_tokens + 1).tolist()
         self.counted_tokens = self.target_tokens - len(left_out)
         self.target_bytes = self._target_bytes(token_bytes, tokenizer)
-        if self.target_bytes is not None and left_out:
+        if self.target_bytes is not None:
             self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:

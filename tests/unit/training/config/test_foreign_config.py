@@ -187,10 +187,9 @@ def test_a_name_makes_a_folder_of_its_own(minimal: Path, name: str) -> None:
     assert problem.startswith("run.name must be names separated by /, not '.' or '..'")
 
 
-@pytest.mark.parametrize("folder", ["''", "~/runs", "'~'"])
-def test_a_run_folder_is_a_path(minimal: Path, folder: str) -> None:
-    (problem,) = problems(minimal, f"run.dir={folder}")
-    assert problem.startswith("run.dir must be the non-empty path of a folder, without ~, got")
+def test_a_run_folder_is_a_path(minimal: Path) -> None:
+    (problem,) = problems(minimal, "run.dir=''")
+    assert problem.startswith("run.dir must be the path of a folder, got")
 
 
 def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:

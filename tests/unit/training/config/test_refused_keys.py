@@ -132,7 +132,8 @@ PATHS = (
         ("file:///x", "must be a local path"),
         ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
         ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
-        ("~/x", "~"),
+        ("~/x", "must be written out, .*oc.env:HOME}' for the"),
+        ("'~'", "must be written out, .*oc.env:HOME}' for the"),
     ],
 )
 def test_a_place_that_is_none_is_refused(minimal: Path, key: str, path: str, rule: str) -> None:
