@@ -58,8 +58,10 @@ def mixed_folder(folder: Path) -> None:
 
 
 def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path: Path) -> None:
-    mixed_folder(tmp_path / "in")
+    mixed_folder(tmp_path / "in/deep")
     assert read(tmp_path / "in") == TEXTS[:6]
+    (found,) = find_inputs(f"{tmp_path}/**/*.ndjson").inputs
+    assert str(found) == f"{tmp_path}/in/deep/d.ndjson"
 
 
 def test_what_is_read_and_ignored_is_one_line_a_set(tmp_path, capsys) -> None:

@@ -442,10 +442,10 @@ def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [None, 400])
 def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_together(
-    limit: int | None, inputs: Path, tmp_path: Path
+    limit: int | None, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sets begin at their first document, and the fourth of every seven documents is held
-    out."""
+    out. Inputs are hashed twice: before and after."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))
     portions, read = [], []
     for part in range(3):
@@ -460,8 +460,12 @@ def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_toge
     sets = [plan.SetPlan(name, portions, Fraction(1, 7)) for name in "ab"]
     planned = plan.Preparation(sets=sets, tokenizer=inputs / "tokenizer.json")
     out = tmp_path / "out"
+    hashed: list[Path] = []
+    monkeypatch.setattr(plan, "file_sha256", lambda p: hashed.append(p) or file_sha256(p))
     identities = planned.identities()
     preparation.prepare(planned, out, identities=identities, workers=1, overwrite=False)
+    counts = {hashed.count(each.path) for each in planned.inputs()}
+    assert counts == {4}  # each file is an input of both sets
     for name in "ab":
         assert texts(out, f"{name}.validation") == read[3::7]
         rest = [text for i, text in enumerate(read) if i % 7 != 3]

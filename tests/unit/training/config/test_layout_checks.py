@@ -1,4 +1,4 @@
-"""Layouts that do not fit a model, and sections that do not fit each other, are refused before any
+"""Layouts that do not fit a model, and sections that do not fit each other, are rejected before any
 rank starts, with the reason."""
 
 from pathlib import Path
@@ -109,6 +109,7 @@ def test_a_layout_is_refused_with_the_reason(minimal, overrides, world_size, pro
         ([], 4),
         (["parallel.tensor=2", "parallel.pipeline=2"], 8),
         (["parallel.tensor=2", "model.vocab_size=257"], 2),
+        (["parallel={tensor: 2, sequence: false}", "train.sequence_length=33"], 2),
         (["parallel={pipeline: 2, first_stage_layers: 1}"], 2),
         (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
         (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
