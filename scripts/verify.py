@@ -169,11 +169,9 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
         yield from rows(str(folder), partial(checkpoint_problems, folder))
     latest, newest = run_dir / checkpoints.FOLDER / checkpoints.LATEST, newest_name(run_dir)
     if newest is not None:
-        named = (
-            latest.read_text(encoding="utf-8", errors="replace").strip()
-            if latest.is_file()
-            else None
-        )
+        named = None
+        if latest.is_file():
+            named = latest.read_text(encoding="utf-8", errors="replace").strip()
         yield (str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}")
     if os.path.lexists(run_dir / "config.yaml"):
         yield from rows(

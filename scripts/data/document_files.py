@@ -41,9 +41,7 @@ class ReadOptions:
     """Options for splitting files into documents."""
 
     text_key: str = "text"  # field that contains the text, for inputs without their own text_key
-    document_bytes: int = (
-        2048  # in text files, a blank line after this many bytes ends a document; 0: never
-    )
+    document_bytes: int = 2048  # a blank line after so many bytes of text ends a document; 0: never
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -181,21 +181,17 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
         return False
-    damaged = _damaged_files(output, manifest.files)
+    damaged = [
+        name
+        for name, size in manifest.files.items()
+        if not (output / name).is_file() or (output / name).stat().st_size != size
+    ]
     if damaged and not overwrite:
         raise InputError(
             f"{output} is damaged (missing or truncated: {', '.join(damaged)}); pass --overwrite "
             "to write it again"
         )
     return not damaged
-
-
-def _damaged_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    return [
-        name
-        for name, size in sizes.items()
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size
-    ]
 
 
 def check_replaceable(output: Path, overwrite: bool) -> None:

@@ -141,11 +141,8 @@ class Preparation:
             counts = check_first_documents(inputs, self.reading)
             empty = [each for each, (n, blank) in zip(inputs, counts, strict=True) if blank == n]
             if empty:
-                more = (
-                    f" and {counted(len(empty) - 1, 'more input')} contain"
-                    if empty[1:]
-                    else " contains"
-                )
+                rest = len(empty) - 1
+                more = f" and {counted(rest, 'more input')} contain" if rest else " contains"
                 warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
             first, blank = map(sum, zip(*counts, strict=True))
             if blank:

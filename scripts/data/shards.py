@@ -112,11 +112,7 @@ class Shards:
         self._shards = [preparation.shard(i, max(counts)) for i in range(max(counts))]
         self.folders = [shard.folder(output) for shard in self._shards]
         entries = [read_entry(folder) for folder in self.folders]
-        missing = [
-            folder.name
-            for folder, entry in zip(self.folders, entries, strict=True)
-            if entry is None
-        ]
+        missing = [f.name for f, entry in zip(self.folders, entries, strict=True) if entry is None]
         if missing:
             raise InputError(
                 f"{home} lacks {', '.join(missing)}: prepare the missing shards (--shard "

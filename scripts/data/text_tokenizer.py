@@ -22,11 +22,8 @@ COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template
 LONGEST_WORD = 1000
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 _CONFIGS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-)
+    "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

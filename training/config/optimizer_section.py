@@ -204,11 +204,8 @@ class OptimizerConfig(Section):
         for role, scaler in self.radius_scalers().items():
             rule = self.settings_for(role).rule
             problem = f"must be null with rule {rule}, which has no radius, got {scaler}"
-            yield (
-                f"roles.{role}.radius_scaler",
-                not isinstance(self.rule(rule), RadiusRule),
-                problem,
-            )
+            wrong = not isinstance(self.rule(rule), RadiusRule)
+            yield f"roles.{role}.radius_scaler", wrong, problem
         for name in RULES if self.distributed.cuda_graph else ():
             field_name = self.rule(name).waiting_field
             problem = (

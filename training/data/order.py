@@ -340,8 +340,7 @@ class TrainingData(Dataset[Tensor]):
             count = counts.get(each.name, UNREAD)
             epochs = count.tokens / (len(each) * self.sequence_length)
             share = shares.get(each.name, 0.0)
-            use = SetUse(each.name, share, len(each), count.samples, count.tokens, epochs)
-            uses.append(use)
+            uses.append(SetUse(each.name, share, len(each), count.samples, count.tokens, epochs))
         return uses
 
     def attended_length(self) -> float:
