@@ -332,12 +332,8 @@ class ModelConfig(Section):
     @property
     def padded_vocab(self) -> int:
         """Number of rows of the embedding and of the head."""
-        if self.vocab_size is None:
-            raise ValueError("model.vocab_size must be set before the model is built, got null")
+        assert self.vocab_size is not None  # `with_vocabulary` has set it
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-
-Score = Literal["sigmoid", "softmax"]
 
 
 def scale_of(moe: MoEConfig) -> float:
@@ -349,7 +345,7 @@ def scale_of(moe: MoEConfig) -> float:
 
 
 @lru_cache
-def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
+def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "sigmoid") -> float:
     """Return the factor M with which routed and shared experts' sums have the same variance.
 
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with

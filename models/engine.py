@@ -204,13 +204,8 @@ def has_transformer_engine() -> bool:
     return find_spec("transformer_engine") is not None
 
 
-def transformer_engine_layer(qk_norm: bool = False) -> Any:
-    """Return Megatron's spec of a dense transformer layer with Transformer Engine modules.
-
-    Raises ModuleNotFoundError if Transformer Engine is not installed.
-    """
-    if not has_transformer_engine():
-        raise ModuleNotFoundError("Transformer Engine is not installed")
+def transformer_engine_layer(qk_norm: bool) -> Any:
+    """Return Megatron's spec of a dense transformer layer with Transformer Engine modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

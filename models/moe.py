@@ -39,18 +39,12 @@ LAYER_NAMES = {
 EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 
 
-def mixture(model: ModelConfig) -> MoEConfig:
-    """Return the config of the mixture-of-experts layers; raise ValueError if there is none."""
-    if model.moe is None:
-        raise ValueError(f"model.moe must be a section for family {model.family}, got null")
-    return model.moe
-
-
 def transformer_config(
     model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
     """Return Megatron's config of `model`; `options` are options of `dense.transformer_config`."""
-    moe = mixture(model)
+    moe = model.moe
+    assert moe is not None
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
     active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return replace(
@@ -105,7 +99,8 @@ def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
     """Return the model of a chunk; see `models.dense.build`."""
-    plain, moe = dense.layer_spec(model), mixture_spec(mixture(model), config)
+    assert model.moe is not None
+    plain, moe = dense.layer_spec(model), mixture_spec(model.moe, config)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))
     specs = [plain if model.mixture(layer) is None else mixed for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)

@@ -101,10 +101,7 @@ class PCConfig(Section):
         return unit.role in self.roles
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """Return the preconditioner of `unit`, or None if `unit` is not a PC layer.
-
-        Raises ValueError if the level is null; `load_config` replaces null with the paper's choice.
-        """
+        """Return the preconditioner of `unit`, or None if `unit` is not a PC layer."""
         if not self.covers(unit):
             return None
         return Preconditioner(
@@ -126,9 +123,8 @@ class PCConfig(Section):
             return fit_polynomial(polynomial.degree, polynomial.cutoff, polynomial.alpha, interval)
         if polynomial.kind == "over_flattening":
             return polynomial.kind
-        if self.level is None:
-            raise ValueError("level must be a number for polynomial.kind preset, got null")
         level = self.level
+        assert level is not None  # `load_config` has replaced null
         for override in self.overrides.values():
             named = override.roles is None or unit.role in override.roles
             layers = override.layers

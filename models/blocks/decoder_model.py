@@ -60,11 +60,7 @@ def losses_and_normalizers(
         chunk: number of rows whose logits are computed at a time.
         group: ranks that share the vocabulary, None if this rank has the whole vocabulary.
         softcap: soft cap of the logits, None for no cap.
-
-    Raises ValueError if `chunk < 1`.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
     both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, chunk, group, softcap
     )

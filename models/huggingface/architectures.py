@@ -105,15 +105,6 @@ EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each setting that DeepSeek's class does not support, except experts.
-
-    For example `("norm_epsilon must be 1e-06", "1e-05")`.
-    """
-    if model.norm_epsilon != LATENT_EPSILON:
-        yield f"norm_epsilon must be {LATENT_EPSILON:g}", f"{model.norm_epsilon:g}"
-
-
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     """Yield (rule, value) for each setting of experts that neither DeepSeek's nor GLM's class
     supports.
@@ -127,9 +118,9 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
     if moe.shared_experts < 1:
         yield "shared_experts must be at least 1", str(moe.shared_experts)
     groups, used = moe.expert_groups, moe.top_groups
-    if groups >= 1 and moe.experts // groups < 2:
+    if moe.experts // groups < 2:
         yield f"experts must be at least twice expert_groups = {groups}", str(moe.experts)
-    if groups > 1 and used >= 1 and moe.top_k // used != 2:
+    if groups > 1 and moe.top_k // used != 2:
         rule = f"top_k must be at least twice and below three times top_groups = {used}"
         yield rule, str(moe.top_k)
 
@@ -152,17 +143,16 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
 
     Other models are rejected before training, because they could not be exported after training.
     """
-    limits = list(latent_limits(model))
-    if model.kv_heads not in (None, model.heads):
-        limits.append((f"kv_heads must be null or heads = {model.heads}", str(model.kv_heads)))
-    if model.head_dim is not None:
-        rule = "head_dim must be null with latent, which sets the head dimensions"
-        limits.append((rule, str(model.head_dim)))
-    if model.moe is not None:
-        limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]
-    for rule, value in limits:
+    only = "transformers' DeepseekV3 supports no other value"
+    rule = f"must be {LATENT_EPSILON:g}, because {only}"
+    yield "norm_epsilon", model.norm_epsilon != LATENT_EPSILON, rule
+    rule = f"must be null or heads = {model.heads}, because {only}"
+    yield "kv_heads", model.kv_heads not in (None, model.heads), rule
+    rule = "must be null with latent, which sets the head dimensions"
+    yield "head_dim", model.head_dim is not None, rule
+    for rule, value in () if model.moe is None else mixture_limits(model.moe):
         key, rule = rule.split(" ", 1)
-        yield key, True, f"{rule}, got {value}: transformers' DeepseekV3 supports no other value"
+        yield f"moe.{key}", True, f"{rule}, got {value}: {only}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +166,6 @@ class Architecture:
     qk_norm     whether query and key heads are normalised, None if both are possible
     head_sizes  whether the head dimension may differ from hidden / heads
     whole_heads whether hidden must be divisible by heads, even if the head dimension is given
-    latent      whether attention is multi-head latent attention
     experts     function that yields (rule, value) for each unsupported setting of experts
     attention_bias  config.json's `attention_bias` for each supported `model.attention_bias`, None
                 if the class does not have this entry
@@ -189,15 +178,8 @@ class Architecture:
     qk_norm: bool | None = False
     whole_heads: bool = False
     head_sizes: bool = True
-    latent: bool = False
     experts: Callable[[MoEConfig], Iterator[tuple[str, str]]] | None = None
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
-
-    def bias_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the entries of config.json for `model.attention_bias`, which the class must
-        support."""
-        value = self.attention_bias[model.attention_bias]
-        return {} if value is None else {"attention_bias": value}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return a message for each setting of `model` that the class does not support."""
@@ -212,8 +194,6 @@ class Architecture:
             yield f"qk_norm must be {str(self.qk_norm).lower()}", str(model.qk_norm).lower()
         if self.whole_heads and model.hidden % model.heads:
             yield f"hidden must be divisible by heads = {model.heads}", str(model.hidden)
-        if self.latent:
-            yield from latent_limits(model)
         if model.attention_bias not in self.attention_bias:
             options = " or ".join(self.attention_bias)
             yield f"attention_bias must be {options}", model.attention_bias
@@ -346,8 +326,6 @@ DEEPSEEK_V3: Final = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     settings=_deepseek_settings,
-    latent=True,
-    experts=mixture_limits,
 )
 GLM4_MOE: Final = Architecture(
     name="Glm4MoeForCausalLM",

@@ -51,6 +51,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
     Raises InexpressibleError if `architecture` does.
     """
     chosen = architecture(model)
+    bias = chosen.attention_bias[model.attention_bias]
     return {
         "architectures": [chosen.name],
         "model_type": chosen.model_type,
@@ -66,7 +67,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         # key, each version silently uses the base 10000.
         "rope_theta": model.rope_base,
         "rope_parameters": rope_parameters(model),
-        **chosen.bias_settings(model),
+        **({} if bias is None else {"attention_bias": bias}),
         **chosen.settings(model),
     }
 
