@@ -72,14 +72,14 @@ def chosen(
     if missing:
         present = ", ".join(map(str, there)) or "none"
         raise InputError(f"{run} has no checkpoint of step {missing[0]}; available: {present}")
-    infos, broken = [], []
+    infos, broken = [], {}
     for step in sorted(set(requested or there)):
         try:
             infos.append(read_checkpoint(step_folder(run, step)))
         except BrokenCheckpointError as error:
             if requested is not None:
                 raise
-            broken.append(f"step {step}, a broken checkpoint: {error}")
+            broken[step] = f"step {step}, a broken checkpoint: {error}"
     if last is not None and len(infos) < last:
         raise InputError(
             f"--last must be at most {len(infos)}, the number of checkpoints of {run}, got {last}"
@@ -87,11 +87,9 @@ def chosen(
     infos = infos[-last:] if last is not None else infos
     if len(infos) < 2:
         raise InputError(f"{run} must contain two or more checkpoints, got {len(infos)}")
-    used = {info.step for info in infos}
-    others = [f"step {step}" for step in there if step not in used]
-    named = [text.partition(",")[0] for text in broken]
-    unchosen = ", ".join(text for text in others if text not in named)
-    return infos, [*broken, *([unchosen] if unchosen else [])]
+    explained = {info.step for info in infos} | broken.keys()
+    unchosen = ", ".join(f"step {step}" for step in there if step not in explained)
+    return infos, [*broken.values(), *([unchosen] if unchosen else [])]
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:

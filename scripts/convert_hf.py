@@ -44,9 +44,6 @@ def _convert(options: argparse.Namespace) -> int:
     except OSError as error:
         full = "; nothing was written" if error.errno == errno.ENOSPC else ""
         return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
-    except KeyboardInterrupt:
-        print("interrupted: all partial files were removed", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder
 
 from scripts.command import command, new_parser, require, whole_number
-from training.errors import InputError, near_name, printable
+from training.errors import InputError, printable
 from training.report.text import progress
 
 DEFAULT_TOKENS = 40
@@ -46,8 +46,8 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
     """Provide `source` as an exported model within a context.
 
     A checkpoint, or the newest complete checkpoint of a run folder, is exported to a temporary
-    folder. Raises InputError if `source` is not a checkpoint, a run folder or an exported model, or
-    if the run has no tokenizer.
+    folder. Raises InputError if `source` contains no checkpoint and no exported model, or if the
+    run has no tokenizer.
     """
     if (source / "config.json").is_file():
         if tokenizer is not None:
@@ -56,17 +56,11 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
             raise InputError(f"{source} must contain tokenizer.json; export it with a tokenizer")
         yield source
         return
-    if not source.is_dir():
-        raise InputError(
-            f"{source} must be a run, a checkpoint or an exported model{near_name(source)}"
-        )
     from models.engine import import_engine  # imported here because the import takes seconds
 
     import_engine()
     from scripts.huggingface.export import export
 
-    if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
-        raise InputError(f"{source} is not an exported model and contains no complete checkpoint")
     with tempfile.TemporaryDirectory(prefix="spectrain-model-") as folder:
         target = Path(folder) / "model"
         info = export(source, target, tokenizer=tokenizer)

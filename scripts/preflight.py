@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -213,15 +214,13 @@ def over_ranks(check: Check, device: torch.device) -> Row:
         seconds.append(time.perf_counter() - begin)
         right = right and torch.equal(check.result, check.expected)
     rate = check.amount / median(seconds[1:])
-    results: list[tuple[str, float, bool] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, (socket.gethostname(), rate, right))
-    complete = [
-        (f"rank {i} (host {r[0]})", r[1], r[2]) for i, r in enumerate(results) if r is not None
-    ]
-    middle = median(rate for _, rate, _ in complete)
-    wrong = [name for name, _, right in complete if not right]
-    slow = [name for name, rate, _ in complete if rate < SLOW * middle]
-    return Row(check.name, check.unit, min(rate for _, rate, _ in complete), middle, wrong, slow)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (f"(host {socket.gethostname()})", rate, right))
+    rates = [rate for _, rate, _ in results]
+    middle = median(rates)
+    wrong = [f"rank {i} {host}" for i, (host, _, right) in enumerate(results) if not right]
+    slow = [f"rank {i} {host}" for i, (host, rate, _) in enumerate(results) if rate < SLOW * middle]
+    return Row(check.name, check.unit, min(rates), middle, wrong, slow)
 
 
 def wait(device: torch.device) -> None:

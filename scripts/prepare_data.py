@@ -122,14 +122,12 @@ def _check_export(tokenizer: Path | None) -> None:
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    from scripts.huggingface.equivalence import (  # imported here because the import is slow
-        DifferentError,
-        checked_tokenizer,
-    )
+    # Imported here because the import is slow.
+    from scripts.huggingface.equivalence import checked_tokenizer
 
     try:
         checked_tokenizer(tokenizer, with_template=True)
-    except DifferentError as error:
+    except InputError as error:
         raise DataError(
             f"{error}; a model with this tokenizer cannot be exported: correct "
             "tokenizer_config.json, or pass only tokenizer.json"

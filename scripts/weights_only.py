@@ -220,13 +220,10 @@ class Mean:
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
         """Record the ratio of norm and radius of a matrix with a sphere rule, and rescale it if
         requested."""
-        rule = self._assign(unit).rule
-        if not rule.whole_matrix:
-            return
-        rows, cols = unit.shape
-        radius = rule.radius_of((rows, cols))
+        radius = self._assign(unit).rule.radius_of(unit.shape)
         if radius is None:
             return
+        rows, cols = unit.shape
         stack = matrix.reshape(1, rows, cols)
         zeros = torch.zeros(1, rows), torch.zeros(1, cols)
         norm = top_singular(stack, *zeros, steps=COLD_STEPS)[0].item()

@@ -48,7 +48,6 @@ sso_paper combines the SSO paper's tables of its dense model and of its mixture 
 report plain accuracy and do not state the number of few-shot examples."""
 
 
-SUFFIX: Final = ".jsonl"
 TASK: Final = """\
 task: {name}
 dataset_path: json
@@ -188,7 +187,7 @@ def named_files(names: Sequence[str]) -> dict[str, str]:
     Raises InputError if two files have the same name, DataError if a file is not a task file.
     """
     files: dict[str, str] = {}
-    for name in (name for name in names if name.endswith(SUFFIX)):
+    for name in (name for name in names if name.endswith(".jsonl")):
         task = f"file_{Path(name).stem}"
         if task in files:
             raise InputError(f"task files must have different names, got {Path(name).name} twice")

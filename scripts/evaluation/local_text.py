@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,10 +37,7 @@ cut at the ends of the text may be encoded differently."""
 
 
 def write_tasks(
-    folder: Path,
-    config: Config,
-    tokenizer_file: Path,
-    saved: Mapping[str, Any] = MappingProxyType({}),
+    folder: Path, config: Config, tokenizer_file: Path, saved: Mapping[str, Any]
 ) -> list[str]:
     """Write a task per validation set of a run's config to `folder`; return the tasks' names.
 

@@ -35,14 +35,10 @@ TOLERANCE = 1e-4
 that logit exceeds 1."""
 
 
-class DifferentError(InputError):
-    """Error for an exported model that differs from the trained model."""
+def verify(weights: CheckpointWeights, folder: Path) -> None:
+    """Print the largest difference of float32 logits between our model and the export in `folder`.
 
-
-def verify(weights: CheckpointWeights, folder: Path) -> float:
-    """Return the largest difference of float32 logits between our model and the export in `folder`.
-
-    Only one of the two models is in memory at a time. Raises DifferentError if transformers reports
+    Only one of the two models is in memory at a time. Raises InputError if transformers reports
     missing or extra tensors, or if the difference exceeds TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
@@ -57,11 +53,10 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
         f"{difference:.2e} (largest logit {largest:.2f})"
     )
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise DifferentError(
+        raise InputError(
             f"the exported model's logits must equal the trained model's within {TOLERANCE:g} "
             f"times the largest logit, {largest:.3g}, got a difference of {difference:.3g}"
         )
-    return difference
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
@@ -79,7 +74,7 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     """Return the folder's tokenizer as loaded by transformers.
 
-    Raises DifferentError if the loaded tokenizer encodes or decodes text differently from the
+    Raises InputError if the loaded tokenizer encodes or decodes text differently from the
     folder's tokenizer.json; see `check_tokens`.
     """
     from transformers import AutoTokenizer
@@ -90,7 +85,7 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     added = stored.get_added_tokens_decoder().values()
     more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, added))
     if more:
-        raise DifferentError(
+        raise InputError(
             f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, because "
             f"text would be encoded differently than in training, got {named(more)}; remove these "
             "tokens"
@@ -100,7 +95,7 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
 
 
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
-    """Raise DifferentError if transformers and tokenizer.json encode or decode TEXT differently.
+    """Raise InputError if transformers and tokenizer.json encode or decode TEXT differently.
 
     `with_template` permits a template that adds tokens to a text. Data is prepared without these
     tokens, but an imported model's tokenizer may add them.
@@ -110,14 +105,14 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
     expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
         place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
-        raise DifferentError(
+        raise InputError(
             f"transformers' {type(loaded).__name__} must encode text as tokenizer.json does: "
             f"at token {place}, expected {expected[place : place + 4]}, got "
             f"{tokens[place : place + 4]}"
         )
     text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)
     if text != stored_text:
-        raise DifferentError(
+        raise InputError(
             f"transformers' {type(loaded).__name__} must decode tokens as tokenizer.json does: "
             f"expected {stored_text[:40]!r}, got {text[:40]!r}"
         )
@@ -135,10 +130,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
     with offline():
         stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
-        try:
-            model = load_whole(folder, dtype=torch.float32)
-        except InputError as error:
-            raise DifferentError(str(error)) from error
+        model = load_whole(folder, dtype=torch.float32)
     logits: Tensor = model.eval()(tokens).logits
     return logits, stored
 

@@ -4,7 +4,6 @@ Only one parameter is in memory at a time, and at most one file of weights.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ def export(
         without_tokenizer: whether to omit the tokenizer.
         verify: check of the folder; its errors abort the export.
     """
-    info, weights = opened(source, target)
+    info, weights = opened(source)
     model = weights.config.model
     try:
         name = architecture(model).name
@@ -88,9 +87,8 @@ def export(
     return info
 
 
-def opened(source: Path, target: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
-    """Return an intact checkpoint and its weights, after checking that `target` is free."""
-    check_free(target)
+def opened(source: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
+    """Return an intact checkpoint and its weights."""
     info = read_checkpoint(source)
     raise_problems(info)
     return info, CheckpointWeights(info)
@@ -176,7 +174,7 @@ def write_settings(
     for name, content in (("config.json", settings), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name, data in ({} if tokenizer is None else tokenizer.files).items():
-        (folder / os.path.basename(name)).write_bytes(data)
+        (folder / name).write_bytes(data)
 
 
 def export_consolidated(
@@ -187,7 +185,7 @@ def export_consolidated(
     For `dtype` and `shard_bytes` see `export`. Tensors have megatron-core's shapes on one rank; PC
     layers are merged into weights. Raises InputError if the source or target cannot be used.
     """
-    info, weights = opened(source, target)
+    info, weights = opened(source)
     weights.check()
     kind = DTYPES[dtype or stored_dtype(info)]
     with torch.device("meta"):

@@ -23,7 +23,6 @@ from models.huggingface.config_json import (
 )
 from models.huggingface.tensors import TheirTensor, their_tensors
 from parallel.error_text import first_line
-from scripts.command import check_free
 from scripts.data.text_tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.equivalence import offline
 from scripts.huggingface.export import INDEX_FILE
@@ -52,7 +51,6 @@ def import_model(
     from it. Only one parameter is in memory at a time. Raises InputError if the config's model
     differs from the model in `source`, or if files are missing or unreadable.
     """
-    check_free(target)
     config = load_config(config_file, overrides)
     settings = their_settings(source)
     if config.model.vocab_size is None:

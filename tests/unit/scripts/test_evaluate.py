@@ -1,21 +1,28 @@
 """Evaluation of exported models: windows of the local task, the table, and wrong input."""
 
+import json
 import math
+import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import Tokenizer
 
 from scripts.data.text_tokenizer import train_tokenizer
+from scripts.evaluate import main
 from scripts.evaluation import process_results
 from scripts.evaluation.harness import TASK_SETS, Row, Run, evaluate, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, write_tasks
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
+from tests.task_files import write_tasks as write_choices
 from tests.token_files import prepare_text
 from training.data.token_bytes import token_byte_lengths
 from training.data.token_set import TokenSet
@@ -41,7 +48,7 @@ def config_of(folder: Path, prepared: Path):
 
 def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> None:
     config = config_of(tmp_path, prepared)
-    assert write_tasks(tmp_path, config, prepared / "tokenizer.json") == ["local_walk"]
+    assert write_tasks(tmp_path, config, prepared / "tokenizer.json", {}) == ["local_walk"]
     documents = json_lines(tmp_path / "local_walk.jsonl")
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     data = ValidationData(
@@ -67,7 +74,7 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
 def test_lm_eval_sees_each_document_alone_as_training_does(prepared, tmp_path) -> None:
     config = config_of(tmp_path, prepared)
     config = replace(config, data=replace(config.data, document_mask=True))
-    write_tasks(tmp_path, config, prepared / "tokenizer.json")
+    write_tasks(tmp_path, config, prepared / "tokenizer.json", {})
     texts = [document["text"] for document in json_lines(tmp_path / "local_walk.jsonl")]
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     tokens = TokenSet("walk", f"{prepared}/tokens.train", LENGTH)
@@ -107,7 +114,20 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
     other.write_bytes(train_tokenizer([*texts, *(chr(i) * 2 for i in range(97, 123))], 270))
     both = f"walk must have the tokenizer {other}, got {prepared}/tokenizer.json"
     with pytest.raises(InputError, match=both):
-        write_tasks(tmp_path, config_of(tmp_path, prepared), other)
+        write_tasks(tmp_path, config_of(tmp_path, prepared), other, {})
+
+
+def test_a_task_is_never_of_other_tokens(prepared, tmp_path) -> None:
+    """The vocabulary is equal, but lm-eval would read other tokens from the text."""
+    settings, file = json.loads((prepared / "tokenizer.json").read_text()), tmp_path / "other.json"
+    file.write_text(json.dumps(settings | {"normalizer": {"type": "Replace", "pattern": {
+        "String": "matrix"}, "content": "m"}}))  # fmt: skip
+    config = config_of(tmp_path, prepared)
+    with pytest.raises(InputError, match="tokens differ after decoding and encoding"):
+        write_tasks(tmp_path, config, file, {})
+    config = replace(config, data=replace(config.data, validation={}))
+    with pytest.raises(InputError, match=r"data\.validation must contain a set"):
+        write_tasks(tmp_path, config, prepared / "tokenizer.json", {})
 
 
 def test_a_validation_set_that_has_changed_is_not_scored(prepared, tmp_path) -> None:
@@ -117,6 +137,87 @@ def test_a_validation_set_that_has_changed_is_not_scored(prepared, tmp_path) -> 
         assert write_tasks(tmp_path, config, prepared / "tokenizer.json", saved) == ["local_walk"]
     with pytest.raises(InputError, match=f"its hash must be aa, got {content:.12}"):
         write_tasks(tmp_path, config, prepared / "tokenizer.json", {key: "aa"})
+
+
+LM_EVAL = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+options = dict(zip(sys.argv[5::2], sys.argv[6::2], strict=True))
+output, folder = Path(options["--output_path"]), Path(options.get("--include_path", "absent"))
+content = {{
+    "arguments": sys.argv[1:],
+    "files": {{path.name: path.read_text() for path in folder.glob("*")}},
+    "offline": [os.environ.get(f"HF_{{name}}_OFFLINE") for name in ("HUB", "DATASETS")],
+    "results": {{task: {{"acc,none": 0.5, "acc_norm,none": 0.6, "acc_stderr,none": "N/A"}}
+                for task in options["--tasks"].split(",")}},
+    "versions": {{"arc_easy": 1.0}},
+}}
+output.mkdir(parents=True)
+(output / "results_1.json").write_text(json.dumps(content))
+"""
+"""A program that takes lm-eval's options and writes them as results."""
+
+
+@pytest.mark.parametrize("standard", [["arc_easy,mmlu", "pc_paper"], []])
+def test_lm_eval_gets_each_task_once_and_its_results_are_kept(
+    standard, prepared, tmp_path, monkeypatch, capsys
+) -> None:
+    config, loaded = config_of(tmp_path, prepared), []
+    monkeypatch.setattr("scripts.evaluate.load_whole", lambda folder, **_: loaded.append(folder))
+    monkeypatch.setattr(
+        "training.checkpoint.checkpoints.read_checkpoint",
+        lambda run: SimpleNamespace(config=config, meta={"identity": {}}),
+    )
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    model, program, chosen = tmp_path / "model", tmp_path / "program", tmp_path / "a: #b"
+    for folder in (model, chosen):
+        folder.mkdir()
+    shutil.copy(prepared / "tokenizer.json", model)
+    (model / "config.json").write_text('{"eos_token_id": 7}')
+    program.write_text(LM_EVAL)
+    program.chmod(0o755)
+    file = write_choices(chosen)["digits"]
+    options = ["--run", "run", "--python", str(program), "--dtype", "bfloat16", "--device", "cpu"]
+    assert main([str(model), "--tasks", "local", file, *standard, *options]) == 0
+    assert loaded == [model]
+    seen = json.loads((model / "evaluation" / "lm_eval" / "results_1.json").read_text())
+    given = dict(zip(seen["arguments"][4::2], seen["arguments"][5::2], strict=True))
+    tasks = ["local_walk", "file_digits", *(["mmlu", *TASK_SETS["pc_paper"]] if standard else [])]
+    assert sorted(given["--tasks"].split(",")) == sorted(tasks)
+    assert given["--model_args"] == f"pretrained={model},dtype=bfloat16,prefix_token_id=7"
+    assert given["--device"] == "cpu"
+    assert seen["offline"] == ([None, None] if standard else ["1", "1"])
+    task = yaml.safe_load(seen["files"]["file_digits.yaml"])
+    assert task["task"] == "file_digits" and task["dataset_kwargs"]["data_files"]["test"] == file
+    local = seen["files"]["local_walk.yaml"]
+    found = process_results.process_results({"bytes": 9}, [-2.0])
+    assert set(re.findall(r"metric: (\w+)", local)) == found.keys()
+    assert set(found.values()) == {(-2.0, 9)}
+    functions = re.findall(r"!function local_text\.(\w+)", local)
+    assert len(functions) == 3 and all(f"def {name}(" in seen["files"]["local_text.py"]
+                                       for name in functions)  # fmt: skip
+    kept = json.loads((model / "evaluation" / "results.json").read_text())
+    assert kept.pop("model") == str(model)
+    assert kept.pop("command") == [str(program), *seen["arguments"]]
+    assert kept == {key: seen[key] for key in ("results", "versions")}
+    text = (model / "evaluation" / "results.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.count("| acc ") == len(tasks) - 4 * bool(standard)  # four tasks by acc_norm alone
+    assert ("mean of pc_paper" in text) == bool(standard)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["piqa", "--run", "a"], "--run has no effect without --tasks local, got a"),
+        (["local"], "--tasks local needs --run"),
+        (["piqa", "--python", "nowhere/python"], "nowhere/python does not exist; create"),
+    ],
+)
+def test_options_that_miss_another_are_refused(options, rule, tmp_path, refusal) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert rule in refusal(main([str(tmp_path), "--tasks", *options]))
 
 
 def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) -> None:
@@ -189,11 +290,13 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
 
 
 def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
-    names = ("_standard_error", "_stderr")
-    values = {f"bits_per_byte{name},none": x for name, x in zip(names, (0.1, "N/A"), strict=True)}
-    assert rows({"local_a": {"bits_per_byte,none": 1.5, **values}}) == [
-        Row("local_a", "bits_per_byte", 1.5, 0.1)
-    ]
+    """One document has no standard error."""
+    alone = process_results.error_of_bits([(-2.0, 9.0)])
+    for error, shown in ((0.1, 0.1), (alone, None)):
+        values = {"bits_per_byte_standard_error,none": error, "bits_per_byte_stderr,none": "N/A"}
+        assert rows({"local_a": {"bits_per_byte,none": 1.5, **values}}) == [
+            Row("local_a", "bits_per_byte", 1.5, shown)
+        ]
 
 
 def test_a_module_of_the_working_directory_is_not_lm_eval(tmp_path, monkeypatch) -> None:

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.families import all_units
 from parallel.comm import groups
-from scripts.convert_hf import main
+from scripts.convert_hf import main, parse
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
-from scripts.huggingface.equivalence import DifferentError, verify
+from scripts.huggingface.equivalence import verify
 from scripts.huggingface.tokenizer_files import settings_of
-from tests.export_cases import MOE, SOFTMAX_MOE
+from tests.export_cases import MOE
 from tests.failing_disk import largest_file
 from tests.run_configs import tiny_config
 from tests.run_results import tensors_of
@@ -179,6 +179,7 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
     assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
     assert generate([str(out), "A matrix"]) == 0  # as many tokens as fit
     assert "--tokens must be at most" in refusal(generate([str(out), "A matrix", "--tokens", "40"]))
+    assert "must have at least one token" in refusal(generate([str(out), ""]))
     assert generate([str(out), "A matrix " * 40]) == 2
     assert "the prompt must be shorter than the model's" in capsys.readouterr().err
     surprises = {"num_beams": 3, "repetition_penalty": 9.0, "do_sample": True, "max_length": 3}
@@ -271,7 +272,7 @@ def test_a_missing_tensor_is_noticed(trained, out) -> None:
     tensors = load_file(out / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DifferentError, match=r"missing_keys.*model\.norm\.weight"):
+    with pytest.raises(InputError, match=r"missing_keys.*model\.norm\.weight"):
         verify(CheckpointWeights(read_checkpoint(trained())), out)
 
 
@@ -322,25 +323,30 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, capsys) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+def test_what_hugging_face_cannot_express_is_named(run, tmp_path, capsys) -> None:
+    folder = run(model__family="gpt", model__activation="relu2")
+    assert "model.activation must be swiglu" in refused(capsys, folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
-    ("keys", "reason"),
+    ("options", "problem"),
     [
-        (
-            {"model__family": "gpt", "model__activation": "relu2"},
-            "model.activation must be swiglu or geglu for LlamaForCausalLM, got relu2",
-        ),
-        (
-            {**MOE, "model__moe__shared_gate": True},
-            "model.moe.shared_gate must be false for Glm4MoeForCausalLM, got true",
-        ),
-        (
-            {**SOFTMAX_MOE, "model__moe__routed_scale": 2.5},
-            "model.moe.routed_scale must be 1 for Qwen3MoeForCausalLM, got 2.5",
-        ),
+        (["--shard-size", "5QB"], "must be a size such as 5GB, got 5QB"),
+        (["--shard-size", "0MB"], "must be a size such as 5GB, got 0MB"),
+        (["train.steps=1"], "unrecognized arguments: train.steps=1"),
     ],
 )
-def test_what_hugging_face_cannot_express_is_named(keys, reason, run, tmp_path, capsys) -> None:
-    assert reason in refused(capsys, run(**keys), tmp_path / "out")
+def test_wrong_options_of_an_export_are_refused(options, problem, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "run", "out", *options])
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("300", 300), ("50KB", 50_000), ("1.5 mb", 1_500_000), ("2GB", 2 * 10**9)]
+)
+def test_sizes_of_files_are_decimal(text, size) -> None:
+    assert parse(["export", "run", "out", "--shard-size", text]).shard_size == size
 
 
 def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:

@@ -11,6 +11,7 @@ from scripts.evaluation.harness import Run
 from scripts.generate import continuation, main, parse
 from scripts.huggingface.export import INDEX_FILE
 from scripts.huggingface.importing import TheirFiles, copy_tokenizer, their_settings
+from scripts.huggingface.model_folder import read_settings
 from tests.text_files import write_byte_level_tokenizer
 from training.errors import InputError
 
@@ -149,5 +150,21 @@ def test_a_pipe_is_not_read(tmp_path):
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(tmp_path: Path, refusal) -> None:
-    assert "the prompt must be UTF-8" in refusal(main([str(tmp_path), "\udcff"]))
+@pytest.mark.parametrize(
+    ("folder", "options", "rule"),
+    [
+        ("", ["\udcff"], "the prompt must be UTF-8"),
+        ("", ["a", "--temperature", "nan"], "--temperature must be finite and at least 0, got nan"),
+        ("", ["a", "--temperature", "-1"], "--temperature must be finite and at least 0, got -1"),
+        ("", ["a", "--tokenizer", "t"], "--tokenizer needs a run or checkpoint, got the export"),
+        ("", ["a"], "must contain tokenizer.json; export it with a tokenizer"),
+        ("absent", ["a"], "absent does not exist"),
+        ("empty", ["a"], "empty contains no checkpoint"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(folder, options, rule, tmp_path, refusal) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    assert rule in refusal(main([str(tmp_path / folder), *options]))
+    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+        read_settings(tmp_path)

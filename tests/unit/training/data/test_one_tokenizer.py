@@ -66,7 +66,7 @@ def test_the_local_task_refuses_sets_of_two_tokenizers(folder):
     config, own, other = (folder / name for name in ("config.yaml", "own/d", "other/d"))
     mixed = load_config(config, [f"data.validation.mine.path={other}/tokens.train"])
     with pytest.raises(InputError, match=f"walk from {own}.*mine from {other}"):
-        write_tasks(folder, mixed, own / "tokenizer.json")
+        write_tasks(folder, mixed, own / "tokenizer.json", {})
 
 
 def test_replace_leaves_out_the_sets_of_the_base(folder):
