@@ -42,17 +42,17 @@ MODES = {
     "rehearse": "run a few steps of the real code on simulated GPUs instead of training",
 }
 """Options that select a mode other than training, and their help."""
-NEEDS = {
+NEEDS: dict[str, tuple[str | None, ...]] = {
     "gpus": ("dry_run", "fit", "rehearse"),
     "device": ("dry_run", "fit", "rehearse"),
     "json": ("dry_run", "rehearse"),
     "write": ("fit",),
     "rank": ("rehearse",),
     "compile_kernels": ("rehearse",),
-    "resume": (),
-    "ranks": (),
+    "resume": (None,),
+    "ranks": (None,),
 }
-"""Modes in which each option is allowed; an empty tuple means training."""
+"""Modes in which each option is allowed; None means training."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,8 +116,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen = next((mode for mode in MODES if getattr(options, mode)), None)
     for name, modes in NEEDS.items():
         given = getattr(options, name)
-        if given is not None and given is not False and chosen not in (modes or (None,)):
-            *others, last = map(flag, modes or [None])
+        if given is not None and given is not False and chosen not in modes:
+            *others, last = map(flag, modes)
             needed = f"{', '.join(others)} or {last}" if others else last
             parser.error(f"{flag(name)} needs {needed}")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:

@@ -160,6 +160,20 @@ def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
     assert not (folder / "run").exists()
 
 
+def test_ranks_are_started_with_the_other_arguments(folder, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("training.launcher.launch", lambda *given: started.append(given) or 3)
+    for ranks in (["--ranks", "2"], ["--ranks=2"]):
+        assert run(folder, "train.steps=4", *ranks, "--resume", "none") == 3
+    config = ["--config", str(folder / "config.yaml")]
+    command = [pretrain.__file__, *config, "train.steps=4", "--resume", "none"]
+    assert started == [(2, command)] * 2
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        run(folder, "--ranks", "2")
+    assert "--ranks must not be used under torchrun" in capsys.readouterr().err
+
+
 def test_output_never_replaces_the_config(folder, refusal):
     overlay, link = folder / "overlay.yaml", folder / "link.yaml"
     overlay.write_text("base: config.yaml\n")

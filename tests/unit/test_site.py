@@ -37,5 +37,6 @@ def test_links_that_lead_nowhere_fail_the_site(tmp_path: Path) -> None:
 
 
 def test_a_link_to_no_file_of_the_repository_fails_the_site() -> None:
+    assert on_page_markdown("A [b](../Makefile#L3).") == "A b (`Makefile`)."
     with pytest.raises(FileNotFoundError, match=r"no_such_file\.py"):
         on_page_markdown("[x](../no_such_file.py)")

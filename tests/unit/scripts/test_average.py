@@ -248,7 +248,7 @@ def test_steps_that_are_not_there_are_refused(options, text, runs, tmp_path, ref
 @pytest.mark.parametrize(
     "options",
     [["--steps", "1"], ["--steps", "2", "2"], ["--last", "1"], ["--ema", "1"], ["--ema", "nan"],
-     ["--steps", "0", "1"], ["--last", "2", "--steps", "1", "2"]],
+     ["--ema", "x"], ["--steps", "0", "1"], ["--last", "2", "--steps", "1", "2"]],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options, runs, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as left:

@@ -163,7 +163,8 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> N
     path = config_in(tmp_path, tokens, model__vocab_multiple=8)
     source, weights = tmp_path / "theirs", tmp_path / "imported"
     their_model(source, path)
-    assert main(["import", str(source), str(weights), "--config", str(path)]) == 0
+    options = ["--config", str(path), "model.vocab_size=null"]  # as in config.json
+    assert main(["import", str(source), str(weights), *options]) == 0
     # The updates are too small for any change, so the loss after a step equals the first.
     still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
     config = load_config(path, [f"checkpoint.initialize_from={weights}", *still])
@@ -221,8 +222,15 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert refused(refusal, source, run, config).endswith(
         "lacks tensors of the config's model: model.norm.weight"
     )
-    save_file({"model.norm.weight": tensors["model.norm.weight"]}, weights)
     others = len(tensors) - 2
+    norm = tensors["model.norm.weight"]
+    for value, wrong in (
+        (norm[:63].clone(), "model.norm.weight must have shape (64,), got (63,)"),
+        (norm.half(), "same dtype, one of F32, BF16, F16, got F16, F32"),
+    ):
+        save_file({**tensors, "model.norm.weight": value}, weights)
+        assert wrong in refused(refusal, source, run, config)
+    save_file({"model.norm.weight": norm}, weights)
     assert refused(refusal, source, run, config).endswith(f" (and {others} others)")
     save_file(missing, weights)
     content = weights.read_bytes()
@@ -230,8 +238,13 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "cannot be read" in refused(refusal, source, run, config)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert refused(refusal, source, run, config).endswith("not the file itself: git lfs pull")
+    other = ["model.family=gpt", "model.activation=relu2"]
+    assert "model.activation must be swiglu" in refused(refusal, source, run, config, *other)
     config = config_in(tmp_path, tokens, pc__level=4)
     assert "pc must be null" in refused(refusal, source, run, config)
+    (source / "config.json").write_text('{"model_type": "gpt2"}')
+    new = ["--write-config", str(tmp_path / "new.yaml")]
+    assert "model_type must be one of llama, " in refused(refusal, source, run, config, *new)
 
 
 CASES = ["twice", "two sets of files", "another tied head", "a tied head of another type"]
@@ -287,7 +300,9 @@ def test_the_section_of_the_model_is_written_from_config_json(
     assert f"--config {new} run.dir=runs/imported.1 checkpoint.initialize_from=" in said
     assert model_settings(load_config(new).model) == model_settings(wanted)
     assert load_config(new).optimizer == load_config(other).optimizer
-    assert main(line) == 2 and "exists" in capsys.readouterr().err
+    assert f"target {run} already exists" in refusal(main(line))
+    line[2] = str(tmp_path / "another")
+    assert f"--write-config {new} already exists" in refusal(main(line))
 
 
 @pytest.mark.parametrize("twice", slow_but([True], [False, True]))
