@@ -6,6 +6,7 @@ scripts/convert_hf.py export runs/tiny_sso exported/tiny
 
 import argparse
 import errno
+import os
 import re
 import shlex
 import sys
@@ -35,6 +36,7 @@ def _convert(options: argparse.Namespace) -> int:
     # Imported here because the import takes seconds.
     from models.engine import check_engine, import_engine
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both models are compared on the CPU
     try:
         import_engine()
         untested = check_engine()

@@ -147,7 +147,7 @@ def score_checkpoint(
         config,
         data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
         run=replace(config.run, device="auto"),
-        model=replace(config.model, attention_backend="sdpa"),
+        model=replace(config.model, attention_backend="sdpa", attention_kernel="auto"),
         pc=None,  # the weights are PC(W)
         parallel=ParallelConfig(),
         train=replace(

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,8 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
     PC layers are evaluated in the graph, which shares no code with the export's merged weights.
     """
-    config = weights.config
-    model = config.model
+    # Other kernels need GPUs or packages.
+    model = replace(weights.config.model, attention_backend="sdpa", attention_kernel="auto")
     family = FAMILIES[model.family]
     stage = ChunkSpec(tuple(range(model.layers)))
     with one_process():

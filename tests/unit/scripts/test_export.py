@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from parallel.comm import groups
 from scripts.convert_hf import main, parse
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
-from scripts.huggingface.equivalence import verify
+from scripts.huggingface.equivalence import our_logits, verify
 from scripts.huggingface.tokenizer_files import settings_of
 from tests.export_cases import MOE
 from tests.failing_disk import largest_file
@@ -266,6 +268,22 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refu
         main(["export", str(folder), str(out)])
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"attention_backend": "transformer_engine"}, {"attention_kernel": "flash_attention_3"}],
+)
+def test_models_are_compared_without_gpus(keys, trained, tmp_path, monkeypatch) -> None:
+    """Kernels of the training may be missing on the machine of the export."""
+    weights, tokens = CheckpointWeights(read_checkpoint(trained())), torch.arange(20)[None]
+    expected = our_logits(weights, tokens, torch.float32)
+    config = weights.config
+    weights.config = replace(config, model=replace(config.model, **keys))
+    assert torch.equal(our_logits(weights, tokens, torch.float32), expected)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_missing_tensor_is_noticed(trained, out) -> None:

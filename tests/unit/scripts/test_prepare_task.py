@@ -176,8 +176,8 @@ def test_scores_in_training_are_lm_evals_of_the_export(scored, tmp_path, monkeyp
 
 
 def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
-    """Score the newest checkpoint of a run, and an earlier one, as of a run on two ranks, on more
-    examples than the run."""
+    """Score the newest checkpoint of a run, and an earlier one, as of a run on two ranks with other
+    kernels, on more examples than the run."""
     files = [str(scored / f"{name}.jsonl") for name in ("words", "digits")]
     run = scored / "run"
     assert evaluate([str(run), "--tasks", *files, "--output", str(tmp_path)]) == 0
@@ -185,7 +185,14 @@ def test_a_checkpoint_is_scored_as_in_training(scored, tmp_path, capsys):
     assert "| file_words | acc " in capsys.readouterr().out
     earlier, more = run / "checkpoints" / "step_00000002", write_tasks(tmp_path, examples=40)
     config = (earlier / "config.yaml").read_text()
-    forge(earlier, "config.yaml", config.replace("\n  tensor: 1", "\n  tensor: 2").encode())
+    for key, old, new in (
+        ("tensor", "1", "2"),
+        ("attention_backend", "sdpa", "transformer_engine"),
+        ("attention_kernel", "auto", "flash_attention_4"),
+    ):
+        assert f"\n  {key}: {old}\n" in config
+        config = config.replace(f"\n  {key}: {old}\n", f"\n  {key}: {new}\n")
+    forge(earlier, "config.yaml", config.encode())
     assert evaluate([str(earlier), "--tasks", more["words"], "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
     assert "| file_words | acc_norm " in said and "task file_words: 40 examples" in said
