@@ -15,6 +15,7 @@ from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import read_checkpoint
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.data import token_set
+from training.data.hashes import file_sha256
 from training.loop import ignore
 from training.run import train
 from training.step import StepResult
@@ -107,6 +108,17 @@ def test_a_large_set_that_was_written_to_is_refused(run, tokens, monkeypatch) ->
         run(4)
     run(4, checkpoint__allow_change="[data]")
     run(5)
+
+
+def test_a_large_set_of_another_hash_is_refused(run, tokens, monkeypatch) -> None:
+    """The manifest states the hash of all tokens."""
+    monkeypatch.setattr(token_set, "WHOLE", 1 << 18)
+    stated = property(lambda each: file_sha256(f"{each.prefix}.bin"))
+    monkeypatch.setattr(token_set.TokenSet, "stated_sha256", stated)
+    run(2)
+    overwrite_between_samples(tokens)
+    with pytest.raises(ResumeError, match=r"its data: walk.sha256 was \w+"):
+        run(4)
 
 
 def test_a_set_that_is_written_to_while_it_is_read_is_named_once(run, tokens, capsys) -> None:
