@@ -130,9 +130,8 @@ class RunLog:
         self.rewritten: set[str] = set()
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """Print `text` unless it is empty, and write it as an event after `step`."""
-        if text:
-            print(text, flush=True)
+        """Print `text`, and write it as an event after `step`."""
+        print(text, flush=True)
         self.events.append(event(kind, step, text))
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
