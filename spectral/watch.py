@@ -106,7 +106,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             kind = "sharded" if is_dtensor(weight) else "on the meta device"
             raise ValueError(
                 f"example requires a model that can run, but {name} is {kind}: split before "
-                "sharding and pass the printed units for the sharded model, or leave out example"
+                "sharding and pass the printed units for the sharded model, or omit example"
             )
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})

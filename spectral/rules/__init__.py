@@ -86,7 +86,7 @@ class Registry(UserDict[str, type[Rule]]):
                     Exception
                 ) as error:  # other packages may raise anything, and few programs need them
                     text = (
-                        f"{entry.value} is left out because it is not a rule of {__name__}: {error}"
+                        f"{entry.value} is ignored because it is not a rule of {__name__}: {error}"
                     )
                     if self.left_out.get(entry.name) != text:
                         self.left_out[entry.name] = text

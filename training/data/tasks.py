@@ -82,7 +82,7 @@ class Task:
     def __str__(self) -> str:
         """Return the description of the task that a run prints at its start."""
         made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
-        cut = f"; {self.cut:,} examples are longer than a sequence and are cut at their beginning"
+        cut = f"; {self.cut:,} examples are longer than a sequence and are truncated at the start"
         equal = f"; {self.repeated:,} examples have equal choices (ties select the first choice)"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (

@@ -122,7 +122,7 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
     assert len({round(value, 3) for value in ours}) > 10
     mean = (lines[-1]["task/words/acc"] + lines[-1]["task/digits/acc"]) / 2
     assert lines[-1]["task/acc"] == pytest.approx(mean)
-    assert "4 examples are longer than a sequence and are cut at their beginning" in printed
+    assert "4 examples are longer than a sequence and are truncated at the start" in printed
     assert f"step 6 tasks, acc (acc_norm): words {lines[-1]['task/words/acc']:.4f}" in printed
     assert plot([str(tmp_path / "run"), "--html"]) == 0
     assert "Downstream tasks" in (tmp_path / "run" / "report.html").read_text()
