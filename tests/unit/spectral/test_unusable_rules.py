@@ -37,7 +37,7 @@ def reason(monkeypatch: pytest.MonkeyPatch) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [*RULES] == [*RULES] and "unusable" not in RULES
-    (text,) = (str(each.message) for each in caught if "left out" in str(each.message))
+    (text,) = (str(each.message) for each in caught if "is ignored" in str(each.message))
     assert text.startswith("package:NoMomentumRule") and "must have the method" in text
     return text
 
