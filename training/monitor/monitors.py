@@ -6,6 +6,7 @@ with and without monitors are equal bit for bit. docs/monitors.md defines the me
 
 from collections import Counter
 from collections.abc import Set
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -116,7 +117,6 @@ class Monitors:
         self.records: dict[str, Record] = {}
         self.earlier: list[Shards] = []  # the gradients of the previous step, if kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
-        self._unit_gather: UnitGather | None = None
         self.watch: ActivationWatch | None = None
         self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
@@ -129,13 +129,10 @@ class Monitors:
         """Return whether `step`, counted from 1, is monitored."""
         return self.interval > 0 and step % self.interval == 0
 
-    @property
+    @cached_property
     def unit_gather(self) -> UnitGather:
         """Assignment of units to inspection ranks, planned at first use."""
-        if self._unit_gather is None:
-            elements = inspected_elements(self.config.monitors)
-            self._unit_gather = UnitGather(self.optimizer, elements)
-        return self._unit_gather
+        return UnitGather(self.optimizer, inspected_elements(self.config.monitors))
 
     def forget(self) -> None:
         """Drop the tensors of earlier steps, for instance after a rewind."""
