@@ -3,17 +3,19 @@ checkpoint."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.checkpoint.state_writer import first_rank, start_save
+from parallel.checkpoint.state_writer import StatePlanner, first_rank, start_save
 
 
-def save_state(folder: str | Path, *state: Any) -> None:
-    """Save the arguments of `start_save` to a new `folder`; all ranks together."""
+def save_state(
+    folder: str | Path, model: Any, optimizer: Any, extra: Mapping[str, Any] = {}
+) -> None:
+    """Save the state of a model and an optimizer to a new `folder`; all ranks together."""
     first_rank(lambda: Path(folder).mkdir(parents=True))
-    save = start_save(folder, *state)
+    save = start_save(folder, model, optimizer, extra, StatePlanner())
     assert save.poll(timeout=600.0), "the writer takes more than ten minutes"
     written = save.gather()
     first_rank(lambda: save.finish(written))

@@ -304,19 +304,18 @@ def start_save(
     folder: str | Path,
     model: ParallelModel,
     optimizer: DistributedOptimizer,
-    extra: Mapping[str, Any] | None = None,
-    planner: StatePlanner | None = None,
+    extra: Mapping[str, Any],
+    planner: StatePlanner,
 ) -> PendingSave:
     """Start to save the state of model and optimizer to the empty `folder`.
 
     All ranks must call this function together; on return, this rank's part has been copied. `extra`
     contains other plain values to save, the same on every rank. `planner` is shared by all saves
-    of a model; None creates a planner. Raises OSError on rank 0 if the folder is not writable.
+    of a model. Raises OSError on rank 0 if the folder is not writable.
     """
     model.wait_for_weights()
-    planner = planner or StatePlanner()
     plan = planner.stage(sharded_state(model, optimizer))
-    plain = {"schema": SCHEMA, "extra": dict(extra or {})}
+    plain = {"schema": SCHEMA, "extra": dict(extra)}
     return PendingSave(Path(folder), planner, plan, plain)
 
 
