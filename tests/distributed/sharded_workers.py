@@ -4,7 +4,7 @@ others."""
 import copy
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -278,18 +278,12 @@ def refusals() -> list[str]:
     said = []
 
     def attempt(*parameters: Any) -> None:
-        try:
-            SpectralOptimizer(parameters, rule="muon")
-        except ValueError as error:
-            said.append(str(error))
-        else:
-            said.append("")
+        said.append(error_of(partial(SpectralOptimizer, parameters, rule="muon")))
 
     line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     matrix = torch.ones(4, 4)
     attempt(*(nn.Parameter(distribute_tensor(matrix, mesh)) for mesh in (line, square)))
-    partial = DTensor.from_local(matrix, line, [Partial()], run_check=False)
-    attempt(nn.Parameter(partial))
+    attempt(nn.Parameter(DTensor.from_local(matrix, line, [Partial()], run_check=False)))
     attempt(nn.Parameter(distribute_tensor(torch.ones(4), line)))
     for nonfinite in ("raise", "skip"):
         model = build("fsdp")
@@ -298,11 +292,17 @@ def refusals() -> list[str]:
         for missing in ([next(model.parameters())], [*model.parameters()]):  # one, and then all
             for parameter in missing if dist.get_rank() == 0 else ():
                 parameter.grad = None
-            try:
-                optimizer.step()
-            except ValueError as error:
-                said.append(str(error))
+            said.append(error_of(optimizer.step))
     return said
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the text of the ValueError that a call raises, or "" without an error."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def restarted(folder: str) -> list[bool]:
@@ -342,10 +342,7 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
         whole_cut = cut.full_tensor()[: HIDDEN - 4].detach()
         before, said = whole(model), []
         for attempt in (partial(optimizer.load_state_dict, saved), optimizer.step):
-            try:
-                attempt()
-            except ValueError as error:
-                said.append(str(error))
+            said.append(error_of(attempt))
             cut.data = distribute_tensor(whole_cut, cut.device_mesh, cut.placements)
             cut.grad = None
         before.pop("blocks.0.attention.o_proj.weight")
@@ -356,14 +353,14 @@ def unfit(how: str, rules: list[str]) -> list[list[str]]:
 
 
 def merged(how: str) -> list[Any]:
-    """Merge PC layers; return the largest change of logits, or the error for a model under FSDP."""
+    """Merge PC layers; return the largest change of logits, or the errors under FSDP."""
     model = build(how, pc=True)
+    if how == "fsdp":
+        convert = partial(preconditioned, build(how), blocks=BLOCKS)
+        return [error_of(partial(merge_, model)), error_of(convert)]
     tokens = torch.arange(12).view(2, 6) % TOKENS
     before = model(tokens).detach()
-    try:
-        merge_(model)
-    except ValueError as error:
-        return [str(error), 0.0]
+    merge_(model)
     left = [name for name, _ in model.named_parameters() if "original" in name or "gamma" in name]
     return [left, float((model(tokens).detach() - before).abs().max())]
 

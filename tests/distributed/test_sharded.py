@@ -98,8 +98,9 @@ def on_two() -> dict[str, list[Any]]:
 def test_pc_layers_of_tensor_parallel_ranks_are_merged(on_two) -> None:
     for left, change in on_two["merged under tp"]:
         assert left == [] and change < 1e-12  # float64
-    for said, _ in on_two["merged under fsdp"]:
-        assert said == "merge_ needs an unsharded model: load the state into an unsharded copy"
+    for merging, converting in on_two["merged under fsdp"]:
+        assert merging == "merge_ needs an unsharded model: load the state into an unsharded copy"
+        assert converting.endswith(" is already sharded; call preconditioned before fully_shard")
 
 
 def test_a_checkpoint_continues_on_another_mesh(fast, tmp_path) -> None:

@@ -17,7 +17,7 @@ def weights() -> tuple[torch.Tensor, torch.Tensor]:
     return query, torch.randn(GROUPS * SIZE, INPUTS, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("balance", [0.5, 0.3])
+@pytest.mark.parametrize("balance", [0, 0.3, 0.5, 1])
 def test_it_scales_what_megatron_scales(balance: float) -> None:
     query, key = weights()
     logits = torch.tensor([30.0, 250.0, 20.0, 90.0], dtype=torch.float64)
@@ -47,8 +47,9 @@ def test_weights_of_other_heads_are_refused() -> None:
         clip_qk_(query, key, torch.ones(2, 4))
     with pytest.raises(ValueError, match="the same weight"):
         clip_qk_(query, query, torch.ones(4))
-    with pytest.raises(ValueError, match="threshold must be positive"):
-        clip_qk_(query, key, torch.ones(4), threshold=0)
+    for wrong in ({"threshold": 0}, {"balance": -0.1}, {"balance": 1.1}):
+        with pytest.raises(ValueError, match=r"threshold must be positive and balance in \[0, 1\]"):
+            clip_qk_(query, key, torch.ones(4), **wrong)
 
 
 @pytest.mark.parametrize("largest", [float("inf"), float("nan")])
