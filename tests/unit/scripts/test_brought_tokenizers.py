@@ -182,3 +182,6 @@ def test_a_tokenizer_that_an_export_would_change_is_refused(
         said = capsys.readouterr().err
         assert code == (0 if there is here else 2), said
         assert ("cannot be exported: correct tokenizer_config.json" in said) == bool(code)
+    (home / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": 3}))
+    assert main(command) == 0
+    assert f"warning: transformers cannot load {home}: " in capsys.readouterr().err
