@@ -13,7 +13,6 @@ command that fails.
 """
 
 import argparse
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -95,14 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not runs and not drawing:
         raise InputError(f"{options.item} has no {'full' if options.full else 'tiny'} command")
     (ROOT / figures).parent.mkdir(parents=True, exist_ok=True)
-    submitted = any(each[0] == "sbatch" for each in runs) and not options.plot_only
-    for each in [*([] if options.plot_only else runs), *([] if submitted else drawing)]:
+    for each in [*([] if options.plot_only else runs), *drawing]:
         done = subprocess.run(each, cwd=ROOT, check=False)
         if done.returncode:
             return done.returncode
-    if submitted and drawing:
-        again = ["scripts/paper.py", options.paper, options.item, "--full", "--plot-only"]
-        print(f"after the jobs have ended, plot with: python {shlex.join(again)}")
     return 0
 
 

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,7 +113,7 @@ class Phases:
         if self.cuda:
             torch.cuda.synchronize()
         totals = dict.fromkeys(PHASES, 0.0)
-        for (begin, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+        for (begin, name), (end, _) in pairwise(self._marks):
             totals[name] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
         return totals
 

@@ -92,14 +92,14 @@ def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, 
     return {None: by_library} | each
 
 
-def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether two products differ only by the rounding of `dtype` (default: `result`'s).
+def agrees(result: Tensor, expected: Tensor) -> bool:
+    """Return whether two products differ only by rounding.
 
     The bound of bfloat16 also allows truncation instead of rounding.
     """
     bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
-    return bool(error <= bounds[dtype or result.dtype] * expected.float().abs().max())
+    return bool(error <= bounds[result.dtype] * expected.float().abs().max())
 
 
 def measure(
@@ -116,7 +116,7 @@ def measure(
     for operation in OPERATIONS:
         ways = calls(operation, x, only or candidates(dtype))
         expected = ways[None]().clone()
-        right = {tile: call for tile, call in ways.items() if agrees(call(), expected, x.dtype)}
+        right = {tile: call for tile, call in ways.items() if agrees(call(), expected)}
         times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}
         best = min(times, key=lambda tile: times[tile])
         wrong = [str(tile) for tile in ways if tile not in right]

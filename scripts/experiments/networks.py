@@ -9,6 +9,7 @@ is lr n / |A|_F^2 |G|_* polar(G).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -279,7 +280,7 @@ def gated_batches(
     checks = []
     for layer in range(3):
         gated, plain = ([row[layer] for row in ranks[kind].values()] for kind in KINDS)
-        rises = min(b / a for a, b in zip(gated, gated[1:], strict=False))
+        rises = min(b / a for a, b in pairwise(gated))
         checks += [
             at_least(f"SwiGLU, A{layer + 1}: least growth from batch to batch", rises, 1, "paper"),
             at_most(f"A{layer + 1}: growth of relu^2 over all batches / that of SwiGLU",

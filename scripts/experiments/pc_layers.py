@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def deep_linear(
     increase, then decrease. The singular values of a raw weight decrease geometrically from 1 to
     `smallest`; `residual` is the norm of the initial residual.
     """
-    raw = [raw_weight(draws, *pair, smallest) for pair in zip(widths[1:], widths, strict=False)]
+    raw = [raw_weight(draws, rows, cols, smallest) for cols, rows in pairwise(widths)]
     x = torch.linalg.qr(draws.normal(widths[0], samples))[0]
     error = draws.normal(widths[-1], samples)
     error = error * residual / torch.linalg.matrix_norm(error)
@@ -190,7 +191,7 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
     smallest = [min(float(values[-1]) for values in layer) for layer in layers]
     beta = smoothness(x, descent.losses[0], largest)
     promised = 1 - lr * strength(x, smallest)
-    ratios = [b / a for a, b in zip(descent.losses, descent.losses[1:], strict=False)]
+    ratios = [b / a for a, b in pairwise(descent.losses)]
     return [
         at_most(f"level {level}: lr beta", lr * beta, 1, "theory, premise", "lr beta"),
         at_most(f"level {level}: worst L(t+1) / L(t) over 1 - lr mu", max(ratios) / promised, 1,
@@ -204,7 +205,7 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,
                 "paper, corollary 1", f"{name}: steps")
-        for level, before, after in zip(LEVELS[1:], steps, steps[1:], strict=False)
+        for level, (before, after) in zip(LEVELS[1:], pairwise(steps), strict=True)
     ]  # fmt: skip
 
 

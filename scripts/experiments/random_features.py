@@ -4,6 +4,7 @@ descent on |W A - Y|_F^2 / (2 n)."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Descent:
 
     def kept(self) -> float:
         """Return the smallest ratio of actual to guaranteed decrease."""
-        taken = (a - b for a, b in zip(self.losses, self.losses[1:], strict=False))
+        taken = (a - b for a, b in pairwise(self.losses))
         return min(t / p for t, p in zip(taken, self.promised, strict=False))
 
 

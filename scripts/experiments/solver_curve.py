@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,8 +105,7 @@ def properties(
 ) -> list[Check]:
     """Check that f increases, and that the roots are near 0 and in the interval of theorem A.3."""
     name = f"{shape[0]} x {shape[1]}"
-    values = [*f.values()]
-    rise = min(after - before for before, after in zip(values, values[1:], strict=False))
+    rise = min(after - before for before, after in pairwise(f.values()))
     mean = 3 * expected_root(*shape) / math.sqrt(len(roots))
     return [
         at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),

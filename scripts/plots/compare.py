@@ -158,18 +158,18 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     """Return the page about all runs in `folders`; `around` contains all folders."""
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
-    order = measure(runs)
+    metric, heading = measure(runs)
     configs = with_contents(runs)
     differing = differences(configs)
-    rows = (Compared(run, unlike, *order) for run, unlike in zip(runs, differing, strict=True))
+    rows = (Compared(*each, metric, heading) for each in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" The best {MOST} of {len(logged)} runs are drawn." if len(logged) > MOST else ""
-    about = ABOUT.format(compared[0].heading)
-    if reasons := unlike_measurements(runs, configs, order[0]):
+    about = ABOUT.format(heading)
+    if reasons := unlike_measurements(runs, configs, metric):
         about = f"{UNLIKE.format(', '.join(reasons))} {about}"
         print(f"warning: {UNLIKE.format(', '.join(reasons))}", file=sys.stderr)
-    overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID and logged)
+    overlays = ((each, each.overlay) for each in FIGURES if each.name in OVERLAID)
     sections = [
         PageSection("runs", "Runs", about, "runs", compared),
         *figure_sections(((kind, draw(logged[:MOST])) for kind, draw in overlays if draw), less),

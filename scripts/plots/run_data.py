@@ -66,11 +66,7 @@ class RunData:
     @cached_property
     def contents(self) -> dict[str, str]:
         """Hashes of datasets and tokenizer in data.json; {} for runs of earlier versions."""
-        try:
-            content = read_json(self.folder / "data.json")
-        except (OSError, ValueError):
-            return {}
-        found = content.get("contents") if isinstance(content, dict) else None
+        found = _content(self.folder / "data.json").get("contents")
         named = found.items() if isinstance(found, dict) else ()
         return {name: each for name, each in named if isinstance(each, str)}
 
@@ -198,7 +194,7 @@ def _place(role: str) -> tuple[int, int]:
 
 def spread(items: Sequence[T], count: int) -> list[T]:
     """Return at most `count` evenly spaced items, including the first and the last."""
-    picks = {round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)}
+    picks = {round(i * (len(items) - 1) / (count - 1)) for i in range(count)}
     return [items[i] for i in sorted(picks)] if len(items) > count else list(items)
 
 

@@ -88,18 +88,15 @@ def drawn(figure: Figure, key: str) -> str:
     mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
-    buffer, dpi = io.StringIO(), figure.dpi
+    buffer = io.StringIO()
     # savefig would draw the figure twice, first to compute the layout.
-    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    figure.dpi = dpi  # print_svg changed it
+    FigureCanvasSVG(figure).print_svg(buffer)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r"url\(#", f"url(#{key}-", text)
-    text = re.sub(r'href="#', f'href="#{key}-', text)
-    # Without the attribute height, the figure can shrink on narrow pages.
-    return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)
+    return re.sub(r'href="#', f'href="#{key}-', text)
 
 
 SAMPLES = 6

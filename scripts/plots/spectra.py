@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -96,14 +96,12 @@ def nuclear_rank(run: RunData) -> Figure | None:
 def criterion_map(run: RunData) -> Figure | None:
     """Nuclear rank of the gradient divided by stable rank of the input activations. A ratio above 1
     (red) favours a spectral update over a Euclidean update."""
-    return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
+    return unit_map(run, "criterion_ratio", "nr(G) / st(A)", is_ratio=True)
 
 
-def unit_map(
-    run: RunData, figure: str, label: str, *, center: float | None = None
-) -> Figure | None:
+def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -> Figure | None:
     """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
-    units."""
+    units; the colours of a ratio are centred on 1."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -120,7 +118,7 @@ def unit_map(
                 table[i, j] = fmean(figures)
     height = min(9.0, 1.5 + 0.32 * len(layers))
     drawn, (axis,) = new_figure(width=1.8 + 0.62 * len(roles), height=height)
-    _heat(axis, drawn, table, label, center)
+    _heat(axis, drawn, table, label, is_ratio)
     axis.set_xticks(range(len(roles)), roles, rotation=45, ha="right")
     shown = range(0, len(layers), max(1, len(layers) // 12))
     axis.set_yticks(list(shown), [str(layers[i]) for i in shown])
@@ -129,16 +127,16 @@ def unit_map(
     return drawn
 
 
-def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: float | None) -> None:
+def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, is_ratio: bool) -> None:
     """Draw a heat map, with values in the cells if they fit."""
     norm: Normalize | None = None
     shown = table
     positive = table[np.isfinite(table) & (table > 0)]
     colors = "viridis"
-    if center is not None and positive.size:
-        reach = max(1.05, float(np.exp(np.abs(np.log(positive / center)).max())))
-        table = np.log2(np.where(table > 0, table, np.nan) / center)
-        norm, colors = TwoSlopeNorm(0.0, -np.log2(reach), np.log2(reach)), "RdBu_r"
+    if is_ratio and positive.size:
+        table = np.log2(np.where(table > 0, table, np.nan))
+        reach = max(np.log2(1.05), np.abs(np.log2(positive)).max())
+        norm, colors = Normalize(-reach, reach), "RdBu_r"
         label = f"log2({label})"
     elif positive.size and positive.max() > 30 * positive.min():
         norm = LogNorm(positive.min(), positive.max())

@@ -199,7 +199,7 @@ class Trainer:
             key = run.key
             if key in self.book:
                 self._check(run, self.book[key])
-            if key not in self.book and key not in self._begun:
+            elif key not in self._begun:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
@@ -272,10 +272,9 @@ class Trainer:
         not_finite = code == 1 and "not finite" in reason
         figures = summary(folder) if (folder / DONE).exists() or not_finite else {}
         loss = figures.get("loss")
-        finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
             raise RunFailedError(f"{run.label}: exited with code {code} without a loss: {reason}")
-        failed = not_finite or not finite
+        failed = not_finite or not math.isfinite(figures["loss"])
         if self._facts(run) != facts:
             raise RunFailedError(f"{run.label}: the data changed during the run")
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
