@@ -183,11 +183,8 @@ class Trainer:
 
     def state(self) -> str:
         """Return the folder and the last output line of each run in progress."""
-        logs = [
-            (log.parent.name, log.read_text(encoding="utf-8", errors="replace"))
-            for log in [*self._logs]
-        ]
-        lines = (f"{name}: {(text.splitlines() or ['starts'])[-1]:.80}" for name, text in logs)
+        logs = ((log.parent.name, lines_of(log) or ["starts"]) for log in [*self._logs])
+        lines = [f"{name}: {text[-1]:.80}" for name, text in logs]
         return "; ".join(lines) or "no run is in progress in this process"
 
     def begin(self, runs: Iterable[Run]) -> None:
@@ -242,8 +239,6 @@ class Trainer:
 
         Such a process may have been started by a study that was killed.
         """
-        if key in self.book:
-            return True
         folder = self.output / run.folder
         with claimed(folder) as mine:
             if not mine:
@@ -322,9 +317,14 @@ def summary(folder: Path) -> dict[str, Any]:
 def message(log: Path) -> str:
     """Return the first line of the last error in a run's log, or the last line if the log contains
     no error."""
-    lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
+    lines = lines_of(log) or ["nothing"]
     errors = [list(group) for error, group in groupby(lines, is_error) if error]
     return errors[-1][0] if errors else lines[-1]
+
+
+def lines_of(log: Path) -> list[str]:
+    """Return the lines of a log, which may end within a character."""
+    return log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
 
 def is_error(line: str) -> bool:

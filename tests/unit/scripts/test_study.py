@@ -8,20 +8,24 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
-from scripts.studies.description import TunedIn, first_key, read_study
-from scripts.studies.records import Record, RecordBook
-from scripts.studies.running import check_tokenizers
-from scripts.studies.search import begin, run_of
-from scripts.studies.trainer import Trainer, message, summary
-from scripts.study import main
+from scripts.studies.description import Curve, TunedIn, first_key, read_study, settings
+from scripts.studies.records import Record, RecordBook, claimed
+from scripts.studies.running import check_tokenizers, curve_runs, shortened
+from scripts.studies.search import Outcome, begin, run_of
+from scripts.studies.trainer import RunFailedError, Trainer, message, places, summary
+from scripts.study import main, parse
 from tests.paths import ROOT
 from tests.run_results import json_lines
 from tests.token_files import write_manifest, write_token_set
 from training.config import load_config
+from training.errors import InputError
+from training.lifecycle.run_folder import mark_done
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
 
@@ -162,15 +166,115 @@ def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, cap
     assert f"environment.{name} must be one of ATEN_CPU_CAPABILITY, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_run_that_another_process_has_trained_is_not_trained_again(
-    study_file, tmp_path, monkeypatch
+    waits, study_file, tmp_path, monkeypatch
 ):
+    """The other process trains the run before or while this process looks for its record."""
     run = run_of(read_study(study_file), "plain", [], 1)
     ours, theirs = (RecordBook(tmp_path) for _ in range(2))
-    theirs.add(Record(run.key, run.label, [], False, 1.0, {"loss": 2.0, "course": []}))
+    record = Record(run.key, run.label, [], False, 1.0, {"loss": 2.0, "course": []})
+    clock = SimpleNamespace(sleep=lambda seconds: theirs.add(record))
+    monkeypatch.setattr("scripts.studies.trainer.time", clock)
+    if not waits:
+        theirs.add(record)
     with closing(Trainer(tmp_path, ours)) as trainer:
         monkeypatch.setattr(trainer, "_train", lambda *_: pytest.fail("trained again"))
-        assert [record.loss for record in trainer.records([run])] == [2.0]
+        with claimed(tmp_path / (run.folder if waits else "another run")):
+            assert [record.loss for record in trainer.records([run])] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "done", "loss", "expected"),
+    [
+        (0, "done", True, 2.5, 2.5),
+        (1, "error: the loss is not finite", False, 2.5, None),
+        (1, "error: the gradient is not finite", False, None, None),
+        (1, "error: no disk", True, 2.5, "exited with code 1 without a loss: error: no disk"),
+        (-9, "step 3", False, 2.5, "exited with code -9 without a loss: step 3"),
+        (0, "stopped at step 3", False, 2.5, "without a loss: stopped at step 3"),
+        (0, "done", True, None, "without a loss: done"),
+        (0, "changes the data", True, 2.5, "plain-1: the data changed during the run"),
+    ],
+)
+def test_only_a_finished_or_nonfinite_run_is_recorded(
+    code, log, done, loss, expected, study_file, tmp_path, monkeypatch
+):
+    """An earlier run in the folder had finished."""
+    run, book = run_of(read_study(study_file), "plain", [], 1), RecordBook(tmp_path)
+    folder = tmp_path / run.folder
+    folder.mkdir()
+    mark_done(folder, True)
+
+    def finished(arguments: list[str], path: Path) -> tuple[int, float]:
+        path.write_text(log)
+        line: dict[str, Any] = {"step": 4} | ({} if loss is None else {"val/loss": loss})
+        (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        if done:
+            mark_done(folder, True)
+        if "data" in log:
+            write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
+        return code, 1.0
+
+    with closing(Trainer(tmp_path, book)) as trainer:
+        monkeypatch.setattr(trainer, "_run", finished)
+        if isinstance(expected, str):
+            with pytest.raises(RunFailedError, match=re.escape(expected)):
+                trainer.records([run])
+        else:
+            (record,) = trainer.records([run])
+            assert (record.loss, record.failed) == (expected, expected is None)
+        assert (run.key in book) is not isinstance(expected, str)
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "expected"),
+    [
+        ("0,1,2,3,4", "--gpus-per-run 2", [(2, "0,1"), (2, "2,3")]),
+        ("3, GPU-ab,1,-1,2", "--gpus-per-run 1 --jobs 2", [(1, "3"), (1, "GPU-ab")]),
+        ("0", "--nproc 2 --jobs 3", [(2, None)] * 3),
+        ("0", "", [(1, None)]),
+        ("", "--gpus-per-run 1", "--gpus-per-run must be at most 0, "),
+        ("0,1,-1,2", "--gpus-per-run 3", "--gpus-per-run must be at most 2, "),
+        ("0,1,2", "--gpus-per-run 2 --jobs 2", "--jobs must be at most 1 with --gpus-per-run 2"),
+    ],
+)
+def test_each_run_has_gpus_of_its_own(visible, options, expected, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parsed = parse(["study.yaml", "out", *options.split()])
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            places(parsed)
+    else:
+        found = [(each.ranks, each.environment.get("CUDA_VISIBLE_DEVICES"))
+                 for each in places(parsed)]  # fmt: skip
+        assert found == expected
+
+
+def test_the_length_of_runs_is_a_share_of_the_full_length(study_file):
+    """An override of a key in `full` replaces the full length, also of the runs of the curve."""
+    study = replace(
+        read_study(study_file),
+        full={"train.steps": 80, "schedule.warmup_steps": 8},
+        curve=Curve(variant="lr", shares=[0.25, 2.0], seeds=[3, 4]),
+    )
+    study, extra = shortened(study, ["train.steps=40", "model.layers=2"])
+    assert extra == ["model.layers=2"]
+    runs = curve_runs(study, Outcome({"lr": ["optimizer.matrix.lr=0.5"]}, []), extra)
+    expected = {"model.layers": "2", "optimizer.matrix.lr": "0.5"}
+    for share, steps, warmup in ((0.25, "10", "2"), (2.0, "80", "16")):
+        for seed, run in zip(("3", "4"), runs[share], strict=True):
+            length = {"train.steps": steps, "schedule.warmup_steps": warmup, "seed": seed}
+            assert settings(run.overrides).items() >= (expected | length).items()
+    assert len({run.folder for each in runs.values() for run in each}) == 4
+    with pytest.raises(InputError, match=r"train.steps must be a non-negative integer, got 2\.5"):
+        shortened(study, ["train.steps=2.5"])
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"key": "a"\n')
+    with pytest.raises(InputError, match=r"runs\.jsonl, line 1: invalid JSON"):
+        RecordBook(tmp_path)
 
 
 def test_progress_is_the_last_line_of_each_run(tmp_path):
@@ -250,9 +354,35 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     assert start["more"] == result["chosen"][better]
 
 
+def searching(*counts: int, rungs=((1.0, 1),), kind="grid") -> dict[str, Any]:
+    """Return the keys of a study with these numbers of candidates of its variants."""
+    stages = {"s": [{"share": share, "keep": keep} for share, keep in rungs]}
+    variants = {
+        name: {"config": "x", "search": {"s": {kind: {"optimizer.matrix.lr": [*range(count)]}}}}
+        for name, count in zip("ab", counts, strict=False)
+    }
+    return {
+        "full": {"train.steps": 4}, "search": {"seed": 0, "stages": stages}, "variants": variants
+    }  # fmt: skip
+
+
+CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"curve": CURVE}, "full must be set if the study has search or curve, got {}"),
+        (
+            {"curve": CURVE | {"variant": "x"}, "full": {"train.steps": 4}},
+            "curve.variant must be one of the variants, got x",
+        ),
+        (searching(2, 3), "must have the same tuning budget in full runs, got a 2, b 3"),
+        (searching(3, rungs=((0.5, 3), (1, 1))), "and end at 1, got [3, 3, 1]"),
+        (searching(3, rungs=((1, 2),)), "decrease at each rung of s and end at 1, got [3, 2]"),
+        (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (searching(2, kind="factors"), "a: factors in s need tuned_in, got null"),
         ({}, "the command line must not set seed, which the study sets from seeds"),
         ({"seeds": [1, 1]}, "seeds must be a nonempty list of distinct numbers, got [1, 1]"),
         (
@@ -312,9 +442,11 @@ def test_every_candidate_of_the_studies_is_a_config(root):
         (["error: one", "Exception ignored"], "error: one"),
         (["step 1", "Killed"], "Killed"),
         ([], "nothing"),
+        (["error: one", "\udcff"], "error: one"),
     ],
 )
 def test_a_failed_run_is_named_with_the_first_line_of_its_error(log, expected, tmp_path):
-    """Further lines of an error say where a value is set."""
-    (tmp_path / "log.txt").write_text("\n".join(log))
+    """Further lines of an error say where a value is set; a killed run may end within a
+    character."""
+    (tmp_path / "log.txt").write_text("\n".join(log), errors="surrogateescape")
     assert message(tmp_path / "log.txt") == expected

@@ -135,6 +135,19 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     assert "### also differ" in table and "| SSO | model.init.spectral | True | False |" in table
 
 
+def test_candidates_are_checked_after_the_first_ones_of_earlier_stages(tmp_path):
+    levels = [["pc.level=2"], ["pc.level=3"]]
+    stages = searched("optimizer.matrix.lr") | {"level": {"choices": levels}}
+    rung = [{"share": 1.0, "keep": 1}]
+    content = {
+        "title": "t", "seeds": [1], "variants": {"a": {"config": ADAMW, "search": stages}},
+        "search": {"seed": 0, "stages": dict.fromkeys(stages, rung)}, "full": {"train.steps": 40},
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    config = check_candidates(read_study(tmp_path / "study.yaml"), {}, [])["a"]
+    assert (config.optimizer.matrix.lr, config.pc.level) == (0.1, 2)
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt", "tiny_moe"])
 def test_recipes_that_are_compared_begin_alike(model, tmp_path):
     one, other = ({"config": f"configs/{model}_{rule}.yaml"} for rule in ("adamw", "muon"))

@@ -118,10 +118,16 @@ def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
     assert verdict == ("lower" if not ended else f"refused: {next(iter(ended.values()))[0]}")
     stored = results | {"complete": True}
     monkeypatch.setattr("scripts.studies.search.read_results", lambda path: stored)
-    for name in "ab":
+    for name in "abz":
         variants = {"c": Variant(config="c.yaml", tuned_as=name)}
         other = Study(title="t", seeds=[1], variants=variants, tuned_in=TunedIn(results="r"))
-        if name in ended:
+        if name == "z":
+            with pytest.raises(DataError, match="r is missing the variants z"):
+                begin(other, ROOT)
+            stored["complete"] = False
+            with pytest.raises(DataError, match="the study r must be complete"):
+                begin(other, ROOT)
+        elif name in ended:
             with pytest.raises(DataError, match=f"{ended[name][0]}; extend the grid first"):
                 begin(other, ROOT)
         else:
