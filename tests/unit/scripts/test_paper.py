@@ -1,6 +1,7 @@
 """docs/papers.md: numbered tables and figures have rows, commands can run, and sentences and
 verdicts agree with results of tiny runs."""
 
+import html
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from models.families import model_size
 from scripts import plot, reproduce, study
 from scripts.paper import main
 from scripts.papers.catalogue import (
+    Item,
     commands,
     full_command,
     key_of,
@@ -27,8 +29,16 @@ from scripts.papers.catalogue import (
     read_catalogue,
     read_hours,
 )
-from scripts.papers.measured import Measure, measure, runs_of, statistics_of, trained_series
-from scripts.papers.page import draw
+from scripts.papers.measured import (
+    Measure,
+    measure,
+    runs_of,
+    statistics_of,
+    statistics_table,
+    to_json,
+    trained_series,
+)
+from scripts.papers.page import draw, figure_file
 from scripts.studies.description import read_study
 from scripts.studies.records import Record
 from scripts.studies.tables import paired
@@ -121,6 +131,93 @@ def test_a_dry_run_prints_commands_hours_and_numbers(capsys: pytest.CaptureFixtu
     assert len({f"{each:,.0f}" for each in hours.values()}) == len(lines) == 4
     for line, (run, each) in zip(lines, hours.items(), strict=True):
         assert line.endswith(f"configs/{run}.yaml  # {each:,.0f} GPU-hours")
+
+
+def test_the_commands_of_a_row_run_in_order_up_to_a_failure(tmp_path, monkeypatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=3 if len(ran) == fails else 0)
+
+    monkeypatch.setattr("scripts.paper.subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr("scripts.paper.ROOT", tmp_path)
+    name, figure = ["pc_layer", "figure_3"], Path("runs/papers/pc_layer_figure_3.svg")
+    tiny, full = (commands(ITEMS["pc_layer", "figure_3"], full=full) for full in (False, True))
+    drawn, redrawn = (
+        plotting(ITEMS["pc_layer", "figure_3"], figure, full=full) for full in (False, True)
+    )
+    for options, fails, expected in (
+        ([], 0, [*tiny, *drawn]),
+        (["--tiny"], 1, tiny[:1]),
+        (["--plot-only"], 0, drawn),
+        (["--dry-run"], 0, []),
+        (["--full"], 0, [*full, *redrawn]),
+        (["--full", "--plot-only"], 0, redrawn),
+    ):
+        ran.clear()
+        assert main([*name, *options]) == (3 if fails else 0) and ran == expected
+
+
+def test_a_row_without_commands_is_refused(refusal) -> None:
+    paper, item = next(name for name, each in ITEMS.items() if each.status == "nothing to run")
+    for options, said in (
+        (["pc_layr"], "paper must be"),
+        (["sso", "figure_99"], "item must be"),
+        ([paper, item], f"{item} has no tiny command"),
+        ([paper, item, "--full"], f"{item} has no full command"),
+        ([paper, item, "--measure"], "--measure needs an item with `measure` in papers.yaml"),
+    ):
+        assert said in refusal(main(options))
+
+
+def test_a_row_is_measured_into_its_committed_file_and_figure(tmp_path, monkeypatch) -> None:
+    for module in ("scripts.paper", "scripts.papers.catalogue"):
+        monkeypatch.setattr(f"{module}.ROOT", tmp_path)
+    figure, file = figure_file("sso", "figure_5"), ITEMS["sso", "figure_5"].file
+    (tmp_path / figure).parent.mkdir(parents=True)
+    assert main(["sso", "figure_5", "--measure"]) == 0
+    for path in (figure, str(file)):
+        assert (tmp_path / path).read_bytes() == (ROOT / path).read_bytes()
+
+
+@pytest.mark.parametrize(("paper", "key"), MEASURED)
+def test_results_are_printed_and_written_by_run_and_seed(paper: str, key: str) -> None:
+    text = (ROOT / str(ITEMS[paper, key].file)).read_text()
+    content = json.loads(text)
+    assert to_json(content) == text
+    rows = statistics_table(content).to_dict("records")
+    for name, run in content.items():
+        own = [row for row in rows if row["run"] == name]
+        if "losses" in run:
+            assert own.pop(0)["loss"] == run["loss"]
+        if "seeds" in run or "losses" not in run:
+            for seed, results in runs_of(run).items():
+                for series, values in results["series"].items():
+                    row = own.pop(0)
+                    assert (row["seed"], row["series"]) == (seed, series)
+                    assert row["last"] == [*values.values()][-1]
+        assert not own
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Item(shows="x", status="reproduced"), "result must be set"),
+        (lambda: Item(shows="x", status="nothing to run"), "why must be set"),
+        (lambda: Item(shows="x", status="nothing to run", why="y", tiny=["z"]), "but not tiny"),
+        (lambda: Item(shows="x", status="not run"), "why must be set if status is 'not run'"),
+        (lambda: Item(shows="x", status="not run", why="y", measure=Measure(runs={})), "file must"),
+        (lambda: Measure(runs={}, study="x", seeds=[1]), "seeds must be empty if study is set"),
+        *[
+            (lambda text=text: Measure(runs={}, series={"a": text}), f"got {text}$")
+            for text in ("metric", "metric x y", "mean x", "sum x q")
+        ],
+    ],
+)
+def test_an_incomplete_row_is_refused(made, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        made()
 
 
 def ends_higher(*names: str) -> Callable[..., list[bool | None]]:
@@ -376,6 +473,8 @@ def test_a_row_of_a_study_is_measured_again_from_its_committed_results(paper, ke
 def test_the_figure_of_a_row_shows_each_result_beside_its_name(paper: str, key: str) -> None:
     item = ITEMS[paper, key]
     content = json.loads((ROOT / str(item.file)).read_text())
+    committed = re.findall(">([^<>]+)</text>", (ROOT / figure_file(paper, key)).read_text())
+    assert item.shows in html.unescape(" ".join(committed))
     panels = draw(item).axes
     for i, series in enumerate(item.measure.series or [None]):
         panel = panels[i]
@@ -534,6 +633,13 @@ def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> 
     for change in ({"figures": figures | {"loss": 1.0}}, {"settings": [*settings, "seed=5"]}):
         with pytest.raises(InputError, match="recorded loss 1.0|was trained with another config"):
             trained_series(replace(record, **change), Path(folder), texts)
+    for change, said in (
+        ({"series": {"a": "metric train/los"}}, "contains no values of `metric train/los`"),
+        ({"runs": {"a": f"{folder}/none"}}, "must contain a finished run; run python pretrain.py"),
+    ):
+        what = replace(Measure(runs={"a": f"{folder}/run"}), **change)
+        with pytest.raises(InputError, match=said):
+            measure(what, [f"{command} run.dir={what.runs['a']}"])
     assert [*series["loss"]] == [1, 2, 3]
     assert series["mean"] == series["mean of all"]
     assert series["largest"] == series["largest of all"]
