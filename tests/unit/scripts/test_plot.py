@@ -35,6 +35,13 @@ def test_a_spectrum_counts_every_singular_value(world, folder, tmp_path):
     [
         ({"seeds": "12"}, "seeds must be a list"),
         ({"rows": [{"variant": "SSO", "losses": ["a"], "runs": []}]}, "losses[0] must be of type"),
+        (
+            {
+                "variants": {n: {"against": None, "search": {}} for n in "ab"},
+                "rows": [{"variant": n, "losses": [1] * i, "runs": []} for i, n in enumerate("ab")],
+            },
+            "all rows must have the same number of losses",
+        ),
         ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be the variants"),
         ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
         ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),

@@ -27,10 +27,11 @@ from spectral import measures, msign, odd_polynomial
 from spectral.polar import SCHEDULES, Polar
 from spectral.rules import MuonPlusPlusRule, SpectralDescentRule, muon_plus_plus
 
-pytestmark = pytest.mark.slow
+EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n != "pi_bound")) for n in EXPERIMENTS]
+"""All experiments; only the cheapest is part of `make test`."""
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", EACH)
 def test_properties_hold_at_a_small_size(name: str, tmp_path: Path) -> None:
     result = perform(name, tmp_path, seed=None, small=True, suffix=".svg")
     assert not [check for check in result.checks if not check.passed]
@@ -66,6 +67,7 @@ def test_a_wrong_number_fails(tmp_path, monkeypatch, capsys) -> None:
     assert "| FAIL |" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_experiment_that_diverges_fails_in_a_row(tmp_path, capsys) -> None:
     names = ["gated_regression", "pi_bound"]
     (tmp_path / "gated_regression.svg").touch()  # of an earlier run
@@ -88,6 +90,7 @@ def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypa
     assert not [check for check in other.checks if check.source == "recorded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_published_numbers_hold(name: str, tmp_path: Path) -> None:
     result = perform(name, tmp_path, seed=None, small=False, suffix=".svg")
@@ -269,6 +272,7 @@ passed_checks = cache(
 """Names of the checks of an experiment that the right method passes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "owner", "name", "wrong"), WRONG_VARIANTS)
 def test_a_wrong_variant_fails_a_check(experiment, owner, name, wrong, monkeypatch) -> None:
     passed = passed_checks(experiment)

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from scripts.plots.compare import BITS, LOSS, Compared, measure, unlike_measurements
+from scripts.plots import curves
+from scripts.plots.compare import (
+    BITS,
+    LOSS,
+    Compared,
+    differences,
+    measure,
+    unlike_measurements,
+)
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
@@ -32,6 +40,39 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
     assert [passed(line) for line in lines] == [2, 6.5, 6.5, 16.5, 36.5]
     hours = run_of(*lines).seconds(3600)
     assert hours(lines[-1]) == pytest.approx(36.5 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "shown"),
+    [(119, "seconds", 119), (120, "minutes", 2), (7200, "hours", 2), (172_800, "days", 2)],
+)
+def test_losses_are_drawn_over_the_largest_unit_that_passed_twice(seconds, unit, shown) -> None:
+    run = run_of({"step": 1, "train/loss": 3.0, "perf/step_time_s": seconds})
+    figure = curves.loss([run_of({"step": 1, "train/loss": 3.0}), run])
+    assert figure is not None
+    assert figure.axes[1].get_xlabel() == f"{unit} of training steps"
+    assert figure.axes[1].lines[1].get_xdata() == [shown]
+
+
+def test_a_row_has_the_settings_that_differ_and_affect_training() -> None:
+    """The most informative settings are first; a section of one run is one key."""
+    matrix, pc = {"matrix": {"rule": "muon"}}, {"level": 2, "steps": 3}
+    configs = [
+        {
+            "log": {"interval": i},
+            "train": {f"t{n}": i for n in range(7)} | {"seed": 0},
+            "data": {"mock": i},
+            "model": {"layers": i},
+            "optimizer": matrix | {"rules": {"muon": {"momentum": i}, "adamw": {"beta1": i}}},
+            "pc": pc if i else None,
+        }
+        for i in (0, 1)
+    ]
+    plain, other = differences(configs)
+    first = ["model.layers 0", "optimizer.rules.muon.momentum 0"]
+    assert plain == [*first, *(f"train.t{n} 0" for n in range(6)), "and 2 more"]
+    first = ["model.layers 1", "optimizer.rules.muon.momentum 1", "pc.level 2"]
+    assert other == [*first, *(f"train.t{n} 1" for n in range(5)), "and 3 more"]
 
 
 def test_a_run_on_another_host_is_late_after_three_of_its_longest_steps(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from scripts.plots.run_data import RunData, read_run, run_status
 from scripts.plots.run_figures import FIGURES, RunFigure
 from scripts.plots.run_page import happenings, report
 from scripts.plots.style import mark_single_points
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.run_results import json_lines
 from training.run import train
@@ -177,7 +179,7 @@ def cells(figure: str) -> Callable[[RunData], Iterator[Curve]]:
                 [u[figure] for u in units if (u["role"], u["layer"]) == (role, layer)]
                 for role in ("q", "k", "v", "o", "gate", "up", "down")
             ]
-            yield "", [fmean(row) for row in rows]
+            yield f"layer {layer}: q k v o gate up down", [fmean(row) for row in rows]
 
     return of
 
@@ -223,16 +225,26 @@ def drawn(figure) -> Iterator[Curve]:
             cells = 2.0 ** image.get_array() if powers else image.get_array()
             written = [each.get_text() for each in axis.texts]
             assert written == [f"{value:.2g}" for value in cells.compressed()]
-            yield from (("", list(row)) for row in cells)
+            layers, roles = (
+                [each.get_text() for each in ticks]
+                for ticks in (axis.get_yticklabels(), axis.get_xticklabels())
+            )
+            for layer, row in zip(layers, cells, strict=True):
+                yield f"layer {layer}: {' '.join(roles)}", list(row)
 
 
-@pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)
-def test_every_figure_shows_what_was_logged(kind, folder):
+@pytest.fixture(scope="module")
+def run(folder) -> RunData:
+    """Return the run with PC layers, with metrics of tasks, experts and a user's rule."""
     run = read_run(folder / "pc")
     more = {"task/words/acc": 0.5, "task/words/acc_norm": 0.25, "moe/max_vio": 3.0}
     more["monitor/rule_gap/q"] = 2.0
     lines = [line | {k: v / line["step"] for k, v in more.items()} for line in run.metrics]
-    run = replace(run, metrics=lines)
+    return replace(run, metrics=lines)
+
+
+@pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)
+def test_every_figure_shows_what_was_logged(kind, run):
     there = list(drawn(kind.draw(run)))
     expected = list(SHOWN[kind.name](run))
     assert expected and {*SHOWN} == {each.name for each in FIGURES}
@@ -242,6 +254,51 @@ def test_every_figure_shows_what_was_logged(kind, folder):
             name in label and len(ys) == len(values) and ys == pytest.approx(values)
             for label, ys in there
         ), (name, values)
+
+
+@pytest.mark.parametrize("kind", [each for each in FIGURES if each.overlay], ids=lambda k: k.name)
+def test_each_run_is_named_and_looks_different(kind, run):
+    """The name of a run is in the title of its panel, or in a legend with one look per label."""
+    runs = [replace(run, label=name) for name in ("first", "second", "third")]
+    axes = kind.overlay(runs).axes
+    texts = [axis.get_title() for axis in axes]
+    for legend in filter(None, (axis.get_legend() for axis in axes)):
+        texts += [each.get_text() for each in legend.texts]
+        properties = [handle.properties() for handle in legend.legend_handles]
+        looks = [[str(p.get(k)) for k in ("color", "facecolor", "linestyle")] for p in properties]
+        assert len({*map(tuple, looks)}) == len(legend.texts)
+    assert all(any(run.name in text for text in texts) for run in runs)
+
+
+EMPTY: dict[str, Callable[[RunData], RunData]] = {
+    "validated only": lambda run: replace(
+        run, metrics=[{"step": 1, "val/loss": 2.0}], monitors=[]
+    ),
+    "figures are not finite": lambda run: replace(run, monitors=[
+        line | {"units": {n: blank(u) for n, u in line["units"].items()},
+                "blocks": {n: blank(b) for n, b in line["blocks"].items()}}
+        for line in run.monitors
+    ]),
+    "no figures": lambda run: replace(run, monitors=[
+        {"step": 2, "units": {"a": {"role": "q", "layer": 0}}, "blocks": {}}
+    ]),
+}  # fmt: skip
+"""Runs that lack figures."""
+
+
+def blank(figures: dict) -> dict:
+    """Return the figures of a matrix or block with spectra of zeros and no other values."""
+    kept = ("role", "layer", "noise_samples")
+    return {
+        key: value if key in kept else [0.0] * 11 if isinstance(value, list) else None
+        for key, value in figures.items()
+    }
+
+
+@pytest.mark.parametrize("kind", FIGURES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("change", EMPTY)
+def test_a_run_without_figures_is_drawn(kind, change, run):
+    kind.draw(EMPTY[change](run))
 
 
 def test_one_monitored_step_is_drawn(folder, tmp_path):
@@ -346,6 +403,38 @@ def test_skipped_steps_are_an_event_of_the_line_that_counts_more_of_them():
     assert rows == [("2", "2 steps"), ("5", "1 steps")]
 
 
+STUDY = f"{ROOT}/studies/optimizers/results/llama_0.1m/results.json"
+REFUSED = {
+    "compare {tmp}/none": "none must be an existing folder",
+    "compare {tmp}/empty": "empty contains no run folder",
+    "compare {runs} --output {tmp}/a.svg": "--output must end in .html, got",
+    "{tmp}/empty": "a run must be a folder with metrics.jsonl, got",
+    "{tmp}/broken": "a run must be a folder with a valid config.yaml, got",
+    "{tmp}/new": "new has not logged a step yet",
+    "{runs}/pc {runs}/pc": "run folders must have different names, got pc, pc",
+    "maps --output {tmp}/a.gif": "--output must end in one of .svg, .png, .pdf, got",
+    "maps --output {tmp}/none/a.svg": "--output must be in an existing folder, got",
+    "spectrum {runs}/pc --roles q x --output {tmp}/a.svg": "--roles must be among",
+    "study {study} --by x --output {tmp}/a.svg": "--by must be a searched key (optimizer",
+    "study {study} --curves x --output {tmp}/a.svg": "--curves must be among AdamW,",
+    "study {tmp}/begun.json --output {tmp}/a.svg": "no finished comparison of two variants yet",
+    "study {tmp}/begun.json --by optimizer.matrix.lr --output {tmp}/a.svg": "no losses for values",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_cannot_be_drawn_is_refused(command, folder, tmp_path, refusal):
+    (tmp_path / "empty").mkdir()
+    for name, file, text in (("new", "metrics.jsonl", ""), ("broken", "config.yaml", "a: [")):
+        shutil.copytree(folder / "plain", tmp_path / name)
+        (tmp_path / name / file).write_text(text)
+    begun = json.loads(Path(STUDY).read_text()) | {"rows": [], "trials": [], "chosen": {}}
+    (tmp_path / "begun.json").write_text(json.dumps(begun))
+    words = command.format(tmp=tmp_path, runs=folder, study=STUDY).split()
+    assert REFUSED[command] in refusal(main(words))
+    assert not [*tmp_path.glob("a.*")]
+
+
 def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     copy, kept = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(folder / "plain", copy)
@@ -371,6 +460,8 @@ def test_the_status_of_a_run(folder, tmp_path):
     failed = run_status(read_run(folder / "deep" / "failed"))
     assert (failed.kind, failed.reason) == ("failed", "the disk is full")
     assert failed.text == "failed, step 2 of 6"
+    host = f"RuntimeError on rank 0 (host {socket.gethostname()}): the disk is full"
+    assert host in report(read_run(folder / "deep" / "failed"))
     # Without its last event it counts as running, like this process, which its lock names.
     running = copied("deep/failed")
     cut = (running / "events.jsonl").read_text().splitlines(keepends=True)[:-1]
@@ -419,8 +510,9 @@ def test_what_is_no_json_is_left_out_and_a_name_is_no_mathematics(folder, tmp_pa
     run = shutil.copytree(folder / "pc", tmp_path / "a $_$ b")
     for name in HOSTILE:
         (run / name).write_text((run / name).read_text() + '{"step": 7, "train/loss": NaN}\n')
-    assert main([str(run), "--output", str(tmp_path)]) == 0
-    assert "a $_$ b" in (tmp_path / "tracked_norms.svg").read_text()
+    output = tmp_path / "new" / "figures"
+    assert main([str(run), "--output", str(output)]) == 0
+    assert "a $_$ b" in (output / "tracked_norms.svg").read_text()
 
 
 def test_runs_are_compared_by_validation_loss(folder):
