@@ -120,11 +120,12 @@ def signal(run: RunData) -> Figure | None:
         for what in ("gradient", "update")
         if run.names(f"monitor/{what}_{figure}/")
     ]
-    if not panels:
+    roles = run.roles()
+    if not panels or not roles:
         return None
     figure, axes = new_grid(len(panels), columns=2, width=4.2, height=2.6)
     for axis, (name, title) in zip(axes, panels, strict=True):
-        for i, role in enumerate(run.roles()):
+        for i, role in enumerate(roles):
             series = run.series(f"monitor/{name}/{role}")
             _line(axis, series, **look(i), label=role, linewidth=1.2, marker=".")
         if name.endswith("top_share"):
@@ -220,7 +221,9 @@ def _per_run(
         draw(axis, run)
         axis.set(title=literal(run.name))
         count_tokens(axis)
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        # Without arguments, legend warns if all values of a run are missing.
+        names = axis.get_legend_handles_labels()
+        axis.legend(*names, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_ylabel(label)
     return figure
 

@@ -236,7 +236,8 @@ def residual(run: RunData) -> Figure | None:
         time.plot(*zip(*series, strict=True), color=colors(0.92 * share), marker=".", label=name)
     time.set_title("over training")
     count_tokens(time)
-    time.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    names = time.get_legend_handles_labels()
+    time.legend(*names, reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for axis in (depth, time):
         plain_log(axis)
     return figure

@@ -279,9 +279,11 @@ EMPTY: dict[str, Callable[[RunData], RunData]] = {
                 "blocks": {n: blank(b) for n, b in line["blocks"].items()}}
         for line in run.monitors
     ]),
-    "no figures": lambda run: replace(run, monitors=[
-        {"step": 2, "units": {"a": {"role": "q", "layer": 0}}, "blocks": {}}
-    ]),
+    "monitors.jsonl is lost": lambda run: replace(run, monitors=[]),
+    "no figures": lambda run: replace(
+        run, metrics=[{k: v for k, v in line.items() if "/" not in k} for line in run.metrics],
+        monitors=[{"step": 2, "units": {"a": {"role": "q", "layer": 0}}, "blocks": {}}],
+    ),
 }  # fmt: skip
 """Runs that lack figures."""
 
