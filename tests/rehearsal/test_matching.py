@@ -23,7 +23,7 @@ def test_another_size_operation_or_number_does_not():
         [],
     ):
         (sentence,) = mismatches({0: [REDUCE], 1: other})
-        assert "group data" in sentence
+        assert "group data" in sentence and " at a.py:1 on rank " in sentence
 
 
 def test_other_groups_may_come_in_between():
@@ -34,8 +34,10 @@ def test_other_groups_may_come_in_between():
 
 def test_sends_meet_receives():
     assert mismatches({0: [SEND], 1: [RECEIVE]}) == []
-    (sentence,) = mismatches({0: [SEND], 1: []})
-    assert "ranks 0 and 1" in sentence
+    for calls in ({0: [SEND], 1: []}, {0: [], 1: [RECEIVE]}):
+        (sentence,) = mismatches(calls)
+        assert "ranks 0 and 1" in sentence and "nothing on rank" in sentence
+        assert "(at b.py:2)" in sentence and "of 8 torch.bfloat16 on rank" in sentence
     assert mismatches({0: [SEND], 1: [replace(RECEIVE, numel=4)]})
 
 
@@ -44,7 +46,7 @@ def test_sends_towards_each_other_fit_in_one_batch_only():
     there, back = replace(SEND, batch=1), replace(RECEIVE, peer=1, batch=1)
     mine = [there, back]
     theirs = [replace(SEND, peer=0, batch=1), replace(RECEIVE, batch=1)]
-    assert mismatches({0: mine, 1: theirs}) == []
+    assert mismatches({0: mine, 1: theirs}) == mismatches({0: mine, 1: theirs[::-1]}) == []
     apart = [replace(call, batch=None) for call in mine]
     assert mismatches({0: apart, 1: [replace(call, batch=None) for call in theirs]})
 

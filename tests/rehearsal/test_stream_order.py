@@ -1,69 +1,75 @@
 """The order of accesses from several streams."""
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from training.rehearsal.stream_order import Part, StreamOrder
 
-A, B = 1, 2
-WHOLE = Part(7, 0, 100)
+KINDS = ["read", "write", "write", "follow", "follow", "record", "wait", "synchronize", "host_wait"]
+STREAMS = range(3)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.sampled_from(STREAMS),
+        st.sampled_from(STREAMS),
+        st.integers(0, 1),  # event
+        st.integers(0, 1),  # first byte
+        st.integers(1, 2),  # number of bytes
+    ),
+    min_size=5,
+    max_size=16,
+)
 
 
-@pytest.fixture
-def order() -> StreamOrder:
-    """Return an order in which stream A has written a whole storage."""
-    found = StreamOrder()
-    found.allocate(7, A)
-    found.access(A, [], [WHOLE], "write", "here")
-    return found
+@given(STEPS, st.booleans())
+def test_a_finding_is_a_conflict_that_no_event_orders(steps, freed) -> None:
+    """Compare with the sets of all accesses that precede each stream's next work."""
+    order, unordered = StreamOrder(), False
+    order.allocate(7, STREAMS[0])
+    accesses: list[tuple[range, bool]] = []
+    known: list[set[int]] = [set() for _ in STREAMS]
+    recorded: dict[int, set[int]] = {}
+    for kind, stream, other, event, first, size in steps:
+        if kind in ("read", "write"):
+            part, place = Part(7, first, first + size), range(first, first + size)
+            writes = kind == "write"
+            order.access(stream, [] if writes else [part], [part] if writes else [], kind, "here")
+            unordered |= any(
+                i not in known[stream] and (writes or wrote) and bool({*place} & {*before})
+                for i, (before, wrote) in enumerate(accesses)
+            )
+            known[stream].add(len(accesses))
+            accesses.append((place, writes))
+        elif kind == "follow":  # `other` waits for `stream`
+            order.record(2, stream)
+            order.wait(2, other)
+            known[other] |= known[stream]
+        elif kind == "record":
+            order.record(event, stream)
+            recorded[event] = set(known[stream])
+        elif kind == "wait":
+            order.wait(event, stream)
+            known[stream] |= recorded.get(event, set())
+        else:
+            everything = event == 1 and kind == "synchronize"
+            if kind == "host_wait":
+                order.host_wait(event)
+                waited = recorded.get(event, set())
+            else:
+                order.synchronize(None if everything else stream)
+                waited = set().union(*known) if everything else set(known[stream])
+            for each in known:
+                each |= waited
+    if freed:  # the stream that allocated the memory may reuse it
+        order.free(7)
+        unordered |= any(i not in known[STREAMS[0]] for i in range(len(accesses)))
+    assert bool(order.findings) == unordered
 
 
-def test_a_read_on_another_stream_needs_an_event(order):
-    order.access(B, [WHOLE], [], "read", "there")
+def test_a_finding_names_both_accesses() -> None:
+    order = StreamOrder()
+    order.allocate(7, 1)
+    order.access(1, [], [Part(7, 0, 100)], "write", "here")
+    order.access(2, [Part(7, 0, 100)], [], "read", "there")
     (finding,) = order.findings
-    assert str(finding) == "read at there reads memory without waiting for write at here"
-
-
-def test_an_event_orders(order):
-    order.record(1, A)
-    order.wait(1, B)
-    order.access(B, [WHOLE], [], "read", "there")
-    assert order.findings == []
-
-
-def test_an_event_orders_only_what_came_before_it(order):
-    order.record(1, A)
-    order.access(A, [], [WHOLE], "write again", "here")
-    order.wait(1, B)
-    order.access(B, [WHOLE], [], "read", "there")
-    assert len(order.findings) == 1
-
-
-def test_an_order_passes_through_a_third_stream(order):
-    order.record(1, A)
-    order.wait(1, 3)
-    order.record(2, 3)
-    order.wait(2, B)
-    order.access(B, [WHOLE], [], "read", "there")
-    assert order.findings == []
-
-
-def test_a_write_must_wait_for_reads_of_others(order):
-    order.record(1, A)
-    order.wait(1, B)
-    order.access(B, [WHOLE], [], "read", "there")
-    order.access(A, [], [WHOLE], "overwrite", "here")
-    assert len(order.findings) == 1
-
-
-def test_parts_that_do_not_meet_need_no_order(order):
-    order.allocate(8, A)
-    order.access(A, [], [Part(8, 0, 50)], "write", "here")
-    order.access(B, [], [Part(8, 50, 100)], "write", "there")
-    assert order.findings == []
-
-
-@pytest.mark.parametrize("stream", [A, None])
-def test_what_the_host_waits_for_is_in_order(order, stream):
-    order.synchronize(stream)
-    order.access(B, [WHOLE], [], "read", "there")
-    assert order.findings == []
+    assert finding == "read at there reads memory without waiting for write at here"

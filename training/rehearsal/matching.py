@@ -140,7 +140,7 @@ def _of_pairs(
 ) -> Iterator[str]:
     """Describe for each pair of ranks the first batch whose sends and receives do not match."""
     nothing: list[Call] = []
-    for one, other in combinations(sorted(members), 2):
+    for one, other in combinations(members, 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)
         for number, (mine, its) in enumerate(zip_longest(*sides, fillvalue=nothing)):
             meeting = [replace(call, kind=OTHER_SIDE[call.kind]) for call in its]

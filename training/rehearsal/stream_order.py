@@ -124,9 +124,7 @@ class StreamOrder:
         The stream that allocated the memory may reuse it, so this stream must be ordered after all
         accesses by other streams.
         """
-        memory = self._memory.pop(storage, None)
-        if memory is None:
-            return
+        memory = self._memory.pop(storage)
         now = Access(memory.stream, self._number, "memory reuse", "the allocator")
         for uses in (memory.writes, memory.reads):
             self._check(uses, None, now, "may begin before the end of")
