@@ -7,7 +7,7 @@ element, the number of a column (an output of the weight). Operations propagate 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
     silu, softmax, a norm       the result has the operand's shadow
-    a + b, a sum                each element has the columns of all terms
+    a + b, a sum, a vector norm each element has the columns of all terms
 
 until an operation uses columns as one vector. These columns are recorded as a set:
 
@@ -211,6 +211,7 @@ class Watch(TorchDispatchMode):
         self.numbers = Columns()
         self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
+        self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
         for name, weight in weights.items():
             if weight in self.weights:
@@ -269,6 +270,8 @@ class Watch(TorchDispatchMode):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
         storages = [] if SHAPES.match(name) else [t.untyped_storage() for t in operands]
         live = [self.live[storage] for storage in storages if storage in self.live]
+        for columns in (self.choices[s] for s in storages if s in self.choices):
+            self.numbers.consume(columns, range(columns.ndim), CHOICE)
         waves = name.rstrip("_") in WAVES and not any(live)
         if (live and not waves) or torch.Tag.nondeterministic_seeded in func.tags:
             self.live.update((t.untyped_storage(), any(live)) for t in results)
@@ -292,11 +295,7 @@ class Watch(TorchDispatchMode):
         ]
         indices = [t for t in tracked if not _is_continuous(t)]
         acts_on_each = STAYS.fullmatch(name) or torch.Tag.pointwise in func.tags
-        if (
-            name in CHOICES
-            and tracked
-            and (name not in ("max", "min") or isinstance(result, tuple))
-        ):
+        if tracked and name in CHOICES and not _is_continuous(results[-1]):  # not of all elements
             self._choose(name, args, result)
         elif not fresh or torch.Tag.inplace_view in func.tags:
             return  # a view, or an operation without columns
@@ -348,8 +347,9 @@ class Watch(TorchDispatchMode):
     def end_with(self, tensors: Iterable[Tensor], loss: bool = False) -> None:
         """Record that the model returns these tensors or, if `loss`, that they enter a loss."""
         for t in filter(is_strided, tensors):
-            for use in self.numbers.beneath(self.columns.read(t)):
-                use.in_loss, use.returned = use.in_loss or loss, use.returned or not loss
+            for use in self.numbers.beneath(columns := self.columns.read(t)):
+                term = loss or (columns is not None and self._is_statistic(columns))
+                use.in_loss, use.returned = use.in_loss or term, use.returned or not term
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
         """Follow an elementwise operation, whose result has its operands' columns."""
@@ -357,7 +357,7 @@ class Watch(TorchDispatchMode):
         whole = [i for i, t in enumerate(operands) if t.shape == out.shape]
         sides = [self._side(t, out) for t in operands]
         full = [sides[i] for i in whole] or sides
-        distinct = _distinct(sides)
+        distinct = self._distinct(sides)
         if name == "mul":
             self._choose_weights(operands, sides)
         if not distinct:
@@ -383,11 +383,10 @@ class Watch(TorchDispatchMode):
             for side, other in permutations(sides, 2):
                 axes = side.vectors(other) or side.moving
                 if side.columns is not None and other.columns is not None:
-                    self.numbers.join(side.columns, [None])
                     scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
                     axes = [] if axes and all(scaled) else axes  # only one factor per matrix
                 self.numbers.consume(side.columns, axes, PRODUCT)
-            distinct = _distinct(full) or distinct
+            distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
             others = [None] if all(self._is_stream(operands[i], name) for i in whole) else []
             self.numbers.join(distinct[0], others)
@@ -395,6 +394,21 @@ class Watch(TorchDispatchMode):
             self.factors[out.untyped_storage()] = sides
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
+
+    def _distinct(self, sides: Iterable[Side]) -> list[Tensor]:
+        """Return the distinct columns of operands, without sums that only scale other operands."""
+        distinct: list[Tensor] = []
+        known = [side.columns for side in sides if side.columns is not None]
+        for columns in sorted(known, key=Tensor.numel, reverse=True):
+            own = self.numbers.beneath(columns) if self._is_statistic(columns) else None
+            scales = own in [*map(self.numbers.beneath, distinct)]
+            if not (scales or any(bool((columns == other).all()) for other in distinct)):
+                distinct.append(columns)
+        return distinct
+
+    def _is_statistic(self, columns: Tensor) -> bool:
+        """Return whether all elements have the number of one sum, such as a vector's norm."""
+        return columns.numel() == 1 and isinstance(self.numbers.record(columns.max()), Sums)
 
     def _is_stream(self, tensor: Tensor, name: str) -> bool:
         """Return whether an addition to a tensor shows that a layer is not a head.
@@ -446,8 +460,7 @@ class Watch(TorchDispatchMode):
         if name in ADDING_MOVES:
             name, there = ADDING_MOVES[name], moved[0] + NONE
             moved[0] = torch.zeros_like(there)
-        if name in ("constant_pad_nd", "index_put"):  # drop the fill value or the flag
-            moved = moved[:2] if name == "constant_pad_nd" else moved[:3]
+        moved = moved[: {"constant_pad_nd": 2, "index_put": 3}.get(name)]  # no fill value or flag
         result = getattr(torch.ops.aten, name)(*moved, **kwargs) + NONE
         shadows.write(
             out, condensed(result if there is None else self.numbers.joined(there, result))
@@ -469,14 +482,12 @@ class Watch(TorchDispatchMode):
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if out.numel() == 1:
             self.end_with([source], loss=True)
-        elif (sums and rest) or all(columns.shape[a] == 1 for a in axes):
+        elif sums or not rest or all(columns.shape[a] == 1 for a in axes):
             columns = self._folded(columns, axes)
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
-        elif rest and EXTREMES.fullmatch(name):
+        elif EXTREMES.fullmatch(name):
             self._hide([source], f"{name} of a part of the outputs")
-        elif not rest:  # a norm or a loss
-            self.end_with([source], loss=True)
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
         """Follow a sum of an elementwise product over axes if it computes inner products.
@@ -485,7 +496,6 @@ class Watch(TorchDispatchMode):
         different token axes as in attention, or if one factor is a state of outer products.
         """
         first, second = sides
-        known = [side.columns for side in sides if side.columns is not None]
         if first.is_parameter or second.is_parameter:
             inner = all(s.is_parameter or axes <= {*s.moving} for s in sides)
             inner &= all(s.shape[axis] > 1 for s in sides for axis in axes)
@@ -498,8 +508,8 @@ class Watch(TorchDispatchMode):
                 for side, other in permutations(sides)
                 if side.columns is not None
             )
-        for columns in known if inner else ():
-            self.numbers.consume(columns, axes, INNER if len(known) > 1 else LAYER)
+        for side in sides if inner else ():
+            self.numbers.consume(side.columns, axes, INNER)
         return inner
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
@@ -528,14 +538,13 @@ class Watch(TorchDispatchMode):
         axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
             return
-        if name in ("max", "min") and columns.numel() > columns.shape[axis] > 1:
-            self._hide([args[0]], f"{name} of a part of the outputs")
-        elif columns.shape[axis] > 1:
-            self.numbers.consume(columns, range(columns.ndim), CHOICE)
+        among = columns.shape[axis] > 1
         if isinstance(result, (tuple, list)):
-            first = columns.narrow(axis, 0, 1)
-            kept = result[0].ndim == columns.ndim
-            self.columns.write(result[0], first if kept else first.squeeze(axis))
+            self._reduce(name, args[0], [axis], result[0])
+            if among:
+                self.choices[result[1].untyped_storage()] = columns
+        elif among:
+            self.numbers.consume(columns, range(columns.ndim), CHOICE)
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
         """Follow an operation on each channel, which preserves the channels' columns."""
@@ -550,6 +559,8 @@ class Watch(TorchDispatchMode):
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Follow a product of `[..., rows, n]` and `[..., n, columns]`, or with a vector `[n]`."""
+        if left.is_complex():
+            return self._hide((left, right), "a product of complex numbers")
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
         # If both are weights, use the second: the first is a table of inputs.
         weight = next((i for i in (1, 0) if sides[i] in self.weights), None)
@@ -570,15 +581,16 @@ class Watch(TorchDispatchMode):
                 depthwise = True  # one vector per column only scales the column
                 self.columns.write(out, columns)
                 continue
+            own = kind
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
-                axis = 2 * columns.ndim - 3 - axis
+                axis, own = 2 * columns.ndim - 3 - axis, LAYER if layer else PRODUCT
                 if weight is None and out.ndim == columns.ndim:
                     self.columns.write(out, columns)
             used = self._mixed(columns, axis, kind)
             if axis not in used and out.ndim == columns.ndim:
                 self.columns.write(out, self._folded(columns, [axis]))
             scales = other is not None and self.numbers.adds_matrices(other, summed[1 - i])
-            self.numbers.consume(columns, [] if scales else used, kind)
+            self.numbers.consume(columns, [] if scales else used, own)
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -694,12 +706,3 @@ def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
 def _is_continuous(tensor: Tensor) -> bool:
     """Return whether a tensor contains real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _distinct(sides: Iterable[Side]) -> list[Tensor]:
-    """Return the distinct columns of operands."""
-    distinct: list[Tensor] = []
-    for columns in (side.columns for side in sides if side.columns is not None):
-        if not any(bool((columns == other).all()) for other in distinct):
-            distinct.append(columns)
-    return distinct

@@ -22,7 +22,8 @@ INNER = "a matrix product of activations"
 PRODUCT = "a product"
 CHOICE = "a choice"
 GROUP = "a group"
-"""Kinds of operations that use outputs as one vector. "a product" is an elementwise product."""
+"""Kinds of operations that use outputs as one vector. "a product" is an elementwise product, or
+scales tokens, as attention scales values."""
 
 
 class Seen(NamedTuple):
@@ -119,8 +120,7 @@ class Use:
         windows = frozenset(self.sets.get(INNER, ()))
         steps = {b - a for window in windows for a, b in pairwise(sorted(window))}
         if len(steps) == 1 and _overlap(windows):
-            reason = "windows of its outputs overlap: a table of positions"
-            return Seen(None, reason, decays=False)
+            return Seen(None, "windows of its outputs overlap: a table of positions", decays=False)
         division, cuts, grouped = Division(), set[tuple[int, ...]](), GROUP in self.sets
         if self.outputs:
             axes = frozenset(self.inputs), frozenset(self.outputs)
@@ -132,9 +132,8 @@ class Use:
         sides = [sizes_of(box)[int(division.stacked) :] for box in division.boxes(self.shape)]
         outputs = int(division.transposed)
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
-        reached = scaled or taken & (
-            {self} if self.in_loss and not self.returned else {self, *self.joined}
-        )
+        joined = set() if self.in_loss and not self.returned else self.joined
+        reached = scaled or taken & {self, *joined}
         if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
             return Seen(None, "its columns are used one at a time: scalars")
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)
@@ -148,11 +147,10 @@ class Use:
             count = count // self.shape[0] * len({c // self.strides[0] for c in used})
         if 0 < len(used) < count and not self.ended:
             raise ValueError(f"{count - len(used)} of its {count} outputs are unused")
-        if not reached:
-            if not self.ended:
-                raise ValueError("its outputs were neither used nor returned by the pass")
-            return Seen(None, "its outputs reach no further layer: a head")
-        return Seen(division, self._reason())
+        if not (reached or self.ended):
+            raise ValueError("its outputs were neither used nor returned by the pass")
+        head = Seen(None, "its outputs reach no further layer: a head")
+        return Seen(division, self._reason()) if reached else head
 
     @property
     def _count(self) -> int:
@@ -197,10 +195,9 @@ class Use:
             for kind, sizes in sorted(taken.items(), key=lambda item: item[1])
             if kind not in whole
         ]
-        if not whole:
-            return ", ".join(phrases) or "the model returns a sum of its outputs"
-        phrases.append(f"{whole[0]} all" if phrases else f"{whole[0]} uses all columns")
-        return ", ".join(phrases)
+        if whole:
+            phrases.append(f"{whole[0]} all" if phrases else f"{whole[0]} uses all columns")
+        return ", ".join(phrases) or "the model returns a sum of its outputs"
 
 
 def _places(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -338,6 +338,26 @@ def attention_by_sums(m: Any, x: Tensor) -> Any:
     return m.out(attended.transpose(1, 2).flatten(2))
 
 
+def pooled(m: Any, x: Tensor) -> Any:
+    """Compute attention with one query, whose logits are sums over all outputs."""
+    scores = (m.q(x[:, :1]) * m.k(x)).sum(-1, keepdim=True) / m.size(x).norm(dim=-1, keepdim=True)
+    return m.out((scores.softmax(1) * m.v(x)).sum(1))
+
+
+def graph_attention(m: Any, x: Tensor) -> Any:
+    """Compute attention whose logits are sums of two inner products with parameters."""
+    z = heads(m.inner(x), 4)
+    scores = (z * m.target).sum(-1)[..., None] + (z * m.source).sum(-1)[..., None, :]
+    attended = (scores.softmax(-1)[..., None] * z[:, :, None]).sum(3)
+    return m.out(attended.transpose(1, 2).flatten(2))
+
+
+def spatial_gate(m: Any, x: Tensor) -> Any:
+    y = m.first(x).relu()
+    statistics = [y.max(1, keepdim=True).values, y.mean(1, keepdim=True)]
+    return m.out(y * m.gate(torch.cat(statistics, 1)).sigmoid())
+
+
 def attention_by_distances(m: Any, x: Tensor) -> Any:
     q, k, v = (heads(y, 4) for y in m.qkv(x).chunk(3, -1))
     attended = (-torch.cdist(q, k)).softmax(-1) @ v
@@ -374,6 +394,30 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         lambda: Module(attention_by_sums, "qkv 12 36, out 12 12"),
         x,
         {"qkv.weight": rows(4)},
+    ),
+    "attention with one query": (
+        lambda: Module(pooled, "q 12 12, k 12 12, size 12 6, v 12 12, out 12 4"),
+        x,
+        {f"{name}.weight": whole for name in ("q", "k", "size", "v")},
+    ),
+    "attention with parameters as keys": (
+        lambda: Module(
+            graph_attention,
+            "inner 12 12, out 12 12",
+            **{name: torch.randn(3, 1, 4) for name in ("source", "target")},
+        ),
+        x,
+        {"inner.weight": rows(4), "source": None, "target": None},
+    ),
+    "a gate from the maximum of all channels": (
+        lambda: Module(
+            spatial_gate,
+            first=nn.Conv2d(8, 6, 3, bias=False),
+            gate=nn.Conv2d(2, 1, 1),
+            out=nn.Conv2d(6, 4, 1),
+        ),
+        image,
+        {"first.weight": whole},
     ),
     "a kernel of each head": (
         lambda: Module(convolved_by_tokens, "values 12 12, kernels 12 9, out 12 12"),
@@ -1227,6 +1271,14 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         ),
         "pieces.weight: max of a part of the outputs hides",
     ),
+    "a product of complex numbers": (
+        Module(
+            lambda m, x: m.out((x.cfloat() @ torch.view_as_complex(m.waves)).real),
+            "out 6 4",
+            waves=torch.randn(12, 6, 2),
+        ),
+        "waves: a product of complex numbers hides",
+    ),
     "a mean of parts": (
         Module(
             lambda m, x: m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2))),
@@ -1415,6 +1467,9 @@ ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "entropy": lambda y, x: F.binary_cross_entropy_with_logits(y, x.sigmoid()),
     "divergence": lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
     "added to a scaled input": lambda y, x: 0.6 * x + 0.8 * y,
+    "averaged over tokens": lambda y, x: x.softmax(1).mT @ y,
+    "a density": lambda y, x: ((x[..., :6] - y[..., :6]) / y[..., 6:].exp()).square(),
+    "with a gate": lambda y, x: y[..., :11].softmax(-1) * y[..., 11:].sigmoid(),
 }
 
 
@@ -1501,15 +1556,13 @@ def test_columns_pass_an_activation(name: str) -> None:
     assert split_parameters(model, example=x).rows[0].reason.endswith("a layer uses all columns")
 
 
-def test_a_maximum_along_columns_is_a_choice() -> None:
-    model = Module(
-        lambda m, x: m.out(
-            m.first(x) * m.most(x).max(-1, keepdim=True).values
-            + m.least(x).min(-1, keepdim=True).values * m.place(x).argmin(-1)[..., None]
-        ),
-        **{name: linear(12, 3) for name in ("most", "least", "place")},
-        **{"first": linear(12, 8), "out": linear(8, 4)},
-    )
+def test_the_place_of_a_maximum_among_columns_is_a_choice() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        most, where = m.most(x).max(-1, keepdim=True)
+        least, there = m.least(x).min(-1, keepdim=True)
+        return m.out(m.first(x) * most * where + least * there * m.place(x).argmin(-1)[..., None])
+
+    model = Module(forward, "most 12 3, least 12 3, place 12 3, first 12 8, out 8 4")
     assert all("router" in r.reason for r in split_parameters(model, example=x).rows[:3])
 
 
