@@ -151,7 +151,10 @@ def score_checkpoint(
         pc=None,  # the weights are PC(W)
         parallel=ParallelConfig(),
         train=replace(
-            config.train, fp8=None, precision=PRECISIONS[dtype] or config.train.precision
+            config.train,
+            fp8=None,
+            precision=PRECISIONS[dtype] or config.train.precision,
+            fused_loss="auto",
         ),
         checkpoint=replace(config.checkpoint, initialize_from=str(info.path)),
         tasks=TasksConfig(files=dict(files)),
