@@ -151,10 +151,7 @@ def score_checkpoint(
         pc=None,  # the weights are PC(W)
         parallel=ParallelConfig(),
         train=replace(
-            config.train,
-            fp8=None,
-            precision=PRECISIONS[dtype] or config.train.precision,
-            fused_loss="auto",
+            config.train, fp8=None, precision=PRECISIONS[dtype] or config.train.precision
         ),
         checkpoint=replace(config.checkpoint, initialize_from=str(info.path)),
         tasks=TasksConfig(files=dict(files)),
