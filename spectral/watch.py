@@ -66,7 +66,7 @@ MOVES = re.compile(
 )
 STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
-    r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill"
+    r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill|fake_quantize_per_.*"
 )
 """Operations without torch's pointwise tag that act on each element or scale it."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")

@@ -736,6 +736,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Pieces | None]]] 
         x,
         {"both.weight": rows(10), "out.weight": None},
     ),
+    "a quantized weight": (
+        lambda: Module(
+            lambda m, x: m.out(
+                F.glu(F.linear(x, torch.fake_quantize_per_tensor_affine(m.both.weight, 1, 0, 0, 9)))
+            ),
+            "both 12 20, out 10 12",
+        ),
+        x,
+        {"both.weight": rows(10), "out.weight": None},
+    ),
     "a standardized weight": (
         lambda: Module(
             lambda m, x: m.out(F.glu(F.linear(x, standardized(m.both.weight)))),
