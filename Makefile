@@ -89,7 +89,7 @@ $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/con
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/cpu.txt
 	@touch $@
 
-data: data/demo/manifest.json  ## prepare the embedded corpus in data/demo
+data: data/demo/manifest.json  ## prepare the bundled corpus in data/demo
 
 data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) | $(SETUP)
 	$(PY) scripts/prepare_data.py --demo --output data/demo

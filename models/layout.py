@@ -1,8 +1,9 @@
 """Layouts of a model over ranks: parallel sizes, layers of a chunk, positions of a sequence.
 
 Context parallelism splits a sequence into `2 * size` chunks, and rank r processes chunks r and `2 *
-size - 1 - r`. Because later chunks cost more under the causal mask, every rank has equal work with
-these pairs. Megatron splits batches and rotary embeddings in the same way.
+size - 1 - r`. Later chunks cost more under the causal mask, so pairing an early chunk with a late
+one gives every rank the same amount of work. Megatron splits batches and rotary embeddings in the
+same way.
 """
 
 from dataclasses import dataclass

@@ -89,7 +89,7 @@ class Division:
         first = int(self.stacked)
         if len(shape) < first + 2:
             raise ValueError(
-                f"units must divide parameters with {first + 2} dimensions or more, got shape "
+                f"these units need a parameter with at least {first + 2} dimensions, got shape "
                 f"{shape}"
             )
         if shape[first] % self.groups:

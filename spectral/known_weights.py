@@ -262,15 +262,15 @@ class KnownWeights:
         if takers:
             if takers <= again:
                 why = "the layers with as many inputs also run before it"
-                raise _unclear(weight, f" looks like a head or one matrix: {why}")
+                raise _unclear(weight, f" could be an output head or a single matrix: {why}")
             if takers & self.repeated and self._may_end(weight, later, mixer):
                 why = "other blocks run after it"
-                raise _unclear(weight, f" looks like a head or one matrix: {why}")
+                raise _unclear(weight, f" could be an output head or a single matrix: {why}")
             return None
         reason = self._head(weight, outputs, later)
         if reason.endswith(": a head") and mixer:
             why = f"{mixer} adds or multiplies activations after it"
-            raise _unclear(weight, f" looks like a head or one matrix: {why}")
+            raise _unclear(weight, f" could be an output head or a single matrix: {why}")
         if reason:
             return True, reason
         return None if later else (False, "one matrix, unless it is a head")

@@ -409,8 +409,9 @@ def msign_cost(
 ) -> float:
     """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
 
-    K steps with sides m <= n take K (4 m^2 n + 2 m^3) FLOPs in the plain form and, with r restarts,
-    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in the Gram form; `prefers_gram` chooses the form.
+    For an m x n matrix with m <= n, K steps take K (4 m^2 n + 2 m^3) FLOPs in the plain form. In
+    the Gram form with r restarts they take (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3. `prefers_gram`
+    chooses the form.
     """
     square = product_flops(short, short, short)
     to_gram, from_gram = product_flops(short, long, short), product_flops(short, short, long)

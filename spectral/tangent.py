@@ -4,7 +4,8 @@
 (docs/numerics.md contains measurements):
 
 1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`, valid for every lambda, is built
-   from a few resolvents of `M M^T` (spectral/tangent_model.py). Its root is the first guess.
+   from a few resolvents of `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). Its root
+   is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation has a larger error than the model's root: msign's rounding errors have a

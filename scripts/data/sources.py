@@ -38,8 +38,8 @@ class FileInput:
 
     @property
     def kind(self) -> str:
-        """The suffix without a compression suffix; `.jsonl` for all formats with one row per
-        line."""
+        """The file's suffix, ignoring any compression suffix; `.jsonl` for all formats with one row
+        per line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"

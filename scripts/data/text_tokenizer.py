@@ -168,7 +168,7 @@ def own_file(folder: Path, name: str) -> bytes | None:
     if not path.is_file():
         return None
     if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):
-        raise DataError(f"{folder / name} must be a file in its folder, got a link to {path}")
+        raise DataError(f"{folder / name} must not link outside its folder, but links to {path}")
     return path.read_bytes()
 
 

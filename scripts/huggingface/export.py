@@ -108,7 +108,7 @@ def new_folder(
 
 
 def check_room(target: Path, needed: int) -> None:
-    """Raise InputError if the disk of `target` is too small for `needed` bytes of weights."""
+    """Raise InputError if the disk of `target` lacks free space for `needed` bytes of weights."""
     place = target.absolute()
     while not place.exists():
         place = place.parent

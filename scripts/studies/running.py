@@ -1,4 +1,4 @@
-"""The run of a study: checks, tuning of variants, training of all seeds, and results."""
+"""Run a study: check it, tune the variants, train all seeds and write the results."""
 
 import json
 import re

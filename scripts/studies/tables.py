@@ -150,7 +150,7 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study, which are empty before the first seed is trained."""
+    """Return the rows of a study; there are none until the first seed has been trained."""
     return results.get("rows", ())
 
 

@@ -22,7 +22,7 @@ from .normuon import EPSILON, NorMuonRule
 
 @dataclass(frozen=True, kw_only=True)
 class AdaMuonRule(NorMuonRule):
-    """Muon on the momentum's signs; each entry of the update is divided by its RMS over steps."""
+    """Muon on the signs of the momentum, with each entry of the update divided by a running RMS."""
 
     scale: Scale = "align_adam_rms"
     """Formula for the update's size, given the unit's shape (docs/spectral.md); the default is the

@@ -111,7 +111,7 @@ def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
     secret.write_text("{}")
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(secret)
-    with pytest.raises(InputError, match=f"{name} must be a file in its folder, got a link to"):
+    with pytest.raises(InputError, match=f"{name} must not link outside its folder, but links to"):
         copy_tokenizer(source, kept)
     assert list(kept.iterdir()) == []
 

@@ -613,17 +613,17 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             lambda m, a: m.text(m.trunk(a)) @ m.image(a).mT,
             **{"trunk": trunk(), "text": linear(8, 6), "image": linear(8, 6)},
         ),
-        "text.weight looks like a head or one matrix: Clip adds or multiplies",
+        "text.weight could be an output head or a single matrix: Clip adds or multiplies",
     ),
     "a last layer that is added": (
         lambda: trunk(("pool", holder("Pool", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8)))),
-        "mlp.layers.1.weight looks like a head or one matrix: Pool adds",
+        "mlp.layers.1.weight could be an output head or a single matrix: Pool adds",
     ),
     "a pooler before other blocks": (
         lambda: holder(
             tower=trunk(("pooler", linear(8, 8))), more=nn.ModuleList([Block(), Block()])
         ),
-        "tower.pooler.weight looks like a head or one matrix: other blocks run after",
+        "tower.pooler.weight could be an output head or a single matrix: other blocks run after",
     ),
     "a first layer, whose outputs are joined": (
         lambda: holder(enter=linear(16, 4), blocks=nn.ModuleList([Block(), Block()])),
@@ -722,7 +722,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: holder(
             tower=trunk(("pooler", linear(8, 8))), neck=linear(8, 8), more=nn.ModuleList([Block()])
         ),
-        "tower.pooler.weight looks like a head or one matrix: other blocks run after",
+        "tower.pooler.weight could be an output head or a single matrix: other blocks run after",
     ),
     "a projection of a tower before another tower": (
         lambda: holder(
@@ -731,17 +731,17 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
             text=trunk(("end", linear(8, 8))),
             image=trunk(("end", linear(8, 8))),
         ),
-        "text.end.weight looks like a head or one matrix: other blocks run after",
+        "text.end.weight could be an output head or a single matrix: other blocks run after",
     ),
     "a last layer of an encoder before a decoder": (
         lambda: holder(encoder=trunk(("end", linear(8, 8))), decoder=nn.ModuleList([Block()])),
-        "encoder.end.weight looks like a head or one matrix: other blocks run after",
+        "encoder.end.weight could be an output head or a single matrix: other blocks run after",
     ),
     "a layer between blocks that the blocks may not take": (
         lambda: holder(
             first=nn.ModuleList([Block()]), auxiliary=linear(8, 8), second=nn.ModuleList([Block()])
         ),
-        "auxiliary.weight looks like a head or one matrix: other blocks run after",
+        "auxiliary.weight could be an output head or a single matrix: other blocks run after",
     ),
     "keys narrower than queries": (
         lambda: holder("A", to_q=linear(8, 8), to_kv=linear(8, 4), heads=4),
@@ -1118,7 +1118,9 @@ def test_layers_that_run_before_a_head_do_not_use_its_outputs(order: tuple[str, 
     for forward in (tasks, lambda m, x: m.out(m.blocks[0](m.enter(x)))):
         model = holder("Forecaster", forward, **{name: members[name] for name in order})
         if forward is tasks or order[-1] == "enter":
-            with pytest.raises(ValueError, match="^out.weight looks like a head or one matrix"):
+            with pytest.raises(
+                ValueError, match="^out.weight could be an output head or a single matrix"
+            ):
                 split_parameters(model)
         else:
             assert split_parameters(model).rows[-1].rule == "adamw"
