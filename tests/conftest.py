@@ -35,6 +35,7 @@ from tests.paths import ROOT  # noqa: E402
 from tests.processor_time import ProcessorTime, turn  # noqa: E402
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
 
     from parallel.comm.groups import Groups
@@ -57,7 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> "LoadFileScheduling | None":
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: "Producer"
+) -> "LoadFileScheduling | None":
     """Keep the files of each folder in `TOGETHER` on one worker, unless slow tests run."""
     if config.option.dist != "loadfile" or config.option.markexpr != "not slow":
         return None
@@ -68,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config) -> "LoadFileScheduling | 
             file = nodeid.partition("::")[0]
             return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
-    return Scheduling(config)
+    return Scheduling(config, log)  # without a log, each test's end would print a line
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
