@@ -32,8 +32,8 @@ class MuonPlusPlusRule(RadiusRule):
     """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
 
     nesterov: bool = False
-    """true: orthogonalise `(1 - momentum) G + momentum M`; false: the moving average M, as in the
-    paper."""
+    """Orthogonalise `(1 - momentum) G + momentum M` instead of the moving average M, which the
+    paper uses."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
     """project: algorithm 1, which keeps the norm only while steps are shorter than sigma_1 -
     sigma_2. project_rescale: algorithm 2, which also rescales the weight to the radius. dual: a
