@@ -17,8 +17,8 @@ until an operation uses columns as one vector. These columns are recorded as a s
     a * b, a ** b, min(a, b)    the columns of a, and the columns of b: a gated layer's halves
     a vector of a + b           the columns of a, and the columns of b, unless they share columns
 
-Columns in no set belong to an output head, columns among which `topk` chooses belong to a router,
-and a weight without products is a table.
+Columns in no set belong to an output head, columns among which `topk` or a comparison with the
+maximum chooses belong to a router, and a weight without products is a table.
 
 Read `watch`, which runs the pass; then `Watch`, whose methods follow operations in the order above
 and record sets of columns (`columns.py`); then `Use.verdict` (`weight_use.py`), which turns the
@@ -57,6 +57,8 @@ LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
 """Operations that choose among columns, with the position of the axis argument."""
+COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
+"""Operations that choose among columns if one operand is their maximum or minimum."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
 """Operations that add to some elements, with the operations that overwrite the same elements."""
 MOVES = re.compile(
@@ -212,6 +214,7 @@ class Watch(TorchDispatchMode):
         self.columns, self.weights = Shadows(), Shadows()  # of activations, and of weights
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
         self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
+        self.extremes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by maxima
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
         for name, weight in weights.items():
             if weight in self.weights:
@@ -270,7 +273,8 @@ class Watch(TorchDispatchMode):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
         storages = [] if SHAPES.match(name) else [t.untyped_storage() for t in operands]
         live = [self.live[storage] for storage in storages if storage in self.live]
-        for columns in (self.choices[s] for s in storages if s in self.choices):
+        compared = [self.extremes[s] for s in storages if name in COMPARISONS and s in self.extremes]
+        for columns in (*compared, *(self.choices[s] for s in storages if s in self.choices)):
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
         waves = name.rstrip("_") in WAVES and not any(live)
         if (live and not waves) or torch.Tag.nondeterministic_seeded in func.tags:
@@ -480,6 +484,8 @@ class Watch(TorchDispatchMode):
         if products and self._inner(sides, axes):
             return
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
+        if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
+            self.extremes[out.untyped_storage()] = columns
         if out.numel() == 1:
             self.end_with([source], loss=True)
         elif sums or not rest or all(columns.shape[a] == 1 for a in axes):
@@ -539,11 +545,14 @@ class Watch(TorchDispatchMode):
         if columns is None or not columns.ndim:
             return
         among = columns.shape[axis] > 1
-        if isinstance(result, (tuple, list)):
+        if name in ("max", "min"):  # a choice only if a later operation reads the indices
             self._reduce(name, args[0], [axis], result[0])
             if among:
                 self.choices[result[1].untyped_storage()] = columns
-        elif among:
+            return
+        if isinstance(result, (tuple, list)):
+            self.columns.write(result[0], columns.narrow(axis, 0, 1))
+        if among:
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:

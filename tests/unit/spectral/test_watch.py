@@ -1576,6 +1576,27 @@ def test_the_place_of_a_maximum_among_columns_is_a_choice() -> None:
     assert all("router" in r.reason for r in split_parameters(model, example=x).rows[:3])
 
 
+THRESHOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda h: h * (h >= h.topk(2).values[..., -1:]),
+    "sort": lambda h: h * (h >= h.sort(descending=True).values[..., 1:2]),
+    "max": lambda h: h * (h == h.max(-1, keepdim=True).values),
+    "amax": lambda h: h.where(h.amax(-1, keepdim=True) <= h, 0.0),
+    "topk of groups": lambda h: h.unflatten(-1, (2, 2)).topk(1).values.flatten(-2),
+    "sort of groups": lambda h: h.unflatten(-1, (2, 2)).sort(-1).values.flatten(-2),
+}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_outputs_compared_with_the_largest_outputs_are_a_router(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        gates = THRESHOLDS[name](m.gate(x).softmax(-1)).sum(-1, keepdim=True)
+        return m.out(m.first(x) * gates), m.gate(x)
+
+    model = Module(forward, "gate 12 4, first 12 8, out 8 4")
+    gate = split_parameters(model, example=x).rows[0]
+    assert gate.rule == "adamw" and gate.reason.endswith(": a router")
+
+
 OVER_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda h: h.max(1).values,
     "max, axis kept": lambda h: h.max(-2, keepdim=True).values,
