@@ -98,7 +98,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_unchanged() -> Iterator[None]:
-    """Seed every generator before a test and restore torch's default dtype after it.
+    """Seed every generator before a test; restore torch's default dtype and visible GPUs after it.
 
     A test that leaves another working directory behind fails.
     """
@@ -106,8 +106,13 @@ def _seeded_and_unchanged() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     dtype, place = torch.get_default_dtype(), Path.cwd()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     yield
     torch.set_default_dtype(dtype)
+    if gpus is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     assert Path.cwd() == place
 
 

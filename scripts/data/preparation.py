@@ -180,6 +180,7 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
     if source is None:
         source, eod = trained / TOKENIZER_FILE, EOD_TOKEN
         if not source.exists():
+            source = folder / TOKENIZER_FILE
             assert preparation.vocabulary is not None
             with progress_of("tokenizer") as progress:
                 texts = _tokenizer_texts(preparation, progress)

@@ -146,7 +146,7 @@ def _complete(path: Path) -> CheckpointInfo:
         raise BrokenCheckpointError(f"{path}: {META}: {error.problems[0]}") from None
     except InputError:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
 

@@ -49,7 +49,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                     f"run.dir {folder} must contain only files and folders, but {path.name} is a "
                     "link or a device"
                 )
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise FolderError(
             f"run.dir {folder} cannot be written to: {error.strerror} ({error.filename})"

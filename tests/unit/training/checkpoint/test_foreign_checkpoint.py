@@ -134,6 +134,7 @@ def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint: Path) ->
 WRONG_META: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no step": lambda meta: meta.pop("step"),
     "a negative step": lambda meta: meta.update(step=-1),
+    "facts with another key": lambda meta: meta["files"]["config.yaml"].update({"inode": 3}),
     "facts that are text": lambda meta: meta["files"].update({"config.yaml": "text"}),
     "progress of another step": lambda meta: meta["progress"].update(step=0),
     "more samples than there are": lambda meta: meta["progress"].update(sample=10**30),
