@@ -273,7 +273,9 @@ class Watch(TorchDispatchMode):
             return self._hide(filter(is_strided, operands), f"{func} of sparse tensors")
         storages = [] if SHAPES.match(name) else [t.untyped_storage() for t in operands]
         live = [self.live[storage] for storage in storages if storage in self.live]
-        compared = [self.extremes[s] for s in storages if name in COMPARISONS and s in self.extremes]
+        compared = [
+            self.extremes[s] for s in storages if name in COMPARISONS and s in self.extremes
+        ]
         for columns in (*compared, *(self.choices[s] for s in storages if s in self.choices)):
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
         waves = name.rstrip("_") in WAVES and not any(live)

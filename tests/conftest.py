@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from parallel.comm.groups import Groups
 
+VISIBLE = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+"""The visible GPUs, which commands without GPUs hide."""
 TOGETHER = ("tests/distributed/", "tests/rehearsal/")
 """Folders whose files run on one worker, as starting a process that forks takes seconds."""
 
@@ -106,13 +108,10 @@ def _seeded_and_unchanged() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     dtype, place = torch.get_default_dtype(), Path.cwd()
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     yield
     torch.set_default_dtype(dtype)
-    if gpus is None:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update(VISIBLE)
     assert Path.cwd() == place
 
 

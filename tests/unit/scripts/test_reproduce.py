@@ -27,11 +27,9 @@ from spectral import measures, msign, odd_polynomial
 from spectral.polar import SCHEDULES, Polar
 from spectral.rules import MuonPlusPlusRule, SpectralDescentRule, muon_plus_plus
 
-EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n != "pi_bound")) for n in EXPERIMENTS]
-"""All experiments; only the cheapest is part of `make test`."""
 
-
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_properties_hold_at_a_small_size(name: str, tmp_path: Path) -> None:
     result = perform(name, tmp_path, seed=None, small=True, suffix=".svg")
     assert not [check for check in result.checks if not check.passed]
@@ -79,6 +77,7 @@ def test_an_experiment_that_diverges_fails_in_a_row(tmp_path, capsys) -> None:
     assert [path.name for path in tmp_path.glob("*.svg")] == ["pi_bound.svg"]
 
 
+@pytest.mark.slow
 def test_a_wrong_published_number_fails_at_the_published_size(tmp_path, monkeypatch) -> None:
     # Shapes without published numbers replace the published shapes.
     shapes = ((16, 8, 32), (20, 10, 40), (32, 16, 64), (40, 20, 80), (64, 32, 128))

@@ -11,8 +11,8 @@ from training.report.text import pause, progress
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Print the first line after 0.02 seconds."""
-    monkeypatch.setattr(text, "FIRST", 0.02)
+    """Print the first line after 0.01 seconds."""
+    monkeypatch.setattr(text, "FIRST", 0.01)
 
 
 def test_lines_state_time_and_state_while_the_block_runs(soon, capsys):
@@ -34,9 +34,9 @@ def test_a_short_block_prints_nothing(capsys):
 def test_a_block_within_a_block_prints_alone(soon, capsys):
     with progress(lambda: "outer"):
         with progress(lambda: "inner"):
-            time.sleep(0.1)
+            time.sleep(0.2)
         inner = capsys.readouterr().err
-        time.sleep(0.1)
+        time.sleep(0.2)
     assert "inner" in inner and "outer" not in inner
     assert "outer" in capsys.readouterr().err
 

@@ -97,6 +97,20 @@ def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
 
 
 @pytest.mark.slow
+def test_a_start_past_the_steps_profiles_the_rest(folder, world):
+    """Test a start past all steps, within them, and a run that ends before or within them."""
+    tiny_config(folder, "adamw")
+    trained(folder, world, train__exit_step=1)
+    trained(folder, world, train__exit_step=2)
+    run = trained(folder, world, train__exit_step=4)
+    asked = f"{ASKED}, rank 0, in {run}/profile"
+    assert said(run)[3] == f"profile: steps 3 to 3 {asked}"
+    trained(folder, world)
+    traces = sorted(path.name for path in (run / "profile").iterdir())
+    assert traces == ["steps_2-2_rank_0.json.gz", "steps_3-3_rank_0.json.gz"]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_within_them_writes_what_there_is(folder, world):
     tiny_config(folder, "adamw")
     stop = Path(folder) / "run" / "STOP"
