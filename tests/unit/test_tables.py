@@ -167,12 +167,14 @@ def test_the_planned_cost_of_rules_is_that_of_full_runs() -> None:
 
 def known_figures() -> list[tuple[float, ...]]:
     """Return the mean with its error, and the mean with its interval, of every variant of every
-    committed study, and of the difference of any two variants with the same seeds, also of the
+    complete study, and of the difference of any two variants with the same seeds, also of the
     first three seeds. The tokens that AdamW needs are included, with their interval."""
     groups: dict[tuple[int, ...], list[list[float]]] = {}
     known: list[tuple[float, ...]] = []
     for path in (ROOT / "studies").rglob("results.json"):
         content = read_results(path)
+        if not content["complete"]:
+            continue
         rows = [row["losses"] for row in content["rows"] if None not in row["losses"]]
         for first in {3, len(content["seeds"])} if len(content["seeds"]) > 1 else ():
             seeds = tuple(content["seeds"][:first])
