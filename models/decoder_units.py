@@ -73,7 +73,7 @@ def attention_units(
 
     Megatron's fused weight consists of one part per KV head: its query heads, the key head and the
     value head. `model.qk_norm` adds two gains `[head_size]`, one for all query heads and one for
-    all key heads.
+    all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -104,7 +104,7 @@ def latent_attention_units(
     are small and ranks then exchange latents instead of the residual stream. Matrices that read a
     latent are sharded by heads: each head's part of q_b is one unit, and its parts of kv_b for keys
     and values are two units. Every head has its own keys, so group and head are equivalent values
-    of `split.qkv_units`.
+    of `split.qkv_units`. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None
@@ -156,7 +156,7 @@ def head_units(
         roles: (role, heads per group, rows per head), in the order of a group's rows.
         groups: number of KV heads; the parameter is sharded over ranks by groups.
         width: number of columns.
-        split: the division into units.
+        split: the division into units; raises ValueError if `qkv_units` is not in QKVUnits.
         infix: text between the role and the number in a unit's name.
     """
     local = groups // split.tensor_size
@@ -199,12 +199,14 @@ def head_units(
             size, drawn = heads * rows, draws(role, rows, range(groups * heads))
             index, axes = (ALL, slice(end - size, end)), (groups, size, width)
             units.append(unit(role, role, index, axes, drawn))
-    else:
+    elif kind == "fused":
         drawn = []
         for group, (role, heads, rows, _) in product(range(groups), parts):
             drawn += draws(role, rows, range(group * heads, (group + 1) * heads))
         axes = (groups, rows_of_group, width)
         units.append(unit(parameter, parameter, (ALL,), axes, drawn))
+    else:
+        raise ValueError(f"qkv_units must be one of head, group, component, fused, got {kind!r}")
     return units
 
 

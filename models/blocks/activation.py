@@ -66,9 +66,19 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation_of(function: Callable[[Tensor], Tensor]) -> Activation:
-    """Return the activation with the elementwise function `function`."""
-    return next(each for each in ACTIVATIONS.values() if each.function is function)
+def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
+    """Return the activation with the elementwise function `function`.
+
+    Raises ValueError if `ACTIVATIONS` does not contain it.
+    """
+    for activation in ACTIVATIONS.values():
+        if activation.function is function and activation.gated == gated:
+            return activation
+    block = "with" if gated else "without"
+    raise ValueError(
+        f"activation must be one of {', '.join(ACTIVATIONS)} in compiled blocks and experts, "
+        f"got {function.__name__} {block} a gate"
+    )
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
@@ -80,7 +90,7 @@ def with_one_gradient(
 ) -> Callable[..., Tensor]:
     """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel as
     backward pass, or `forward` itself if the kernel does not support the activation."""
-    if activation.function not in IS_TANH:
+    if not activation.gated or activation.function not in IS_TANH:
         return forward
     from spectral.kernels import gated
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -108,15 +109,22 @@ class CoreAttention(torch.nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
+        """Raise ValueError for attention that is not causal self-attention, and for context
+        parallelism without its process group `pg_collection.cp`."""
         super().__init__()
-        self.context: dist.ProcessGroup | None = None
-        if config.context_parallel_size > 1:
-            assert pg_collection is not None
-            self.context = pg_collection.cp
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise ValueError(
+                f"the sdpa attention backend supports only causal self-attention, "
+                f"got {attention_type!r} with mask {attn_mask_type}"
+            )
+        self.context = context_group(config, pg_collection)
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
@@ -142,12 +150,19 @@ class CoreAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and `key`,
         `value` `[s, b, groups, d]`. The mask is always causal; `attention_mask` is not used. With
-        `packed_seq_params`, attention does not cross document boundaries."""
+        `packed_seq_params`, attention does not cross document boundaries.
+
+        Raises ValueError if `attention_bias` is given.
+        """
+        if attention_bias is not None:
+            raise ValueError("the sdpa attention backend does not support an attention bias")
         if self.context is None:
             return self.attend(query, key, value, whole(packed_seq_params))
         key, value = gather_sequence(key, value, self.context)
@@ -218,8 +233,12 @@ class FlashCoreAttention(CoreAttention):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`. Configs
-        reject `documents`."""
+        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
+
+        Raises ValueError if `documents` is given; configs already reject this case.
+        """
+        if documents is not None:
+            raise ValueError("FlashAttention packages do not support a document mask")
         # Like this project, the packages align the causal mask to the last query and the last key.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),
@@ -235,6 +254,23 @@ class FlashCoreAttention(CoreAttention):
 def whole(documents: Documents | None) -> DocumentRange | None:
     """Return the only range of `documents` (context-parallel size 1), or None without documents."""
     return None if documents is None else documents.parts[0]
+
+
+def context_group(
+    config: TransformerConfig, groups: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    """Return the context-parallel process group, or None if the context-parallel size is 1.
+
+    Raises ValueError if the group is missing or does not have the size in the config.
+    """
+    size = config.context_parallel_size
+    if size == 1:
+        return None
+    group = getattr(groups, "cp", None)
+    if group is None or group.size() != size:
+        ranks = "none" if group is None else group.size()
+        raise ValueError(f"the context-parallel process group must have {size} ranks, got {ranks}")
+    return group
 
 
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ def fuse_blocks_(
     nothing). If `backward` is true, use Triton kernels for backward passes.
 
     Only modules of this project and Megatron's feed-forward block are changed. Returns the number
-    of changed modules.
+    of changed modules. Raises ValueError for an activation that is not in `ACTIVATIONS`.
     """
     fused = Fused(backend, backward=backward)
     return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
@@ -112,7 +112,8 @@ class Fused:
     def _install_activation_(self, block: MLP) -> None:
         """Replace the activation of Megatron's feed-forward block through Megatron's option for
         Transformer Engine: the activation receives the whole output of the first linear layer."""
-        activation = activation_of(block.config.activation_func)
+        gated = block.config.gated_linear_unit
+        activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
         dynamic = block.linear_fc1.is_expert
         block.activation_func = self.activation(activation, activation.block, dynamic=dynamic)

@@ -371,7 +371,8 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.activation = activation_of(self.config.activation_func)
+        gated = self.config.gated_linear_unit
+        self.activation = activation_of(self.config.activation_func, gated=gated)
         self.activate: Callable[[Tensor, Tensor], Tensor] = self.activation.scaled
 
     def forward(

@@ -37,28 +37,36 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         if scaling is not None:
             self.inv_freq = self._scaled(scaling, kv_channels, rotary_base)
             self.scale = scaling.turned_scale
-        self._made: dict[tuple[int, dist.ProcessGroup | None], Tensor] = {}
+        self._made: dict[tuple[int, int, dist.ProcessGroup | None], Tensor] = {}
 
-    def forward(self, max_seq_len: int, **_: object) -> Tensor:
+    def forward(
+        self,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
         """Return `turns` `[s / context ranks, 1, 1, 2 d]` for `max_seq_len` tokens and the head
         dimension d: cosines of the angles, then sines with the signs that `rotated` expects."""
-        return self._kept(max_seq_len, self.cp_group)
+        if packed_seq:
+            raise ValueError("rotary embeddings of packed sequences are not supported")
+        return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)
 
     def of_documents(self, documents: Documents) -> Tensor:
         """Return `turns` `[s / context ranks, b, 1, 2 d]` for the positions of tokens within their
         documents."""
-        whole = self._kept(documents.max_seqlen_q, None)
+        whole = self._kept(documents.max_seqlen_q, 0, None)
         return whole[documents.positions.T, 0]
 
-    def _kept(self, length: int, group: dist.ProcessGroup | None) -> Tensor:
-        key = length, group
+    def _kept(self, length: int, offset: int, group: dist.ProcessGroup | None) -> Tensor:
+        key = length, offset, group
         if key not in self._made:
             self._made[key] = self._turns(*key)
         return self._made[key]
 
     @torch.no_grad()
-    def _turns(self, length: int, group: dist.ProcessGroup | None) -> Tensor:
-        angles = self.get_emb(length)
+    def _turns(self, length: int, offset: int, group: dist.ProcessGroup | None) -> Tensor:
+        angles = self.get_emb(length, offset)
         if group is not None:
             angles = context_part(angles, 0, rank=group.rank(), size=group.size())
         first, second = angles.sin().chunk(2, -1)

@@ -5,11 +5,15 @@ from itertools import groupby
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.blocks.compiled import fuse_blocks_
 from models.families import FAMILIES
 from models.huggingface.config_json import InexpressibleError, architecture, config_json
 from models.huggingface.tensors import their_tensors
+from models.layout import ChunkSpec
+from parallel.comm.groups import Groups
 from tests.tiny_families import MIXTURE, tiny_model
 
 MODEL = tiny_model("llama", layers=1)
@@ -70,3 +74,12 @@ def test_what_hugging_face_cannot_express_is_named(family, changes, reason) -> N
     with pytest.raises(InexpressibleError) as caught:
         architecture(tiny_model(family, **changes))
     assert str(caught.value).replace("ForCausalLM", "") == f"model.{reason}"
+
+
+def test_an_activation_without_a_compiled_form_is_refused(world: Groups) -> None:
+    family = FAMILIES["llama"]
+    config = family.code.transformer_config(MODEL, dtype=torch.float32)
+    config.activation_func = F.mish
+    chunk = family.code.build(MODEL, config, ChunkSpec((0,)), sequence_length=8)
+    with pytest.raises(ValueError, match="activation must be one of .*, got mish with"):
+        fuse_blocks_([chunk], "aot_eager")
