@@ -45,11 +45,8 @@ def missing(more: Mapping[str, str] | None = None) -> str:
     absent = sorted({p for name, p in commands.items() if shutil.which(name, path=path) is None})
     if absent:
         return f"Debian's packages are missing: apt-get install {' '.join(absent)}"
-    tried = subprocess.run(
-        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add", "type", "veth"],
-        capture_output=True,
-        text=True,
-    )
+    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add",
+                            "type", "veth"], capture_output=True, text=True)  # fmt: skip
     if tried.returncode:
         return f"nodes need namespaces and veth: {tried.stderr.strip()}"
     return ""
@@ -100,24 +97,17 @@ class Node:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the node."""
         return subprocess.run(
-            [*self._enter(folder), *words],
-            env=self.environment | variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+            [*self._enter(folder), *words], env=self.environment | variables,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
 
     def start(self, *words: str, folder: Path, output: Path) -> subprocess.Popen[bytes]:
         """Start a command on the node with its output in the file `output`."""
         with output.open("ab") as said:
             return subprocess.Popen(
-                [*self._enter(folder), *words],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
+                [*self._enter(folder), *words], env=self.environment, stdin=subprocess.DEVNULL,
+                stdout=said, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
     def _enter(self, folder: Path | None) -> list[str]:
         enter = ["nsenter", "--target", str(self.first), *NAMESPACES]
@@ -190,11 +180,8 @@ class Network:
         node = self.nodes[name] = Node(name, self.folder)
         # The link is created from outside, where the node's first process has this id.
         link = ["ip", "link", "add", name, "type", "veth", "peer", "eth0", "netns", str(node.first)]
-        subprocess.run(
-            ["nsenter", "--target", str(self.head.first), "--net", *link],
-            check=True,
-            env=node.environment,
-        )
+        subprocess.run(["nsenter", "--target", str(self.head.first), "--net", *link], check=True,
+                       env=node.environment)  # fmt: skip
         self.head.check("ip", "link", "set", name, "master", BRIDGE, "up")
         node.check("ip", "address", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
         node.check("ip", "link", "set", "eth0", "up")

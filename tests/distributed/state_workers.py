@@ -169,14 +169,8 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     losses, again = run.steps(2), other.steps(2)
     after = run.state()
     different += same_state(after, other.state()) + same_state(run.parameters(), other.parameters())
-    return {
-        "saved": saved,
-        "losses": losses,
-        "after": after,
-        "different": different,
-        "losses again": again,
-        "extra": extra,
-    }
+    return {"saved": saved, "losses": losses, "after": after, "different": different,
+            "losses again": again, "extra": extra}  # fmt: skip
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
@@ -186,12 +180,8 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     """
     run = trained(groups, name, seed=4, alignment=1)
     load_state(folder, run.model, run.optimizer)
-    return {
-        "loaded": run.state(),
-        "rounded": rounded(run),
-        "losses": run.steps(2),
-        "after": run.state(),
-    }
+    return {"loaded": run.state(), "rounded": rounded(run), "losses": run.steps(2),
+            "after": run.state()}  # fmt: skip
 
 
 def rounded(run: Trained) -> bool:

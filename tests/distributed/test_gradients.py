@@ -37,12 +37,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "expert tensor 2": (2, {"expert_tensor": 2}, MIXTURES),
     "tensor 2 x context 2": (4, {"tensor": 2, "context": 2}, list(SETTINGS)),
     "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}, [*VARIANTS]),
-    "tensor 2, expert 2 x expert tensor 2": (
-        4,
-        {"tensor": 2, "expert": 2, "expert_tensor": 2},
-        MIXTURES,
-    ),
-}
+    "tensor 2, expert 2 x expert tensor 2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2},
+                                             MIXTURES),
+}  # fmt: skip
 # Weights and sums are float64, but the engine computes token losses and the scores of experts in
 # float32: 3e-8 of a gradient's norm was measured.
 TOLERANCE = 1e-6

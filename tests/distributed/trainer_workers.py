@@ -64,9 +64,6 @@ def trained() -> dict[str, Any]:
         for key, value in parameters.items()
     }
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "weights": whole,
-        "losses": losses,
-        "sharded": all(isinstance(value, DTensor) for value in parameters.values()),
-        "ranks": dist.get_world_size(),
-    }
+    return {"weights": whole, "losses": losses,
+            "sharded": all(isinstance(value, DTensor) for value in parameters.values()),
+            "ranks": dist.get_world_size()}  # fmt: skip

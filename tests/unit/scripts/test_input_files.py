@@ -93,15 +93,12 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("names", "warned"),
-    [
-        (("a.jsonl", "a.jsonl.gz"), True),
-        (("a.txt", "a.md"), True),
-        (("a.json", "b.jsonl", "b.parquet"), True),
-        (("a.jsonl", "a.b.jsonl", "sub/a.jsonl.gz"), False),
-    ],
-)
+@pytest.mark.parametrize(("names", "warned"), [
+    (("a.jsonl", "a.jsonl.gz"), True),
+    (("a.txt", "a.md"), True),
+    (("a.json", "b.jsonl", "b.parquet"), True),
+    (("a.jsonl", "a.b.jsonl", "sub/a.jsonl.gz"), False),
+])  # fmt: skip
 def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_path) -> None:
     (tmp_path / "sub").mkdir()
     for name in names:

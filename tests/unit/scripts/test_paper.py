@@ -52,13 +52,8 @@ from training.run import train
 
 PAPERS = read_catalogue()
 # Numbers of figures and tables in the papers. "Towards a Principled Muon" has none.
-NUMBERED = {
-    "pc_layer": (15, 7),
-    "sso": (12, 3),
-    "muon_plus_plus": (0, 0),
-    "gram_penalty": (7, 0),
-    "spectral_updates": (28, 5),
-}
+NUMBERED = {"pc_layer": (15, 7), "sso": (12, 3), "muon_plus_plus": (0, 0), "gram_penalty": (7, 0),
+            "spectral_updates": (28, 5)}  # fmt: skip
 ITEMS = {(n, key): item for n, paper in PAPERS.items() for key, item in paper.items.items()}
 MEASURED = [name for name, item in ITEMS.items() if item.measure is not None]
 TEXTS = re.compile(">([^<>]+)</text>")
@@ -605,15 +600,12 @@ def test_series_are_the_figures_that_the_run_logged(world: Any, folder: str) -> 
     overrides = " ".join(f"{key.replace('__', '.')}={value}" for key, value in keys.items())
     command = f"python pretrain.py --config {folder}/config.yaml {overrides}"
     texts = {
-        "loss": "metric train/loss",
-        "mean": "mean stable_rank down",
-        "mean of all": "metric monitor/stable_rank/down",
-        "largest": "largest residual_rms blocks",
-        "largest of all": "metric monitor/residual_rms/max",
-        "top": "mean quantile_100 o",
+        "loss": "metric train/loss", "mean": "mean stable_rank down",
+        "mean of all": "metric monitor/stable_rank/down", "largest": "largest residual_rms blocks",
+        "largest of all": "metric monitor/residual_rms/max", "top": "mean quantile_100 o",
         **{f"{over} of medians": f"{over} quantile_50 down" for over in REDUCED},
         "layer": "mean quantile_50 down 1",
-    }
+    }  # fmt: skip
     found = measure(Measure(runs={"a": f"{folder}/run"}, series=texts), [command])["a"]
     assert found["command"] == command and found["steps"] == 3
     runs, seeds = {"a": f"{folder}/all"}, [7, 8]

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.plots import curves
-from scripts.plots.compare import (
-    BITS,
-    LOSS,
-    Compared,
-    differences,
-    measure,
-    unlike_measurements,
-)
+from scripts.plots.compare import BITS, LOSS, Compared, differences, measure, unlike_measurements
 from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
@@ -93,15 +86,12 @@ def test_monitored_steps_have_their_own_tokens() -> None:
     assert run.tokens({"step": 14}) == 72 + 2 * 8  # nothing counts them: full batches
 
 
-@pytest.mark.parametrize(
-    ("bits", "vocabularies", "expected"),
-    [
-        ((1.0, 1.1), (100, 200), BITS),
-        ((1.0, None), (100, 200), LOSS),  # not ranked by a metric that one of them lacks
-        ((None, None), (100, 200), LOSS),
-        ((1.0, 1.1), (100, 100), LOSS),
-    ],
-)
+@pytest.mark.parametrize(("bits", "vocabularies", "expected"), [
+    ((1.0, 1.1), (100, 200), BITS),
+    ((1.0, None), (100, 200), LOSS),  # not ranked by a metric that one of them lacks
+    ((None, None), (100, 200), LOSS),
+    ((1.0, 1.1), (100, 100), LOSS),
+])  # fmt: skip
 def test_runs_are_ordered_by_what_all_have(bits, vocabularies, expected) -> None:
     runs = []
     for value, vocabulary in zip(bits, vocabularies, strict=True):
@@ -137,16 +127,10 @@ def test_every_card_of_a_run_is_its_figure() -> None:
         line |= {"perf/mfu": 40 + seconds, "moe/max_vio": seconds / 8}
         line["optim/skipped_steps"] = seconds
     assert dict(key_figures(run_of(*lines))) == {
-        "training loss": "3.5000",
-        "validation loss": "2.5000",
-        "best validation": "2.0000",
-        "tokens": "4k",
-        "tokens / second": "4k",
-        "time of stepping": "0:01:50",
-        "MFU": "44.0",
-        "MaxVio": "0.50",
-        "skipped steps": "4",
-    }
+        "training loss": "3.5000", "validation loss": "2.5000", "best validation": "2.0000",
+        "tokens": "4k", "tokens / second": "4k", "time of stepping": "0:01:50", "MFU": "44.0",
+        "MaxVio": "0.50", "skipped steps": "4",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("order", [LOSS, BITS], ids=["nats", "bits"])

@@ -37,17 +37,11 @@ def folder(shared_folder):
     world = process_groups.initialize()
     common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}
     own = {
-        "run__dir": f"{folder}/pc",
-        "run__name": "a <b>",
-        "pc__level": 4,
-        "train__z_loss": 1e-3,
-        "gram_penalty__horizon": 1.0,
-        "monitors__interval": 2,
+        "run__dir": f"{folder}/pc", "run__name": "a <b>", "pc__level": 4, "train__z_loss": 1e-3,
+        "gram_penalty__horizon": 1.0, "monitors__interval": 2,
         "monitors__groups": "[weights,gradients,updates,noise,activations,attention,spectra]",
-        "monitors__noise_samples": 3,
-        "checkpoint__interval": 3,
-        "validation__interval": 3,
-    }
+        "monitors__noise_samples": 3, "checkpoint__interval": 3, "validation__interval": 3,
+    }  # fmt: skip
     train(tiny_config(str(folder), "adamw", **common, **own, train__exit_step=3), world)
     train(tiny_config(str(folder), "adamw", **common, **own), world)
     plain = {"run__dir": f"{folder}/plain", "monitors__interval": 0}

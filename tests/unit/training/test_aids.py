@@ -36,13 +36,9 @@ from training.run import train
 from training.step import StepResult
 
 KEYS: dict[str, Any] = {
-    "checkpoint__interval": 2,
-    "checkpoint__keep_last": 1,
-    "log__interval": 1,
-    "train__steps": 6,
-    "train__micro_batch": 8,
-    "validation__samples": 2,
-}
+    "checkpoint__interval": 2, "checkpoint__keep_last": 1, "log__interval": 1, "train__steps": 6,
+    "train__micro_batch": 8, "validation__samples": 2,
+}  # fmt: skip
 END = 6
 
 
@@ -311,22 +307,16 @@ def test_a_lock_that_has_another_name_is_refused(tmp_path):
     (tmp_path / "kept").write_text("precious")
     (tmp_path / "run").mkdir()
     os.link(tmp_path / "kept", tmp_path / "run" / "lock")
-    with (
-        pytest.raises(FolderError, match="lock must not be a hard link"),
-        locked(tmp_path / "run"),
-    ):
+    with pytest.raises(FolderError, match="lock must not be a hard link"), locked(tmp_path / "run"):
         pass
     assert (tmp_path / "kept").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (errno.EAGAIN, "in use by another run: unknown"),
-        (errno.EACCES, "in use by another run: unknown"),
-        (errno.ENOLCK, "lock cannot be locked: No locks available"),
-    ],
-)
+@pytest.mark.parametrize(("number", "text"), [
+    (errno.EAGAIN, "in use by another run: unknown"),
+    (errno.EACCES, "in use by another run: unknown"),
+    (errno.ENOLCK, "lock cannot be locked: No locks available"),
+])  # fmt: skip
 def test_a_folder_without_locks_is_not_said_to_be_in_use(number, text, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))

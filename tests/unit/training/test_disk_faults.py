@@ -23,19 +23,10 @@ pytestmark = [
 ]
 
 END, INTERVAL = 20, 7
-SETTINGS = [
-    f"train.steps={END}",
-    "train.global_batch=2",
-    "train.sequence_length=16",
-    "model.layers=1",
-    "model.hidden=32",
-    "model.ffn=32",
-    f"checkpoint.interval={INTERVAL}",
-    "checkpoint.keep_last=1",
-    "log.interval=1",
-    "monitors.interval=5",
-    "validation.samples=2",
-]
+SETTINGS = [f"train.steps={END}", "train.global_batch=2", "train.sequence_length=16",
+            "model.layers=1", "model.hidden=32", "model.ffn=32", f"checkpoint.interval={INTERVAL}",
+            "checkpoint.keep_last=1", "log.interval=1", "monitors.interval=5",
+            "validation.samples=2"]  # fmt: skip
 ERRORS = {"stat": errno.ESTALE, "write": errno.ENOSPC}
 """The tested error by kind of call; EIO for others."""
 CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step_\d+", "step"))

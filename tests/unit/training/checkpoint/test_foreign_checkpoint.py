@@ -120,11 +120,9 @@ def test_an_index_of_an_older_python_is_read(checkpoint: Path) -> None:
     assert not [*problems(read_checkpoint(checkpoint))]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"), (getattr, "", "join")],
-    ids=str,
-)
+@pytest.mark.parametrize("call",
+                         [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"),
+                          (getattr, "", "join")], ids=str)  # fmt: skip
 def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint: Path) -> None:
     (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(*call)))
     with pytest.raises(UnsafeIndexError, match="is not trusted: it refers to the attribute '"):
@@ -162,14 +160,11 @@ def refused(saved: Path, tmp_path: Path, refusal) -> str:
 GENERATORS = {"python": 1, "numpy": [], "torch": 2, "cuda": 3}
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("rng.pt", content) for content in (b"", b"text", [{}], [7], [GENERATORS])),
-        *(("state/common.pt", content) for content in (b"", [1], {}, {"schema": 1, "extra": [1]})),
-        ("state/common.pt", {"schema": 1, "extra": {}}),
-    ],
-)
+@pytest.mark.parametrize(("name", "content"), [
+    *(("rng.pt", content) for content in (b"", b"text", [{}], [7], [GENERATORS])),
+    *(("state/common.pt", content) for content in (b"", [1], {}, {"schema": 1, "extra": [1]})),
+    ("state/common.pt", {"schema": 1, "extra": {}}),
+])  # fmt: skip
 def test_values_of_another_form_are_a_line(name, content, saved, checkpoint, tmp_path, refusal):
     if not isinstance(content, bytes):
         torch.save(content, file := io.BytesIO())

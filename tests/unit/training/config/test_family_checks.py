@@ -61,15 +61,12 @@ DEEPSEEK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "problem"),
-    [
-        *(("tiny_moe_sso", *case) for case in MIXTURE),
-        *(("tiny_deepseek_sso", *case) for case in DEEPSEEK),
-        ("tiny_gemma2_sso", ["model.attention_bias=all"], "model.attention_bias must be none for"),
-        ("tiny_sso", ["parallel.expert=2"], "parallel.expert must be 1 for model.family llama"),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "problem"), [
+    *(("tiny_moe_sso", *case) for case in MIXTURE),
+    *(("tiny_deepseek_sso", *case) for case in DEEPSEEK),
+    ("tiny_gemma2_sso", ["model.attention_bias=all"], "model.attention_bias must be none for"),
+    ("tiny_sso", ["parallel.expert=2"], "parallel.expert must be 1 for model.family llama"),
+])  # fmt: skip
 def test_what_a_family_cannot_be_is_refused(name: str, overrides: list[str], problem: str) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         recipe(name, *overrides)

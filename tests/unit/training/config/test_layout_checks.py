@@ -102,21 +102,18 @@ def test_a_layout_is_refused_with_the_reason(minimal, overrides, world_size, pro
     assert any(problem in line for line in problems(minimal, *overrides, world_size=world_size))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size"),
-    [
-        ([], 1),
-        ([], 4),
-        (["parallel.tensor=2", "parallel.pipeline=2"], 8),
-        (["parallel.tensor=2", "model.vocab_size=257"], 2),
-        (["parallel={tensor: 2, sequence: false}", "train.sequence_length=33"], 2),
-        (["parallel={pipeline: 2, first_stage_layers: 1}"], 2),
-        (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
-        (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
-        ([*MIXTURE, "parallel={expert: 2, tensor: 2}"], 2),
-        ([*MIXTURE, "parallel={expert: 2, expert_tensor: 2}"], 4),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "world_size"), [
+    ([], 1),
+    ([], 4),
+    (["parallel.tensor=2", "parallel.pipeline=2"], 8),
+    (["parallel.tensor=2", "model.vocab_size=257"], 2),
+    (["parallel={tensor: 2, sequence: false}", "train.sequence_length=33"], 2),
+    (["parallel={pipeline: 2, first_stage_layers: 1}"], 2),
+    (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
+    (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
+    ([*MIXTURE, "parallel={expert: 2, tensor: 2}"], 2),
+    ([*MIXTURE, "parallel={expert: 2, expert_tensor: 2}"], 4),
+])  # fmt: skip
 def test_layouts_that_fit(minimal: Path, overrides: list[str], world_size: int) -> None:
     check(load_config(minimal, overrides), world_size)
 

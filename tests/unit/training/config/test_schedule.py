@@ -54,11 +54,9 @@ def test_wsd_is_constant_and_then_a_line() -> None:
 
 @given(
     kind=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
-    total=st.integers(1, 400),
-    warmup_share=st.floats(0, 0.5),
-    ratio=st.floats(0, 1),
+    total=st.integers(1, 400), warmup_share=st.floats(0, 0.5), ratio=st.floats(0, 1),
     cooldown=st.floats(0.01, 0.5),
-)
+)  # fmt: skip
 def test_every_schedule_rises_to_one_and_then_never_rises(
     kind: str, total: int, warmup_share: float, ratio: float, cooldown: float
 ) -> None:
