@@ -72,7 +72,7 @@ class PCConfig(Section):
     polynomial: PolynomialConfig = PolynomialConfig()
     """Polynomial of the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
-    """Number of power iterations that update the tracked spectral norm after each optimizer
+    """Number of block Krylov steps that update the tracked spectral norm after each optimizer
     step."""
     spectral_norm: Literal["stream", "none"] = "stream"
     """stream: divide W by its tracked spectral norm s before the polynomial; none: do not divide.
