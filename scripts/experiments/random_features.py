@@ -258,7 +258,7 @@ def relu_features(
 def gated_features(
     draws: Draws, *, sizes: tuple[int, int, int] = (50, 100, 400), steps: int = 400
 ) -> Outcome:
-    """Figure 11 of the criterion paper: on SwiGLU features the two descents cross.
+    """Figure 11 of the criterion paper: spectral descent is slower on SwiGLU features.
 
     Both descents run on A = silu(V_1 X) * (V_2 X). For `sizes` see `drawn`.
     """
