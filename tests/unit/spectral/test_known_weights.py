@@ -9,6 +9,7 @@ import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spectral import Muon, split_parameters
+from tests.modules import linear, module
 
-
-def holder(name: str = "Holder", forward: Any = None, **members: Any) -> nn.Module:
-    """A module of a class of some name, with modules, parameters and plain attributes."""
-    module: nn.Module = type(name, (nn.Module,), {"forward": forward} if forward else {})()
-    for key, value in members.items():
-        setattr(module, key, value)
-    return module
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
-
-
-def linear(inputs: int, outputs: int) -> nn.Module:
-    return nn.Linear(inputs, outputs, bias=False)
+Pieces = Callable[[Tensor], list[Tensor]]
 
 
 def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
@@ -45,53 +33,42 @@ def grouped_linear(inputs: int, outputs: int, groups: int) -> nn.Module:
     return layer
 
 
-def attention(width: int = 8, make: Any = linear, **says: Any) -> nn.Module:
-    """Attention whose module has the attributes `says`, with projections named `q_proj` and so
-    on."""
-    return holder("Attention", **projections(width, make), o_proj=make(width, width), **says)
+def named(names: str = "q_proj k_proj v_proj o_proj", make: Any = linear, **says: Any) -> nn.Module:
+    """Attention of layers of some names, whose module has the attributes `says`."""
+    return module("Attention:", **{name: make(8, 8) for name in names.split()}, **says)
 
 
-def projections(width: int, make: Any = linear) -> dict[str, nn.Module]:
-    return {name: make(width, width) for name in ("q_proj", "k_proj", "v_proj")}
+def experts(layers: str, **members: Any) -> nn.Module:
+    return module("Moe:", experts=module(layers, **members))
 
 
-def named(names: str, width: int = 8, **says: Any) -> nn.Module:
-    layers = {name: linear(width, width) for name in names.split()}
-    return holder("Attention", **layers, **says)
-
-
-def experts(name: str, router: bool = False, **members: Any) -> nn.Module:
-    inner = holder(name, **members)
-    return holder("Moe", experts=inner, **({"gate": linear(6, 3)} if router else {}))
-
-
-def rows(n: int) -> Callable[[Tensor], list[Tensor]]:
-    return lambda w: [*w.flatten(1).split(n)]
-
-
-def columns(n: int) -> Callable[[Tensor], list[Tensor]]:
-    return lambda w: [part.T for part in w.split(n, dim=1)]
+def rows(*sizes: int) -> Pieces:
+    """Slices of equal or different numbers of rows."""
+    return lambda w: [*w.flatten(1).split(sizes[0] if len(sizes) == 1 else sizes)]
 
 
 def whole(weight: Tensor) -> list[Tensor]:
     return [weight.flatten(1)]
 
 
-def adapted() -> nn.Module:
-    """An adapter of a fused projection, as peft and torchtune build it."""
-    layer = holder(
-        "Linear",
-        base_layer=linear(8, 24).requires_grad_(False),
-        lora_A=nn.ModuleDict({"default": linear(8, 2)}),
-        lora_B=nn.ModuleDict({"default": linear(2, 24)}),
+def adapter(inputs: int, outputs: int) -> nn.Module:
+    """An adapter of a frozen layer, as peft and torchtune build it."""
+    return module(
+        "Linear:",
+        base_layer=linear(inputs, outputs).requires_grad_(False),
+        lora_A=nn.ModuleDict({"default": linear(inputs, 2)}),
+        lora_B=nn.ModuleDict({"default": linear(2, outputs)}),
     )
-    return holder("Attention", qkv_proj=layer, num_heads=2, out=linear(8, 8))
+
+
+def adapted() -> nn.Module:
+    return module("Attention: out 8 8", qkv_proj=adapter(8, 24), num_heads=2)
 
 
 def hooked(hook: Any) -> nn.Module:
-    module = attention(num_heads=2)
-    hook(module.q_proj)
-    return module
+    attention: Any = named(num_heads=2)
+    hook(attention.q_proj)
+    return attention
 
 
 def weight_norm(layer: nn.Module) -> nn.Module:
@@ -101,167 +78,133 @@ def weight_norm(layer: nn.Module) -> nn.Module:
         return nn.utils.weight_norm(layer)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Tensor]]]] = {
+class Block(nn.Module):
+    """A layer of a model."""
+
+    def __init__(self, **members: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), linear(8, 32), linear(32, 8)
+        for name, member in members.items():
+            setattr(self, name, member)
+
+
+class MLP(nn.Module):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(*pair) for pair in pairwise(sizes))
+
+
+def blocks(count: int = 2, **members: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(Block(**members) for _ in range(count))
+
+
+def trunk(block: dict[str, nn.Module] | None = None, **heads: nn.Module) -> nn.Module:
+    """A model of two layers that contain `block`, followed by heads."""
+    layers = blocks(**(block or {}))
+    return module(patches=nn.Conv2d(3, 8, 2), blocks=layers, norm=nn.LayerNorm(8), **heads)
+
+
+GATED_DELTA = {"num_k_heads": 2, "head_k_dim": 2, "num_v_heads": 2, "head_v_dim": 3}
+PATCHES = nn.Sequential(
+    module("Merge: reduction 16 8", norm=nn.LayerNorm(16)),
+    module("Block: fc1 8 32, fc2 32 8", norm=nn.LayerNorm(8)),
+)
+CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
     # Groups of convolutions
-    "grouped": (lambda: nn.Conv1d(8, 12, 3, groups=2), "weight", rows(6)),
-    "depthwise with several outputs": (lambda: nn.Conv1d(4, 8, 3, groups=4), "weight", rows(2)),
+    "grouped": (nn.Conv1d(8, 12, 3, groups=2), "weight", rows(6)),
+    "depthwise with several outputs": (nn.Conv1d(4, 8, 3, groups=4), "weight", rows(2)),
     "grouped and transposed": (
-        lambda: nn.ConvTranspose1d(8, 12, 3, groups=2),
+        nn.ConvTranspose1d(8, 12, 3, groups=2),
         "weight",
         lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(2)],
     ),
-    "transposed": (
-        lambda: nn.ConvTranspose2d(4, 2, 2),
-        "weight",
-        lambda w: [w.transpose(0, 1).flatten(1)],
-    ),
-    "convolution": (lambda: nn.Conv3d(3, 5, 2), "weight", whole),
-    "heads of keys of a linear attention": (
-        lambda: named("q_proj", head_k_dim=2, head_v_dim=4),
-        "q_proj.weight",
-        rows(2),
-    ),
-    "project_q": (lambda: named("project_q", dim_head=4), "project_q.weight", rows(4)),
-    "a forget gate of heads": (lambda: named("f_b_proj", head_dim=2), "f_b_proj.weight", rows(2)),
-    "a linear layer of groups": (
-        lambda: holder("Attention", o_a_proj=grouped_linear(4, 12, 3)),
-        "o_a_proj.weight",
-        rows(4),
-    ),
+    "transposed": (nn.ConvTranspose2d(4, 2, 2), "weight", lambda w: whole(w.transpose(0, 1))),
+    "convolution": (nn.Conv3d(3, 5, 2), "weight", whole),
+    "keys of a linear attention": (named("q_proj", head_k_dim=2, head_v_dim=4), "q_proj", rows(2)),
+    "project_q": (named("project_q", dim_head=4), "project_q", rows(4)),
+    "a forget gate of heads": (named("f_b_proj", head_dim=2), "f_b_proj", rows(2)),
+    "groups": (module("Attention:", o_a_proj=grouped_linear(4, 12, 3)), "o_a_proj", rows(4)),
     # Heads, by their own size
-    "q by head_dim": (lambda: attention(head_dim=4, v_head_dim=2), "q_proj.weight", rows(4)),
-    "v of its own size": (lambda: attention(head_dim=4, v_head_dim=2), "v_proj.weight", rows(2)),
-    "k of latent attention": (
-        lambda: attention(qk_head_dim=2, v_head_dim=4, head_dim=1),
-        "k_proj.weight",
-        rows(2),
-    ),
-    "by their number": (lambda: attention(num_attention_heads=4), "v_proj.weight", rows(2)),
-    "by the number of keys": (
-        lambda: attention(num_heads=4, num_kv_heads=2),
-        "k_proj.weight",
-        rows(4),
-    ),
-    "BERT": (lambda: named("query key value", attention_head_size=2), "query.weight", rows(2)),
-    "T5": (lambda: named("q k v o", key_value_proj_dim=4), "k.weight", rows(4)),
-    "diffusers": (lambda: named("to_q to_k to_v", heads=2), "to_v.weight", rows(4)),
-    "DistilBERT": (lambda: named("q_lin k_lin v_lin", n_heads=2), "q_lin.weight", rows(4)),
-    "Conformer": (lambda: named("linear_q linear_k", head_dim=2), "linear_k.weight", rows(2)),
-    "one head": (lambda: attention(num_heads=1), "q_proj.weight", whole),
+    "q by head_dim": (named(head_dim=4, v_head_dim=2), "q_proj", rows(4)),
+    "v of its own size": (named(head_dim=4, v_head_dim=2), "v_proj", rows(2)),
+    "k of latent attention": (named(qk_head_dim=2, v_head_dim=4, head_dim=1), "k_proj", rows(2)),
+    "by their number": (named(num_attention_heads=4), "v_proj", rows(2)),
+    "by the number of keys": (named(num_heads=4, num_kv_heads=2), "k_proj", rows(4)),
+    "BERT": (named("query key value", attention_head_size=2), "query", rows(2)),
+    "T5": (named("q k v o", key_value_proj_dim=4), "k", rows(4)),
+    "diffusers": (named("to_q to_k to_v", heads=2), "to_v", rows(4)),
+    "DistilBERT": (named("q_lin k_lin v_lin", n_heads=2), "q_lin", rows(4)),
+    "Conformer": (named("linear_q linear_k", head_dim=2), "linear_k", rows(2)),
+    "one head": (named(num_heads=1), "q_proj", whole),
     "a projection before layers that the model names first": (
-        lambda: holder(
-            forward=lambda m, x: m.blocks[0](m.enter(x)),
-            blocks=nn.ModuleList([Block(), Block()]),
-            enter=linear(8, 8),
-        ),
-        "enter.weight",
+        module("", lambda m, x: m.blocks[0](m.enter(x)), blocks=blocks(), enter=linear(8, 8)),
+        "enter",
         whole,
     ),
-    "convolutions": (
-        lambda: attention(make=lambda i, o: nn.Conv2d(i, o, 1), heads=2),
-        "q_proj.weight",
-        rows(4),
-    ),
-    "qkv of a number": (
-        lambda: holder("Attention", qkv=linear(8, 24), proj=linear(8, 8), num_heads=4),
-        "qkv.weight",
-        rows(2),
-    ),
-    "qkv of fewer keys": (
-        lambda: holder("A", Wqkv=linear(8, 16), num_heads=4, num_key_value_heads=2),
-        "Wqkv.weight",
-        rows(2),
-    ),
-    "kv": (lambda: holder("A", to_kv=linear(8, 16), heads=2), "to_kv.weight", rows(4)),
+    "convolutions": (named(make=lambda i, o: nn.Conv2d(i, o, 1), heads=2), "q_proj", rows(4)),
+    "qkv of a number": (module("Attention: qkv 8 24, proj 8 8", num_heads=4), "qkv", rows(2)),
+    "fewer keys": (module("A: Wqkv 8 16", num_heads=4, num_key_value_heads=2), "Wqkv", rows(2)),
+    "kv": (module("A: to_kv 8 16", heads=2), "to_kv", rows(4)),
     "qkv in a sequence": (
-        lambda: holder("A", qkv=nn.Sequential(nn.Conv2d(8, 24, 1), nn.ReLU()), num_heads=2),
-        "qkv.0.weight",
+        module("A:", qkv=nn.Sequential(nn.Conv2d(8, 24, 1), nn.ReLU()), num_heads=2),
+        "qkv.0",
         rows(4),
     ),
-    "indexer": (
-        lambda: holder("Indexer", wq_b=linear(6, 8), n_heads=4, head_dim=2),
-        "wq_b.weight",
-        rows(2),
-    ),
+    "indexer": (module("Indexer: wq_b 6 8", n_heads=4, head_dim=2), "wq_b", rows(2)),
     "gated delta network": (
-        lambda: holder(
-            "Net",
-            in_proj_qkv=linear(6, 4 * 2 + 6),
-            in_proj_z=linear(6, 6),
-            num_k_heads=2,
-            head_k_dim=2,
-            num_v_heads=2,
-            head_v_dim=3,
-        ),
-        "in_proj_qkv.weight",
-        lambda w: [*w.split([2, 2, 2, 2, 3, 3])],
+        module("Net: in_proj_qkv 6 14, in_proj_z 6 6", **GATED_DELTA),
+        "in_proj_qkv",
+        rows(2, 2, 2, 2, 3, 3),
     ),
-    "its gate": (
-        lambda: holder("Net", in_proj_z=linear(6, 6), norm=nn.LayerNorm(3), out=linear(6, 6)),
-        "in_proj_z.weight",
-        whole,
-    ),
+    "its gate": (module("Net: in_proj_z 6 6, out 6 6", norm=nn.LayerNorm(3)), "in_proj_z", whole),
     "latent and rotary": (
-        lambda: holder("A", kv_a_proj_with_mqa=linear(6, 10), kv_lora_rank=8, qk_rope_head_dim=2),
-        "kv_a_proj_with_mqa.weight",
-        lambda w: [w[:8], w[8:]],
+        module("A: kv_a_proj_with_mqa 6 10", kv_lora_rank=8, qk_rope_head_dim=2),
+        "kv_a_proj_with_mqa",
+        rows(8, 2),
     ),
     "Mamba": (
-        lambda: holder("Mixer", x_proj=linear(8, 7), time_step_rank=3, ssm_state_size=2),
-        "x_proj.weight",
-        lambda w: [w[:3], w[3:5], w[5:]],
+        module("Mixer: x_proj 8 7", time_step_rank=3, ssm_state_size=2),
+        "x_proj",
+        rows(3, 2, 2),
     ),
     # Names behind hooks, wrappers and adapters
-    "weight_norm": (lambda: hooked(weight_norm), "q_proj.weight_v", rows(4)),
-    "spectral_norm": (lambda: hooked(nn.utils.spectral_norm), "q_proj.weight_orig", rows(4)),
+    "weight_norm": (hooked(weight_norm), "q_proj.weight_v", rows(4)),
+    "spectral_norm": (hooked(nn.utils.spectral_norm), "q_proj.weight_orig", rows(4)),
     "parametrized": (
-        lambda: hooked(nn.utils.parametrizations.weight_norm),
+        hooked(nn.utils.parametrizations.weight_norm),
         "q_proj.parametrizations.weight.original1",
         rows(4),
     ),
     "wrapped": (
-        lambda: holder("A", q_proj=holder("Clipped", linear=linear(8, 8)), num_heads=2),
-        "q_proj.linear.weight",
+        module("A:", q_proj=module("Clipped: linear 8 8"), num_heads=2),
+        "q_proj.linear",
         rows(4),
     ),
-    "adapter's outputs": (adapted, "qkv_proj.lora_B.default.weight", rows(4)),
-    "adapter's inputs": (adapted, "qkv_proj.lora_A.default.weight", whole),
+    "adapter's outputs": (adapted(), "qkv_proj.lora_B.default", rows(4)),
+    "adapter's inputs": (adapted(), "qkv_proj.lora_A.default", whole),
     # Recurrent layers
-    "LSTM": (lambda: nn.LSTM(3, 4), "weight_ih_l0", rows(4)),
-    "GRU": (lambda: nn.GRUCell(3, 4), "weight_hh", rows(4)),
-    "LSTM's projection": (lambda: nn.LSTM(3, 4, proj_size=2), "weight_hr_l0", whole),
+    "LSTM": (nn.LSTM(3, 4), "weight_ih_l0", rows(4)),
+    "GRU": (nn.GRUCell(3, 4), "weight_hh", rows(4)),
+    "LSTM's projection": (nn.LSTM(3, 4, proj_size=2), "weight_hr_l0", whole),
     # Experts
     "experts of a layout": (
-        lambda: experts(
-            "AnyExperts",
-            gate_up_proj=parameter(2, 10, 6),
-            down_proj=parameter(2, 6, 5),
-            is_transposed=False,
-        ),
+        experts("AnyExperts: gate_up_proj 2x10x6, down_proj 2x6x5", is_transposed=False),
         "experts.gate_up_proj",
         lambda w: [m for e in w for m in e.split(5)],
     ),
     "experts [in, out]": (
-        lambda: experts(
-            "QwenMoeTextExperts",
-            gate_up_proj=parameter(2, 6, 10),
-            down_proj=parameter(2, 5, 6),
-            is_transposed=True,
-        ),
+        experts("QwenMoeTextExperts: gate_up_proj 2x6x10, down_proj 2x5x6", is_transposed=True),
         "experts.gate_up_proj",
         lambda w: [m.T for e in w for m in e.split(5, dim=1)],
     ),
     "experts' outputs": (
-        lambda: experts("AnyExperts", is_transposed=True, down_proj=parameter(2, 5, 6)),
+        experts("AnyExperts: down_proj 2x5x6", is_transposed=True),
         "experts.down_proj",
         lambda w: [e.T for e in w],
     ),
     "interleaved experts": (
-        lambda: experts(
-            "AnyExperts",
-            gate_up_proj=parameter(2, 6, 10),
-            gate_up_proj_bias=parameter(2, 10),
-            down_proj=parameter(2, 5, 6),
+        experts(
+            "AnyExperts: gate_up_proj 2x6x10, gate_up_proj_bias 2x10, down_proj 2x5x6",
             is_transposed=True,
             is_concatenated=False,
         ),
@@ -269,38 +212,36 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], list[Ten
         lambda w: [e[:, j::2].T for e in w for j in (0, 1)],
     ),
     # Weights that are plainly one matrix
-    "feed-forward": (
-        lambda: holder("Mlp", fc1=linear(8, 32), fc2=linear(32, 8)),
-        "fc1.weight",
-        whole,
-    ),
-    "merge of patches": (
-        lambda: nn.Sequential(
-            holder("Merge", norm=nn.LayerNorm(16), reduction=linear(16, 8)),
-            holder("Block", norm=nn.LayerNorm(8), fc1=linear(8, 32), fc2=linear(32, 8)),
-        ),
-        "0.reduction.weight",
-        whole,
-    ),
-    "linear with a norm in its class": (
-        lambda: holder(mixed=holder("LayerNormLinear", weight=parameter(6, 4))),
-        "mixed.weight",
-        whole,
-    ),
+    "feed-forward": (module("Mlp: fc1 8 32, fc2 32 8"), "fc1", whole),
+    "merge of patches": (PATCHES, "0.reduction", whole),
+    "a norm in its class": (module(mixed=module("LayerNormLinear: weight 6x4")), "mixed", whole),
     "below an embedding": (
-        lambda: holder(embed_tokens_extend=holder(encoder=linear(4, 4))),
-        "embed_tokens_extend.encoder.weight",
+        module(embed_tokens_extend=module("encoder 4 4")),
+        "embed_tokens_extend.encoder",
         whole,
     ),
 }
 
 
+def by_name(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Return the rows of a split by the names of the parameters, without ".weight"."""
+    rows = split_parameters(model, **options).rows
+    return {row.name.removesuffix(".weight"): row for row in rows}
+
+
+def rules(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Return the rule of each weight of two dimensions or more."""
+    return {n: row.rule for n, row in by_name(model, **options).items() if len(row.shape) > 1}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_the_steps_of_the_pieces(name: str) -> None:
-    build, weight, pieces = CASES[name]
-    torch.manual_seed(0)
-    model = build().double()
-    p = model.get_parameter(weight)
+    model, weight, pieces = CASES[name]
+    model.double()
+    p = {n.removesuffix(".weight"): p for n, p in model.named_parameters()}[weight]
+    row = by_name(model)[weight]
+    # Slices that coincide with one matrix would not detect a division.
+    assert (row.rule, row.matrices) == ("spectral", len(pieces(p.detach())))
     optimizer = Muon(split_parameters(model), lr=0.1, weight_decay=0.0)
     before, p.grad = p.detach().clone(), torch.randn_like(p)
     optimizer.step()
@@ -312,107 +253,69 @@ def test_a_step_equals_the_steps_of_the_pieces(name: str) -> None:
         assert difference < 1e-5, "the rounding of the products, whose order differs"
 
 
-def test_every_piece_is_a_matrix_of_the_case() -> None:
-    """Otherwise slices that coincide with one matrix would remain undetected."""
-    for name, (build, weight, pieces) in CASES.items():
-        model = build()
-        (row,) = [row for row in split_parameters(model).rows if row.name == weight]
-        assert row.rule == "spectral", name
-        assert row.matrices == len(pieces(model.get_parameter(weight).detach())), name
+def named_head(getter: str = "get_classifier", head: nn.Module | None = None) -> nn.Module:
+    """A model that names its head by a method, inside another model."""
+    model: Any = type("Named", (nn.Module,), {getter: lambda self: self.out})()
+    model.out = head or linear(6, 9)
+    return module(backbone=model, neck=linear(6, 6))
 
 
-ELEMENTWISE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "depthwise": (lambda: nn.Conv1d(64, 64, 4, groups=64), "weight"),
-    "router": (lambda: holder(gate=linear(6, 3), experts=nn.ModuleList([linear(6, 6)])), "gate"),
-    "torchtitan's": (
-        lambda: holder(router=holder("R", gate=linear(6, 3)), experts=holder(w=linear(6, 6))),
-        "router.gate",
-    ),
+SAVED = module(
+    original_module=linear(8, 2).requires_grad_(False),
+    modules_to_save=nn.ModuleDict({"default": linear(8, 2)}),
+)
+TOP = nn.Sequential(linear(6, 5), nn.ReLU(), linear(5, 9))
+PAIR = {"a": linear(6, 9), "b": linear(6, 2)}
+ELEMENTWISE: dict[str, tuple[nn.Module, str]] = {
+    "depthwise": (nn.Conv1d(64, 64, 4, groups=64), ""),
+    "router": (module("gate 6 3", experts=nn.ModuleList([linear(6, 6)])), "gate"),
+    "torchtitan's": (module(router=module("R: gate 6 3"), experts=module("w 6 6")), "router.gate"),
     "router in a class": (
-        lambda: holder(gate=holder("TopKRouter", weight=parameter(3, 6)), experts=linear(6, 6)),
+        module(gate=module("TopKRouter: weight 3x6"), experts=linear(6, 6)),
         "gate",
     ),
     "JetMoe's": (
-        lambda: holder(
-            router=holder("TopKGating", layer=linear(6, 3)),
-            mlp=holder("ParallelExperts", w=linear(6, 6)),
-        ),
+        module(router=module("TopKGating: layer 6 3"), mlp=module("ParallelExperts: w 6 6")),
         "router.layer",
     ),
-    "relative positions": (lambda: holder(rel_pos_h=parameter(7, 4)), "rel_pos_h"),
-    "attention biases": (lambda: holder(attention_biases=parameter(4, 49)), "attention_biases"),
-    "latents": (lambda: holder(latents=parameter(6, 8)), "latents"),
-    "queries": (lambda: holder(query_tokens=parameter(1, 6, 8)), "query_tokens"),
-    "tokens of an unknown name": (lambda: holder(thing=parameter(1, 6, 8)), "thing"),
-    "prompts": (lambda: holder(p=holder(prompt_embeddings=parameter(6, 8))), "p.prompt_embeddings"),
-    "a magnitude": (lambda: weight_norm(nn.Linear(5, 5)), "weight_g"),
-    "head": (lambda: trunk(("unembed", linear(8, 9))), "unembed"),
-    "head that was saved": (
-        lambda: trunk(
-            (
-                "score",
-                holder(
-                    original_module=linear(8, 2).requires_grad_(False),
-                    modules_to_save=nn.ModuleDict({"default": linear(8, 2)}),
-                ),
-            )
-        ),
-        "score.modules_to_save.default",
-    ),
+    "relative positions": (module("rel_pos_h 7x4"), "rel_pos_h"),
+    "attention biases": (module("attention_biases 4x49"), "attention_biases"),
+    "latents": (module("latents 6x8"), "latents"),
+    "queries": (module("query_tokens 1x6x8"), "query_tokens"),
+    "tokens of an unknown name": (module("thing 1x6x8"), "thing"),
+    "prompts": (module(p=module("prompt_embeddings 6x8")), "p.prompt_embeddings"),
+    "a magnitude": (weight_norm(nn.Linear(5, 5)), "weight_g"),
+    "head": (trunk(unembed=linear(8, 9)), "unembed"),
+    "head that was saved": (trunk(score=SAVED), "score.modules_to_save.default"),
     "head of a classifier": (
-        lambda: trunk(("classifier", nn.Sequential(linear(8, 8), nn.ReLU(), linear(8, 9)))),
+        trunk(classifier=nn.Sequential(linear(8, 8), nn.ReLU(), linear(8, 9))),
         "classifier.2",
     ),
-    "head that timm names": (lambda: named_head("get_classifier"), "backbone.out"),
-    "head that transformers name": (lambda: named_head("get_output_embeddings"), "backbone.out"),
-    "last of the layers of a named head": (
-        lambda: named_head("get_classifier", nn.Sequential(linear(6, 6), nn.ReLU(), linear(6, 9))),
-        "backbone.out.2",
-    ),
-    "heads in a named list": (
-        lambda: named_head("get_classifier", nn.ModuleList([linear(6, 9), linear(6, 2)])),
-        "backbone.out.0",
-    ),
-    "heads in a named mapping": (
-        lambda: named_head("get_classifier", nn.ModuleDict({"a": linear(6, 9), "b": linear(6, 2)})),
-        "backbone.out.a",
-    ),
+    "head that timm names": (named_head(), "backbone.out"),
+    "head that transformers name": (named_head("get_output_embeddings"), "backbone.out"),
+    "last of the layers of a named head": (named_head(head=TOP), "backbone.out.2"),
+    "heads in a named list": (named_head(head=nn.ModuleList(PAIR.values())), "backbone.out.0"),
+    "heads in a named mapping": (named_head(head=nn.ModuleDict(PAIR)), "backbone.out.a"),
 }
-
-
-def named_head(getter: str, head: nn.Module | None = None) -> nn.Module:
-    """A model that names its head by a method, inside another model."""
-    model: nn.Module = type("Named", (nn.Module,), {getter: lambda self: self.out})()
-    model.out = head or linear(6, 9)
-    return holder(backbone=model, neck=linear(6, 6))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_what_is_no_matrix_goes_to_adamw(name: str) -> None:
-    build, weight = ELEMENTWISE[name]
-    model = holder(other=nn.Sequential(linear(5, 5), linear(5, 5)), model=build())
-    rows = {
-        row.name.removeprefix("model.").removesuffix(".weight"): row
-        for row in split_parameters(model).rows
-    }
-    assert rows[weight].rule == "adamw"
+    model, weight = ELEMENTWISE[name]
+    model = module(other=nn.Sequential(linear(5, 5), linear(5, 5)), model=model)
+    rows = by_name(model)
+    assert rows[f"model.{weight}".removesuffix(".")].rule == "adamw"
     assert {rows["other.0"].rule, rows["other.1"].rule} == {"spectral"}
 
 
 def test_inner_layers_of_a_named_head_are_matrices() -> None:
-    model = named_head("get_classifier", nn.Sequential(linear(6, 5), nn.ReLU(), linear(5, 9)))
-    rules = {row.name: row.rule for row in split_parameters(model).rows}
-    assert rules["backbone.out.0.weight"] == "spectral"
-    assert rules["backbone.out.2.weight"] == "adamw"
+    found = rules(named_head(head=TOP))
+    assert (found["backbone.out.0"], found["backbone.out.2"]) == ("spectral", "adamw")
 
 
 def parts(forward: Any) -> nn.Module:
     """Two convolutions, each of half of the channels, as in SKNet and ShuffleNet."""
-    return holder("Parts", forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 3, padding=1))
-
-
-def both(m: Any, x: Tensor) -> list[Tensor]:
-    return [m.a(x.split(4, 1)[0]), m.b(x.split(4, 1)[1])]
+    return module("Parts:", forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 3, padding=1))
 
 
 def chunked(m: Any, x: Tensor) -> list[Tensor]:
@@ -420,24 +323,45 @@ def chunked(m: Any, x: Tensor) -> list[Tensor]:
     return [m.a(a), m.b(b)]
 
 
-def wrapped(module: nn.Module) -> nn.Module:
+def joined(m: Any, x: Tensor) -> Tensor:
+    return torch.cat(both(m, x), 1)
+
+
+def both(m: Any, x: Tensor) -> list[Tensor]:
+    return [m.a(x.split(4, 1)[0]), m.b(x.split(4, 1)[1])]
+
+
+def wrapped(inner: nn.Module) -> nn.Module:
     """Return a module whose forward pass is another function, as with hooks of accelerate."""
-    forward = module.forward
-    module.forward = functools.wraps(forward)(lambda *arguments: forward(*arguments))
-    return module
+    forward = inner.forward
+    inner.forward = functools.wraps(forward)(lambda *arguments: forward(*arguments))
+    return inner
 
 
 def first_half(x: Tensor) -> Tensor:
     return x[:, :4]
 
 
-def attend(x: Tensor) -> Tensor:
-    x = heads_of(x)
-    return F.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+def ghost(forward: Any) -> nn.Module:
+    """A layer of half of the channels, as in GhostNet."""
+    return module("Ghost:", forward, b=nn.Conv2d(4, 8, 1))
+
+
+def images(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *layers, nn.Conv2d(8, 4, 1))
 
 
 def heads_of(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mixed = F.scaled_dot_product_attention(heads_of(q), heads_of(k), heads_of(v))
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def unprojected(m: Any, x: Tensor) -> Tensor:
+    return attend(m.norm(x), m.norm(x), m.norm(x))
 
 
 def scored(m: Any, x: Tensor) -> Tensor:
@@ -446,8 +370,7 @@ def scored(m: Any, x: Tensor) -> Tensor:
 
 
 def queried(m: Any, x: Tensor) -> Tensor:
-    k, v = next(m.children())(x).chunk(2, -1)
-    return F.scaled_dot_product_attention(*map(heads_of, (x, k, v))).transpose(1, 2).flatten(2)
+    return attend(x, *next(m.children())(x).chunk(2, -1))
 
 
 def per_head(m: Any, x: Tensor) -> Tensor:
@@ -461,306 +384,237 @@ def pooled(m: Any, x: Tensor) -> Tensor:
     return ((m.query_tokens @ heads.mT) @ heads).transpose(1, 2).flatten(2)
 
 
-def hypermixing(**layers: nn.Module) -> nn.Module:
-    """Return a module in which each head of the inputs mixes tokens by generated weights."""
-
-    def mixed(m: Any, x: Tensor) -> Tensor:
-        tokens = x.mT.reshape(2 * len(x), 4, -1)
-        return (tokens @ m.make(x).reshape(2 * len(x), -1, 4) @ tokens).reshape(x.shape)
-
-    return holder("Mixing", mixed, **layers)
+def hypermixed(m: Any, x: Tensor) -> Tensor:
+    """Mix tokens in each head of the inputs by generated weights."""
+    tokens = x.mT.reshape(2 * len(x), 4, -1)
+    return (tokens @ m.make(x).reshape(2 * len(x), -1, 4) @ tokens).reshape(x.shape)
 
 
-UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+def mixing(layers: str, forward: Any, **members: Any) -> nn.Module:
+    """A module that divides the outputs of a layer, `enter.layers.0`, into heads."""
+    return module(enter=MLP(8, 8), mix=module(layers, forward, **members), out=linear(8, 3))
+
+
+HEADS = "enter.layers.0.weight looks like .*Core may divide its inputs into heads"
+INDIVISIBLE = "weight looks like .*heads of Attention do not divide the weight's"
+UNCLEAR = "weight could be an output head or a single matrix:"
+PROJECTION = "mixed.weight looks like .*attention module also projects heads"
+SPLITS = "stem.weight looks like .*Parts splits channels"
+ADAPTER = module("lora_a 8 2, lora_b 2 24")
+UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "gate in a module of its own": (
-        lambda: holder(net=nn.Sequential(holder(proj=linear(8, 24)), nn.Dropout(), linear(12, 8))),
+        module(net=nn.Sequential(module("proj 8 24"), nn.Dropout(), linear(12, 8))),
         "net.0.proj.weight looks like .*no layer uses its 24 outputs",
     ),
     "a gate as wide as the last layer's outputs": (
-        lambda: nn.Sequential(
-            holder("Gate", lambda m, x: F.glu(m.proj(x)), proj=linear(10, 24)), linear(12, 24)
-        ),
+        nn.Sequential(module("Gate: proj 10 24", lambda m, x: F.glu(m.proj(x))), linear(12, 24)),
         "0.proj.weight looks like .*no layer uses its 24 outputs",
     ),
     "convolutional qkv": (
-        lambda: holder(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
+        module(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
         "to_qkv.weight looks like .*its name is to_qkv",
     ),
     "nine chunks in a block": (
-        lambda: holder(norm=holder(linear=linear(8, 72)), attn=attention(num_heads=2)),
+        module(norm=module("linear 8 72"), attn=named(num_heads=2)),
         "norm.linear.weight looks like .*uses its 72",
     ),
-    "branches that take parts": (
-        lambda: holder(stem=nn.Conv2d(3, 8, 1), block=parts(chunked), out=nn.Conv2d(8, 4, 1)),
-        "stem.weight looks like .*Parts splits channels",
-    ),
-    "parts in a forward pass that is wrapped": (
-        lambda: holder(
-            stem=nn.Conv2d(3, 8, 1), block=wrapped(parts(chunked)), out=nn.Conv2d(8, 4, 1)
-        ),
-        "stem.weight looks like .*Parts splits channels",
-    ),
-    "parts in a method": (
-        lambda: holder(
-            stem=nn.Conv2d(3, 8, 1),
-            block=parts(lambda m, x: torch.cat(both(m, x), 1)),
-            out=nn.Conv2d(8, 4, 1),
-        ),
-        "stem.weight looks like .*Parts splits channels",
-    ),
+    **{
+        f"branches that take parts: {case}": (
+            module(stem=nn.Conv2d(3, 8, 1), block=block, out=nn.Conv2d(8, 4, 1)),
+            SPLITS,
+        )
+        for case, block in {
+            "chunks": parts(chunked),
+            "wrapped": wrapped(parts(chunked)),
+            "a function": parts(joined),
+        }.items()
+    },
     "heads in groups": (
-        lambda: holder(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
+        module(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
         "to_qkv.weight: its groups may contain several heads",
     ),
     "heads that a bare parameter shows": (
-        lambda: holder(
-            gat=holder(w=linear(8, 12), source=parameter(1, 3, 4), target=parameter(1, 3, 4)),
-            out=linear(12, 4),
-        ),
+        module(gat=module("w 8 12, source 1x3x4, target 1x3x4"), out=linear(12, 4)),
         "gat.w.weight looks like .*source arranges its 12 outputs along 2 axes",
     ),
     "joined outputs": (
-        lambda: nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
+        nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
         "0.weight looks like .*uses its 8",
     ),
     "pixels": (
-        lambda: nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
+        nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
         "0.weight looks like .*uses its 16",
     ),
-    "a projection without heads": (attention, "q_proj.weight looks like .*its name is q_proj"),
-    "another layer of attention": (
-        lambda: named("q_proj k_proj mixed o_proj", num_heads=2),
-        "mixed.weight looks like .*attention module also projects heads",
-    ),
+    "a projection without heads": (named(), "q_proj.weight looks like .*its name is q_proj"),
+    "another layer of attention": (named("q_proj k_proj mixed o_proj", num_heads=2), PROJECTION),
     "a convolution of keys that queries scale": (
-        lambda: named("query key value key_conv_attn_layer", num_heads=2),
-        "key_conv_attn_layer.weight looks like .*attention module also projects heads",
+        named("query key value key_conv_attn_layer", num_heads=2),
+        PROJECTION.replace("mixed", "key_conv_attn_layer"),
     ),
     "unequal parts": (
-        lambda: holder(inner=linear(8, 7), rank=linear(3, 8), out=linear(8, 8)),
+        module("inner 8 7, rank 3 8, out 8 8"),
         "inner.weight looks like .*uses its 7",
     ),
-    "heads that do not divide": (
-        lambda: attention(head_dim=3),
-        "q_proj.weight looks like .*heads of Attention do not divide the weight's 8",
-    ),
-    "queries narrower than the heads' size": (
-        lambda: attention(head_dim=4, num_heads=4),
-        "q_proj.weight looks like .*heads of Attention do not divide the weight's 8",
-    ),
+    "heads that do not divide": (named(head_dim=3), f"q_proj.{INDIVISIBLE} 8"),
+    "queries narrower than heads": (named(head_dim=4, num_heads=4), f"q_proj.{INDIVISIBLE} 8"),
     "keys next to such queries": (
-        lambda: named("k_proj v_proj q_proj", head_dim=4, num_heads=4),
-        "k_proj.weight looks like .*heads of Attention do not divide the weight's 8",
+        named("k_proj v_proj q_proj", head_dim=4, num_heads=4),
+        f"k_proj.{INDIVISIBLE} 8",
     ),
     "values of several vectors per head": (
-        lambda: named("q_proj v_proj", head_dim=2, num_heads=2, num_kv_heads=1),
-        "v_proj.weight looks like .*heads of Attention do not divide the weight's 8",
+        named("q_proj v_proj", head_dim=2, num_heads=2, num_kv_heads=1),
+        f"v_proj.{INDIVISIBLE} 8",
     ),
-    "values wider than the heads' size": (
-        lambda: holder("Attention", v_proj=linear(8, 16), head_dim=4, num_heads=2),
-        "v_proj.weight looks like .*heads of Attention do not divide the weight's 16",
+    "values wider than heads": (
+        module("Attention: v_proj 8 16", head_dim=4, num_heads=2),
+        f"v_proj.{INDIVISIBLE} 16",
+    ),
+    "fused heads of other sizes": (
+        module("Attention: qkv 8 48", num_heads=2, key_dim=4, val_dim=16),
+        f"qkv.{INDIVISIBLE} 48",
     ),
     "values of another size": (
-        lambda: holder(qkv=linear(8, 24), head_dim=4, v_head_dim=2),
+        module("qkv 8 24", head_dim=4, v_head_dim=2),
         "qkv.weight looks like",
     ),
     "adapter of a fused weight": (
-        lambda: holder(gate_in=holder(lora_a=linear(8, 2), lora_b=linear(2, 24)), o=linear(12, 8)),
+        module(gate_in=ADAPTER, o=linear(12, 8)),
         "gate_in.lora_b.weight looks like .*uses its 24",
     ),
     "spectral_norm": (
-        lambda: holder(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
+        module(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
         "wi.weight_orig looks like .*uses its 24",
     ),
     "experts that state no layout": (
-        lambda: experts(
-            "TextExperts", gate_up_proj=parameter(2, 6, 10), down_proj=parameter(2, 5, 6)
-        ),
+        experts("TextExperts: gate_up_proj 2x6x10, down_proj 2x5x6"),
         r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown",
     ),
-    "three dimensions": (lambda: holder(kernel=parameter(3, 4, 5)), "kernel has shape"),
-    "queries that multiply tokens": (
-        lambda: holder(queries=parameter(4, 6)),
-        "its name is queries",
-    ),
+    "three dimensions": (module("kernel 3x4x5"), "kernel has shape"),
+    "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
-        lambda: holder(
-            mix=holder("Mixture", experts=holder(weight=parameter(3, 8, 6)), gate=linear(6, 3))
-        ),
+        module(mix=module("Mixture: gate 6 3", experts=module("weight 3x8x6"))),
         "whose matrix axes are unknown",
     ),
     "focal modulation": (
-        lambda: holder(projection_in=linear(8, 19), projection_out=linear(8, 8)),
+        module("projection_in 8 19, projection_out 8 8"),
         "projection_in.weight looks like several matrices",
     ),
     "a size that the config alone says": (
-        lambda: holder("Conv", in_proj=linear(8, 12), config=holder(intermediate_size=6)),
+        module("Conv: in_proj 8 12", config=module(intermediate_size=6)),
         "in_proj.weight looks like several matrices",
     ),
-    "fused heads of other sizes": (
-        lambda: holder("Attention", qkv=linear(8, 48), num_heads=2, key_dim=4, val_dim=16),
-        "heads of Attention do not divide the weight's 48 outputs",
-    ),
-    "a bare weight": (lambda: holder(real_weight=parameter(4, 6)), "may be rows or columns"),
-    "a stack of one": (
-        lambda: holder(fc_weights=parameter(1, 4, 6)),
-        "whose matrix axes are unknown",
-    ),
+    "a bare weight": (module("real_weight 4x6"), "may be rows or columns"),
+    "a stack of one": (module("fc_weights 1x4x6"), "whose matrix axes are unknown"),
     # What the forward pass does with the outputs
     "projections of two towers": (
-        lambda: holder(
-            "Clip",
+        module(
+            "Clip:",
             lambda m, a: m.text(m.trunk(a)) @ m.image(a).mT,
             **{"trunk": trunk(), "text": linear(8, 6), "image": linear(8, 6)},
         ),
-        "text.weight could be an output head or a single matrix: Clip adds or multiplies",
+        f"text.{UNCLEAR} Clip adds or multiplies",
     ),
     "a last layer that is added": (
-        lambda: trunk(("pool", holder("Pool", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8)))),
-        "mlp.layers.1.weight could be an output head or a single matrix: Pool adds",
+        trunk(pool=module("Pool:", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8))),
+        f"mlp.layers.1.{UNCLEAR} Pool adds",
     ),
     "a pooler before other blocks": (
-        lambda: holder(
-            tower=trunk(("pooler", linear(8, 8))), more=nn.ModuleList([Block(), Block()])
+        module(tower=trunk(pooler=linear(8, 8)), more=blocks()),
+        f"tower.pooler.{UNCLEAR} other blocks run after",
+    ),
+    "a pooler beside a tower and a layer that takes no pooled outputs": (
+        module(tower=trunk(pooler=linear(8, 8)), neck=linear(8, 8), more=blocks(1)),
+        f"tower.pooler.{UNCLEAR} other blocks run after",
+    ),
+    "a projection of a tower before another tower": (
+        module(
+            "Clip:",
+            lambda m, a, b: m.text(a) @ m.image(b).mT,
+            text=trunk(end=linear(8, 8)),
+            image=trunk(end=linear(8, 8)),
         ),
-        "tower.pooler.weight could be an output head or a single matrix: other blocks run after",
+        f"text.end.{UNCLEAR} other blocks run after",
+    ),
+    "a last layer of an encoder before a decoder": (
+        module(encoder=trunk(end=linear(8, 8)), decoder=blocks(1)),
+        f"encoder.end.{UNCLEAR} other blocks run after",
+    ),
+    "a layer between blocks that the blocks may not take": (
+        module(first=blocks(1), auxiliary=linear(8, 8), second=blocks(1)),
+        f"auxiliary.{UNCLEAR} other blocks run after",
     ),
     "a first layer, whose outputs are joined": (
-        lambda: holder(enter=linear(16, 4), blocks=nn.ModuleList([Block(), Block()])),
+        module("enter 16 4", blocks=blocks()),
         "enter.weight looks like .*uses its 4",
     ),
     "a last layer of gates": (
-        lambda: holder(
-            cell=holder("Cell", lambda m, h: m.norm(m.g(h)).chunk(4, -1), g=linear(8, 32)),
-            up=linear(32, 8),
+        module(
+            cell=module("Cell: g 8 32", lambda m, h: m.norm(m.g(h)).chunk(4, -1)), up=linear(32, 8)
         ),
         "cell.g.weight looks like .*Cell splits channels",
     ),
     "values of heads that are joined": (
-        lambda: holder(
-            "Diff",
+        module(
+            "Diff: v_proj 8 8",
             lambda m, x: torch.cat(torch.chunk(m.v_proj(x).view(2, 4, -1), 2), -1),
-            v_proj=linear(8, 8),
             num_heads=2,
         ),
         "v_proj.weight looks like .*heads of Diff .* or are concatenated",
     ),
     "queries beside a token that no layer projects": (
-        lambda: holder(
-            "Attention",
-            to_q=holder("Conv", lambda m, x: torch.cat([x[:1], m.net(x)]), net=linear(8, 8)),
+        module(
+            "Attention:",
+            to_q=module("Conv: net 8 8", lambda m, x: torch.cat([x[:1], m.net(x)])),
             heads=2,
         ),
         "to_q.net.weight looks like .*heads of Attention .* or are concatenated",
     ),
     "channels that a slice takes apart": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 1),
-            holder("Ghost", lambda m, x: m.b(x[:, :4]), b=nn.Conv2d(4, 8, 1)),
-            nn.Conv2d(8, 4, 1),
-        ),
+        images(ghost(lambda m, x: m.b(x[:, :4]))),
         "0.weight looks like .*Ghost splits channels",
     ),
     "channels that a function takes apart": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 1),
-            holder("Ghost", lambda m, x: m.b(first_half(x)), b=nn.Conv2d(4, 8, 1)),
-            nn.Conv2d(8, 4, 1),
-        ),
+        images(ghost(lambda m, x: m.b(first_half(x)))),
         "0.weight looks like .*Ghost splits channels",
     ),
-    "tokens that generated layers mix by heads": (
-        lambda: holder(enter=MLP(8, 8), mix=hypermixing(make=nn.LayerNorm(8)), out=linear(8, 3)),
-        "enter.layers.0.weight looks like .*Mixing may divide its inputs into heads",
-    ),
-    "attention whose values no layer projects": (
-        lambda: holder(
-            enter=MLP(8, 8),
-            mix=holder("Core", lambda m, x: attend(m.norm(x)), norm=nn.LayerNorm(8)),
-            out=linear(8, 3),
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "values that are inputs beside projected queries and keys": (
-        lambda: holder(
-            enter=MLP(8, 8), mix=holder("Core", scored, heads=2, q=linear(8, 8), k=linear(8, 8))
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "heads of inputs that are projected one by one": (
-        lambda: holder(
-            enter=MLP(8, 8),
-            mix=holder("Core", per_head, head_dim=4, **projections(4), out=linear(8, 8)),
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "queries that are inputs beside fused keys and values": (
-        lambda: holder(
-            enter=MLP(8, 8),
-            mix=holder("Core", queried, head_dim=4, qkv=linear(8, 16)),
-            out=linear(8, 3),
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "queries that are inputs beside a layer of keys and values": (
-        lambda: holder(
-            enter=MLP(8, 8),
-            mix=holder("Core", queried, heads=2, kv=linear(8, 16)),
-            out=linear(8, 3),
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "queries of a parameter and values that are inputs": (
-        lambda: holder(
-            enter=MLP(8, 8),
-            mix=holder("Core", pooled, query_tokens=parameter(3, 4), norm=nn.LayerNorm(8)),
-            out=linear(8, 3),
-        ),
-        "enter.layers.0.weight looks like .*Core may divide its inputs into heads",
-    ),
-    "a pooler beside a tower and a layer that takes no pooled outputs": (
-        lambda: holder(
-            tower=trunk(("pooler", linear(8, 8))), neck=linear(8, 8), more=nn.ModuleList([Block()])
-        ),
-        "tower.pooler.weight could be an output head or a single matrix: other blocks run after",
-    ),
-    "a projection of a tower before another tower": (
-        lambda: holder(
-            "Clip",
-            lambda m, a, b: m.text(a) @ m.image(b).mT,
-            text=trunk(("end", linear(8, 8))),
-            image=trunk(("end", linear(8, 8))),
-        ),
-        "text.end.weight could be an output head or a single matrix: other blocks run after",
-    ),
-    "a last layer of an encoder before a decoder": (
-        lambda: holder(encoder=trunk(("end", linear(8, 8))), decoder=nn.ModuleList([Block()])),
-        "encoder.end.weight could be an output head or a single matrix: other blocks run after",
-    ),
-    "a layer between blocks that the blocks may not take": (
-        lambda: holder(
-            first=nn.ModuleList([Block()]), auxiliary=linear(8, 8), second=nn.ModuleList([Block()])
-        ),
-        "auxiliary.weight could be an output head or a single matrix: other blocks run after",
-    ),
-    "keys narrower than queries": (
-        lambda: holder("A", to_q=linear(8, 8), to_kv=linear(8, 4), heads=4),
-        "to_kv.weight looks like .*: heads of A",
-    ),
     "outputs of several pixels": (
-        lambda: nn.Sequential(
-            holder("Merge", down=nn.Conv2d(32, 8, 1)),
-            holder("Split", lambda m, x: F.pixel_shuffle(m.up(x), 2), up=nn.Conv2d(8, 32, 1)),
+        nn.Sequential(
+            module("Merge:", down=nn.Conv2d(32, 8, 1)),
+            module("Split:", lambda m, x: F.pixel_shuffle(m.up(x), 2), up=nn.Conv2d(8, 32, 1)),
             nn.Conv2d(8, 4, 1),
         ),
         "1.up.weight looks like .*Split splits channels",
     ),
+    # Heads of the outputs of an earlier layer
+    "tokens that generated layers mix by heads": (
+        mixing("Mixing:", hypermixed, make=nn.LayerNorm(8)),
+        HEADS.replace("Core", "Mixing"),
+    ),
+    "attention whose values no layer projects": (
+        mixing("Core:", unprojected, norm=nn.LayerNorm(8)),
+        HEADS,
+    ),
+    "values that are inputs": (mixing("Core: q 8 8, k 8 8", scored, heads=2), HEADS),
+    "heads of inputs that are projected one by one": (
+        mixing("Core: q_proj 4 4, k_proj 4 4, v_proj 4 4, out 8 8", per_head, head_dim=4),
+        HEADS,
+    ),
+    "inputs as queries, fused keys": (mixing("Core: qkv 8 16", queried, head_dim=4), HEADS),
+    "inputs as queries, a layer of keys": (mixing("Core: kv 8 16", queried, heads=2), HEADS),
+    "queries of a parameter and values that are inputs": (
+        mixing("Core: query_tokens 3x4", pooled, norm=nn.LayerNorm(8)),
+        HEADS,
+    ),
+    "keys narrower than queries": (
+        module("A: to_q 8 8, to_kv 8 4", heads=4),
+        "to_kv.weight looks like .*: heads of A",
+    ),
     "a projection that may be [in, out]": (
-        lambda: holder("A", proj_k=parameter(16, 4), head_dim=4),
+        module("A: proj_k 16x4", head_dim=4),
         "proj_k looks like .*its name is proj_k",
     ),
     "a mix of heads": (
-        lambda: holder("Attend", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
+        module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
         "pre.weight looks like .*it mixes the 4 heads",
     ),
 }
@@ -768,24 +622,22 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_nothing_says_is_refused(name: str) -> None:
-    build, message = UNKNOWN[name]
+    model, message = UNKNOWN[name]
     with pytest.raises(ValueError, match=message) as error:
-        split_parameters(build())
+        split_parameters(model)
     advice = ["example=", "units=", "elementwise="]
     assert [word for word in advice if word in str(error.value)] == advice
 
 
 def test_a_list_may_have_places_without_a_module() -> None:
     layers: Any = [nn.ModuleList([None, linear(8, 6), linear(6, 8)]) for _ in range(2)]
-    split = split_parameters(holder(layers=nn.ModuleList(layers), out=linear(8, 3)))
-    assert [row.rule for row in split.rows] == ["spectral"] * 4 + ["adamw"]
+    found = rules(module(layers=nn.ModuleList(layers), out=linear(8, 3)))
+    assert [*found.values()] == ["spectral"] * 4 + ["adamw"]
 
 
-def branch(
-    forward: Any, inner: int = 8, layer: Callable[[int, int], nn.Module] = linear, **says: Any
-) -> nn.Module:
+def branch(forward: Any, inner: int = 8, **says: Any) -> nn.Module:
     """A layer whose outputs, as many as the model is wide, are halves or heads."""
-    return holder("Branch", forward, wide=layer(8, 8), out=layer(inner, 8), **says)
+    return module(f"Branch: wide 8 8, out {inner} 8", forward, **says)
 
 
 def heads(m: Any, x: Tensor) -> Any:
@@ -896,57 +748,63 @@ def inherited() -> nn.Module:
     return layer
 
 
+def followed(*cuts: nn.Module) -> nn.Module:
+    """A layer before modules that divide its outputs."""
+    return nn.Sequential(OrderedDict(wide=linear(8, 8), **{f"c{i}": c for i, c in enumerate(cuts)}))
+
+
+CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
+
+
 @pytest.mark.parametrize(
-    "build",
+    "layer",
     [
-        lambda: branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
-        lambda: branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
-        lambda: branch(interleaved, 4),
-        lambda: branch(heads),
-        lambda: branch(heads_in_a_loop),
-        lambda: branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
-        lambda: branch(kept, 4, cut=lambda y: y.split(4, -1)),
-        lambda: branch(positions, layer=lambda n, m: nn.Conv2d(n, m, 1)),
-        lambda: branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
-        lambda: branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
-        lambda: branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
-        lambda: branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
-        lambda: branch(called(functools.lru_cache(gated))),
-        lambda: branch(called(lambda y: gated(y))),
-        lambda: branch(called(torch.jit.script(gated))),
-        lambda: branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
-        lambda: branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
-        lambda: branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
-        lambda: branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
-        lambda: branch(imported),
-        inherited,
-        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=Gated(), out=linear(8, 8))),
+        branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
+        branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
+        branch(interleaved, 4),
+        branch(heads),
+        branch(heads_in_a_loop),
+        branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
+        branch(kept, 4, cut=lambda y: y.split(4, -1)),
+        module("Branch:", positions, **CONVOLUTIONS),
+        branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
+        branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
+        branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
+        branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
+        branch(called(functools.lru_cache(gated))),
+        branch(called(lambda y: gated(y))),
+        branch(called(torch.jit.script(gated))),
+        branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
+        branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
+        branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
+        branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
+        branch(imported),
+        inherited(),
+        followed(Gated(), linear(8, 8)),
         # Functions of torch, whose code is not read.
-        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), cut=nn.GLU(), out=linear(4, 8))),
-        lambda: branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
-        lambda: nn.Sequential(OrderedDict(wide=linear(8, 8), next=Next())),
-        lambda: branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
-        lambda: branch(lambda m, x: m.out(serialize(m.wide(x)))),
-        lambda: branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
-        lambda: branch(called(part)),
-        lambda: branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
-        lambda: branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
-        lambda: branch(not_imported),
-        lambda: holder("Gate", gated_halves, wide=linear(8, 8)),
+        followed(nn.GLU(), linear(4, 8)),
+        branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
+        followed(Next()),
+        branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
+        branch(lambda m, x: m.out(serialize(m.wide(x)))),
+        branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
+        branch(called(part)),
+        branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
+        branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
+        branch(not_imported),
+        module("Gate: wide 8 8", gated_halves),
     ],
 )
-def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(build) -> None:
-    model = nn.Sequential(linear(8, 8), build(), linear(8, 3))
+def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(layer: nn.Module) -> None:
     why = "(splits channels|calls code that cannot be read)"
     with pytest.raises(ValueError, match=f"1.wide.weight looks like .*{why}"):
-        split_parameters(model)
+        split_parameters(nn.Sequential(linear(8, 8), layer, linear(8, 3)))
 
 
 def test_slices_of_tokens_do_not_divide_a_layer() -> None:
-    shift = holder("Shift", lambda m, x: x[:, 1:] + m.wide(x)[:, :-1], wide=linear(8, 8))
-    split = split_parameters(nn.Sequential(linear(8, 8), shift, linear(8, 3)))
-    (row,) = [row for row in split.rows if row.name == "1.wide.weight"]
-    assert row.reason == "one matrix"
+    shift = module("Shift: wide 8 8", lambda m, x: x[:, 1:] + m.wide(x)[:, :-1])
+    found = by_name(nn.Sequential(linear(8, 8), shift, linear(8, 3)))
+    assert found["1.wide"].reason == "one matrix"
 
 
 @pytest.mark.parametrize(
@@ -959,7 +817,7 @@ def test_slices_of_tokens_do_not_divide_a_layer() -> None:
     ],
 )
 def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) -> None:
-    inner = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
+    inner: Any = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
     inner.wide = container(inner.wide)
     model = nn.Sequential(linear(8, 8), inner, linear(8, 3))
     with pytest.raises(ValueError, match=r"^1.wide.*weight looks like .*Branch splits channels"):
@@ -972,49 +830,36 @@ def test_images_may_be_joined_to_rows_before_a_layer(joined: Callable[[Tensor], 
         x = F.relu(m.fc1(joined(x)))
         return F.log_softmax(m.fc3(F.relu(m.fc2(x.view(-1, 8)))), dim=-1)
 
-    layers: Any = {"fc1": linear(8, 8), "fc2": linear(8, 8), "fc3": linear(8, 3)}
-    model = holder("Digits", digits, **layers)
-    rows = {row.name: row.rule for row in split_parameters(model).rows if "weight" in row.name}
-    assert rows == {"fc1.weight": "spectral", "fc2.weight": "spectral", "fc3.weight": "adamw"}
+    model = module("Digits: fc1 8 8, fc2 8 8, fc3 8 3", digits)
+    assert rules(model) == {"fc1": "spectral", "fc2": "spectral", "fc3": "adamw"}
 
 
 def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:
-    layers: Any = {"first": linear(8, 8), "narrow": linear(8, 5), "chunk": linear(5, 8)}
-    block = holder("Chunked", lambda m, x: m.chunk(m.narrow(m.first(x))), **layers)
-    split = split_parameters(holder(block=block, out=linear(8, 8)))
-    assert "first.weight" in str(split)
+    layers = "Chunked: first 8 8, narrow 8 5, chunk 5 8"
+    block = module(layers, lambda m, x: m.chunk(m.narrow(m.first(x))))
+    assert "block.first" in rules(module(block=block, out=linear(8, 8)))
 
 
 @pytest.mark.parametrize("kept", [torch.ones(8), np.ones(8), [1.0], 1.0], ids=type)
 def test_a_forward_pass_may_use_what_is_no_function(kept: Any) -> None:
     added = branch(lambda m, x: m.out(m.wide(x) + m.kept), kept=kept)
-    split = split_parameters(nn.Sequential(linear(8, 8), added, linear(8, 3)))
-    assert split.rows[1].rule == "spectral"
+    assert rules(nn.Sequential(linear(8, 8), added, linear(8, 3)))["1.wide"] == "spectral"
 
 
 def test_a_parameter_may_be_elementwise() -> None:
-    model = holder(bare=parameter(4, 6), layer=linear(4, 4))
-    rows = {row.name: row.rule for row in split_parameters(model, elementwise=model.bare).rows}
-    assert rows == {"bare": "adamw", "layer.weight": "spectral"}
+    model = module("bare 4x6, layer 4 4")
+    assert rules(model, elementwise=model.bare) == {"bare": "adamw", "layer": "spectral"}
 
 
-@pytest.mark.parametrize(
-    "flattened",
-    [
-        lambda: holder(layer=linear(4, 4), bias=nn.Parameter(torch.empty(0))),
-        lambda: holder(_flat_param=parameter(64), layer=linear(4, 4)),
-    ],
-)
-def test_flattened_parameters_are_refused(flattened: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ValueError, match=r"use fully_shard \(FSDP2\) or DDP"):
-        split_parameters(flattened())
-
-
-def test_a_shard_of_a_flat_weight_is_refused() -> None:
-    model = nn.Sequential(linear(4, 4), linear(4, 4))
-    model[1].weight = parameter(8)  # as after FSDP1 with use_orig_params
+def test_flattened_parameters_are_refused() -> None:
+    empty = module("layer 4 4", bias=nn.Parameter(torch.empty(0)))
+    for flattened in (empty, module("_flat_param 64, layer 4 4")):
+        with pytest.raises(ValueError, match=r"use fully_shard \(FSDP2\) or DDP"):
+            split_parameters(flattened)
+    shard = nn.Sequential(linear(4, 4), linear(4, 4))
+    shard[1].weight = nn.Parameter(torch.randn(8))  # as after FSDP1 with use_orig_params
     with pytest.raises(ValueError, match=r"1.weight has shape \(8,\)"):
-        split_parameters(model)
+        split_parameters(shard)
 
 
 def test_a_split_without_a_matrix_is_an_error() -> None:
@@ -1023,82 +868,43 @@ def test_a_split_without_a_matrix_is_an_error() -> None:
             split_parameters(model, elementwise=model if isinstance(model, nn.Linear) else ())
 
 
-class Block(nn.Module):
-    """A layer of a model."""
-
-    def __init__(self, **members: Any) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), linear(8, 32), linear(32, 8)
-        for name, module in members.items():
-            setattr(self, name, module)
-
-
-class MLP(nn.Module):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        layers = [linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
-        self.layers = nn.ModuleList(layers)
-
-
-def trunk(*heads: tuple[str, nn.Module], **block: Any) -> nn.Module:
-    """A model of two layers that contain `block`, followed by heads."""
-    blocks = nn.ModuleList([Block(**block) for _ in range(2)])
-    return holder(patches=nn.Conv2d(3, 8, 2), blocks=blocks, norm=nn.LayerNorm(8), **dict(heads))
-
-
-ENDINGS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+EACH = nn.ModuleList([linear(8, 2), linear(8, 2)])
+PERCEPTRON = nn.Sequential(nn.Flatten(), linear(12, 6), nn.ReLU(), linear(6, 10))
+ENDINGS: dict[str, tuple[nn.Module, str]] = {
     "DETR": (
-        lambda: trunk(("class_embed", linear(8, 92)), ("bbox_embed", MLP(8, 8, 4))),
-        ["class_embed", "bbox_embed.layers.1"],
+        trunk(class_embed=linear(8, 92), bbox_embed=MLP(8, 8, 4)),
+        "class_embed bbox_embed.layers.1",
     ),
-    "a head of each layer": (
-        lambda: trunk(
-            ("class_embed", nn.ModuleList([linear(8, 2), linear(8, 2)])), ("boxes", MLP(8, 8, 5))
-        ),
-        ["class_embed.0", "class_embed.1", "boxes.layers.1"],
+    "of each layer": (
+        trunk(class_embed=EACH, boxes=MLP(8, 8, 5)),
+        "class_embed.0 class_embed.1 boxes.layers.1",
     ),
-    "as many pixels as channels": (lambda: trunk(("pred", linear(8, 8))), ["pred"]),
-    "SAM": (
-        lambda: trunk(("iou", holder("MLP", proj_in=linear(8, 8), proj_out=linear(8, 4)))),
-        ["iou.proj_out"],
-    ),
-    "before a norm": (lambda: trunk(("neck", linear(8, 6)), ("end", nn.LayerNorm(6))), ["neck"]),
-    "upsampled": (lambda: trunk(("mask", nn.ConvTranspose2d(8, 3, 2))), ["mask"]),
+    "as many pixels as channels": (trunk(pred=linear(8, 8)), "pred"),
+    "SAM": (trunk(iou=module("MLP: proj_in 8 8, proj_out 8 4")), "iou.proj_out"),
+    "before a norm": (trunk(neck=linear(8, 6), end=nn.LayerNorm(6)), "neck"),
+    "upsampled": (trunk(mask=nn.ConvTranspose2d(8, 3, 2)), "mask"),
     "behind a hidden layer": (
-        lambda: trunk(("top", nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40)))),
-        ["top.2"],
+        trunk(top=nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40))),
+        "top.2",
     ),
     "adapted": (
-        lambda: trunk(
-            (
-                "final",
-                holder(
-                    base_layer=linear(8, 50),
-                    lora_A=nn.ModuleDict({"default": linear(8, 2)}),
-                    lora_B=nn.ModuleDict({"default": linear(2, 50)}),
-                ),
-            )
-        ),
-        ["final.base_layer", "final.lora_B.default"],
+        trunk(final=adapter(8, 50).requires_grad_()),
+        "final.base_layer final.lora_B.default",
     ),
     "of an auxiliary loss, before layers": (
-        lambda: holder(stem=linear(8, 8), auxiliary=linear(8, 5), body=MLP(8, 8), end=linear(8, 5)),
-        ["auxiliary", "end"],
+        module("stem 8 8, auxiliary 8 5", body=MLP(8, 8), end=linear(8, 5)),
+        "auxiliary end",
     ),
-    "without layers in a list": (
-        lambda: nn.Sequential(nn.Flatten(), linear(12, 6), nn.ReLU(), linear(6, 10)),
-        ["3"],
-    ),
+    "without layers in a list": (PERCEPTRON, "3"),
 }
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_head_is_what_no_later_layer_takes(name: str) -> None:
-    build, heads = ENDINGS[name]
-    rows = split_parameters(build()).rows
-    ends = [row.name.removesuffix(".weight") for row in rows if row.reason.endswith("a head")]
-    assert ends == heads
-    assert all(r.rule == "spectral" for r in rows if len(r.shape) > 1 and "a head" not in r.reason)
+    model, heads = ENDINGS[name]
+    rows = by_name(model)
+    assert [n for n, row in rows.items() if row.reason.endswith("a head")] == heads.split()
+    assert {n for n, rule in rules(model).items() if rule == "adamw"} == {*heads.split()}
 
 
 def tasks(m: Any, x: Tensor, task: str) -> Tensor:
@@ -1114,62 +920,51 @@ def forecast(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("order", [("enter", "blocks", "out"), ("blocks", "out", "enter")])
 def test_layers_that_run_before_a_head_do_not_use_its_outputs(order: tuple[str, ...]) -> None:
     """A model may predict as many numbers as it reads, for one of several tasks."""
-    members = {"enter": linear(5, 8), "blocks": nn.ModuleList([Block()]), "out": linear(8, 5)}
+    members = {"enter": linear(5, 8), "blocks": blocks(1), "out": linear(8, 5)}
     for forward in (tasks, lambda m, x: m.out(m.blocks[0](m.enter(x)))):
-        model = holder("Forecaster", forward, **{name: members[name] for name in order})
+        model = module("Forecaster:", forward, **{name: members[name] for name in order})
         if forward is tasks or order[-1] == "enter":
-            with pytest.raises(
-                ValueError, match="^out.weight could be an output head or a single matrix"
-            ):
+            with pytest.raises(ValueError, match=f"^out.{UNCLEAR}"):
                 split_parameters(model)
         else:
-            assert split_parameters(model).rows[-1].rule == "adamw"
+            assert rules(model)["out"] == "adamw"
 
 
 def test_a_linear_layer_named_like_a_norm_uses_outputs() -> None:
     layer = type("NormedLinear", (nn.Linear,), {})(6, 8, bias=False)
-    model = holder(a=linear(8, 6), b=layer, blocks=nn.ModuleList([Block()]), out=linear(8, 3))
-    rows = {row.name: row.rule for row in split_parameters(model).rows}
-    assert (rows["a.weight"], rows["b.weight"], rows["out.weight"]) == ("spectral",) * 2 + (
-        "adamw",
-    )
+    found = rules(module("a 8 6", b=layer, blocks=blocks(1), out=linear(8, 3)))
+    assert (found["a"], found["b"], found["out"]) == ("spectral", "spectral", "adamw")
 
 
 def test_a_layer_in_a_head_with_a_weight_is_a_matrix() -> None:
     """The head multiplies by a tied embedding after a dense layer, as in ESM."""
-    head = holder("Head", dense=linear(8, 8), norm=nn.LayerNorm(8), weight=parameter(30, 8))
     embedding = nn.Embedding(30, 8)
-    head.weight = embedding.weight
-    model = holder(embedding=embedding, blocks=nn.ModuleList([Block()]), lm_head=head)
-    rows = {row.name: row.rule for row in split_parameters(model).rows}
-    assert (rows["lm_head.dense.weight"], rows["embedding.weight"]) == ("spectral", "adamw")
+    head = module("Head: dense 8 8", norm=nn.LayerNorm(8), weight=embedding.weight)
+    found = rules(module(embedding=embedding, blocks=blocks(1), lm_head=head))
+    assert (found["lm_head.dense"], found["embedding"]) == ("spectral", "adamw")
 
 
 def test_an_unknown_layer_named_like_an_embedding_is_no_table() -> None:
-    layer = holder("Dense", weight=parameter(32, 32))
-    model = trunk(emb_linear=layer, out=linear(32, 32))
-    rows = {row.name: row.rule for row in split_parameters(model).rows}
-    assert rows["blocks.0.emb_linear.weight"] == "spectral"
-    table = trunk(token_embedding=holder("TokenEmbedding", weight=parameter(50, 8)))
-    rows = {row.name: row.rule for row in split_parameters(table).rows}
-    assert rows["blocks.0.token_embedding.weight"] == "adamw"
+    layers = {"emb_linear": module("Dense: weight 32x32"), "out": linear(32, 32)}
+    assert rules(trunk(layers))["blocks.0.emb_linear"] == "spectral"
+    table = trunk({"token_embedding": module("TokenEmbedding: weight 50x8")})
+    assert rules(table)["blocks.0.token_embedding"] == "adamw"
 
 
 def test_a_query_of_a_separable_convolution_is_divided_by_heads() -> None:
     separable = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
-    model = holder(heads=4, to_q=holder(net=separable))
-    rows = {row.name: (row.matrices, row.rule) for row in split_parameters(model).rows}
-    assert rows["to_q.net.1.weight"] == (4, "spectral") and rows["to_q.net.0.weight"][1] == "adamw"
+    rows = by_name(module(heads=4, to_q=module(net=separable)))
+    assert (rows["to_q.net.1"].matrices, rows["to_q.net.1"].rule) == (4, "spectral")
+    assert rows["to_q.net.0"].rule == "adamw"
 
 
 def test_a_layer_that_is_called_a_head_and_has_a_later_one_is_no_head() -> None:
     """Examples are `conv_head` of MobileNet, and the hidden layer of a BERT-like head."""
-    top = {"conv_head": nn.Conv2d(8, 20, 1), "classifier": linear(20, 5)}
-    inner = {"lm_head": holder(dense=linear(8, 8), norm=nn.LayerNorm(8)), "decoder": linear(8, 40)}
-    cases = ((top, "conv_head", "classifier"), (inner, "lm_head.dense", "decoder"))
-    for heads, hidden, head in cases:
-        rows = {row.name: row.rule for row in split_parameters(trunk(*heads.items())).rows}
-        assert (rows[f"{hidden}.weight"], rows[f"{head}.weight"]) == ("spectral", "adamw")
+    found = rules(trunk(conv_head=nn.Conv2d(8, 20, 1), classifier=linear(20, 5)))
+    assert (found["conv_head"], found["classifier"]) == ("spectral", "adamw")
+    inner = module("dense 8 8", norm=nn.LayerNorm(8))
+    found = rules(trunk(lm_head=inner, decoder=linear(8, 40)))
+    assert (found["lm_head.dense"], found["decoder"]) == ("spectral", "adamw")
 
 
 def coupled(m: Any, x: Tensor) -> Any:
@@ -1180,43 +975,40 @@ def coupled(m: Any, x: Tensor) -> Any:
 
 def test_halves_of_the_size_of_the_next_layer_are_refused() -> None:
     """A flow has as many scales and shifts as the next layer has inputs."""
-    sizes = {"first": (4, 8), "both": (8, 8), "out": (8, 8)}
-    layers: Any = {name: linear(*pair) for name, pair in sizes.items()}
-    flow = holder("Flow", coupled, **layers)
+    flow = module("Flow: first 4 8, both 8 8, out 8 8", coupled)
     model = nn.Sequential(flow, copy.deepcopy(flow), linear(8, 4))
+    units: Any = {"*.first.weight": {}}
     with pytest.raises(ValueError, match="^0.both.weight looks like .*Flow splits channels"):
-        split_parameters(model, units={"*.first.weight": {}})
-    units = {"*.first.weight": {}, "*.both.weight": {"rows": [4]}}
-    rows = split_parameters(model, units=units).rows
-    assert [row.rule for row in rows] == ["spectral"] * 6 + ["adamw"]
+        split_parameters(model, units=units)
+    found = rules(model, units=units | {"*.both.weight": {"rows": [4]}})
+    assert [*found.values()] == ["spectral"] * 6 + ["adamw"]
 
 
 @pytest.mark.parametrize("body", [nn.LSTMCell(6, 4), nn.GRU(6, 4)])
 def test_the_only_linear_layer_after_another_module_is_a_head(body: nn.Module) -> None:
-    *_, head = [r for r in split_parameters(holder(body=body, out=linear(4, 3))).rows]
-    assert (head.name, head.rule) == ("out.weight", "adamw")
+    assert rules(module(body=body, out=linear(4, 3)))["out"] == "adamw"
 
 
 def test_one_output_a_head_is_a_gate() -> None:
     """An example is a gated delta network; other layers of this size may be position biases, as in
     Swin v2."""
-    attention = holder("Attention", num_v_heads=4, gate=linear(8, 4))
-    rows = {row.name: row.rule for row in split_parameters(trunk(attention=attention)).rows}
-    assert rows["blocks.0.attention.gate.weight"] == "spectral"
+    attention = module("Attention: gate 8 4", num_v_heads=4)
+    assert rules(trunk({"attention": attention}))["blocks.0.attention.gate"] == "spectral"
     positions = nn.Sequential(linear(2, 16), nn.ReLU(), linear(16, 4))
+    biased = module("Attention:", num_v_heads=4, bias=positions)
     with pytest.raises(ValueError, match=r"bias.2.weight .*no layer uses its 4 outputs"):
-        split_parameters(trunk(attention=holder("Attention", num_v_heads=4, bias=positions)))
+        split_parameters(trunk({"attention": biased}))
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        trunk(offsets=linear(8, 20)),  # of deformable attention
-        trunk(shared_keys=linear(8, 2)),
-        trunk(("shift_and_scale", linear(8, 16)), ("last", linear(8, 3))),
-        trunk(("boxes", nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)]))),
-        holder(context=linear(8, 10), update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
-        trunk(("patches_out", linear(8, 16)), ("smooth", nn.Conv2d(4, 4, 3))),  # U-ViT
+        trunk({"offsets": linear(8, 20)}),  # of deformable attention
+        trunk({"shared_keys": linear(8, 2)}),
+        trunk(shift_and_scale=linear(8, 16), last=linear(8, 3)),
+        trunk(boxes=nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)])),
+        module("context 8 10", update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
+        trunk(patches_out=linear(8, 16), smooth=nn.Conv2d(4, 4, 3)),  # U-ViT
     ],
 )
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
@@ -1225,10 +1017,10 @@ def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> No
 
 
 def test_the_last_layer_of_a_model_without_others_like_it_is_said_to_be_a_guess() -> None:
-    rows = split_parameters(nn.Sequential(linear(8, 16), nn.ReLU(), linear(16, 8))).rows
-    assert [r.reason for r in rows] == ["one matrix", "one matrix, unless it is a head"]
+    rows = by_name(nn.Sequential(linear(8, 16), nn.ReLU(), linear(16, 8)))
+    assert [r.reason for r in rows.values()] == ["one matrix", "one matrix, unless it is a head"]
 
 
 def test_a_layer_of_few_outputs_that_the_next_takes_is_a_matrix() -> None:
-    model = trunk(squeeze=nn.Conv2d(8, 2, 1), expand=nn.Conv2d(2, 8, 1))
-    assert {row.rule for row in split_parameters(model).rows if len(row.shape) > 1} == {"spectral"}
+    squeezed = {"squeeze": nn.Conv2d(8, 2, 1), "expand": nn.Conv2d(2, 8, 1)}
+    assert {*rules(trunk(squeezed)).values()} == {"spectral"}

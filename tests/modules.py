@@ -1,0 +1,31 @@
+"""Small modules whose layers a string lists."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def module(layers: str = "", forward: Callable[..., Any] | None = None, /, **members: Any) -> Any:
+    """Return a module with a forward pass, other members, and layers, after the class's name.
+
+    "Attention: q 12 8, out 8 4, bank 3x12x12" is a module of class `Attention` with two linear
+    layers without bias (name, inputs, outputs) and a parameter of a shape. Other words are ignored.
+    """
+    name, _, entries = layers.rpartition(":")
+    made = type(name or "Module", (nn.Module,), {"forward": forward} if forward else {})()
+    for key, *words in filter(None, map(str.split, entries.split(","))):
+        match [word for word in words if word[0].isdigit()]:
+            case [inputs, outputs]:
+                setattr(made, key, linear(int(inputs), int(outputs)))
+            case [shape]:
+                sizes = [int(size) for size in shape.split("x")]
+                setattr(made, key, nn.Parameter(torch.randn(sizes)))
+    for key, member in members.items():
+        setattr(made, key, member)
+    return made
