@@ -116,15 +116,16 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-This page lists every key of a run config, which is a YAML file. `base: other.yaml`, or a list of
-files, names the configs that a file extends; their paths are relative to that file. Sections are
-merged; lists and single values are replaced. `key=value` arguments after `--config FILE` override
-the files. `${section.key}` is replaced by the value of another key and, in keys that are paths,
-`${oc.env:NAME}` by an environment variable. Data paths are relative to the working directory.
+This page lists every key of a run config, which is a YAML file. `base: other.yaml` extends another
+config; `base` may also be a list of files. Their paths are relative to the file that contains
+`base`. Sections are merged; lists and single values are replaced. `key=value` arguments after
+`--config FILE` override the files. `${section.key}` is replaced by the value of another key. In
+keys that are paths, `${oc.env:NAME}` is replaced by an environment variable. Data paths are
+relative to the working directory.
 
-An unknown key, a wrong type or a contradiction raises an error, which lists all problems. The run
-folder contains the resolved config, which `--config` accepts. Bold names are subsections; in a key,
-`*` matches each of the names at the end of the row.
+An error lists all unknown keys, wrong types and contradictions. The run folder contains the
+resolved config, which `--config` accepts. Bold names are subsections. In a key, `*` stands for each
+of the names at the end of the row.
 """
 
 if __name__ == "__main__":
