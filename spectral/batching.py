@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Group items by key; keys are in the order of their first items."""
+    """Group items by key. Keys are in the order of their first items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -45,7 +45,7 @@ def split_figures(
 
 
 def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Compute `X W` `[batch, vectors, cols]` for each stack W; `x` is `[..., vectors, rows]`."""
+    """Compute `X W` `[batch, vectors, cols]` for each stack W. `x` is `[..., vectors, rows]`."""
     return [torch.bmm(part, w) for part, w in zip(split_like(x, stacks), stacks, strict=True)]
 
 
@@ -80,7 +80,7 @@ def copy_all_(pairs: Pairs) -> None:
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair to the first, in few launches; dtypes must be equal."""
+    """Add the second tensor of each pair to the first, in few launches. Dtypes must be equal."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

@@ -36,8 +36,7 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers that identify columns: each by its first element in a weight, each sum by a new
-    number.
+    """Numbers of columns: a column's first element in a weight, or a new number for a sum.
 
     Columns that are used together are recorded in the weights' `Use`.
     """
@@ -107,9 +106,9 @@ class Columns:
             use.joined.update(others)
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return the numbers of elements that depend on a column of `first` and one of `second`.
+        """Return the numbers of elements that depend on a column of `first` and of `second`.
 
-        `terms`: whether the elements are sums, whose terms are vectors of separate layers.
+        With `terms`, the elements are sums whose terms are vectors of separate layers.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
@@ -132,7 +131,7 @@ class Columns:
     def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
         """Record that an operation uses each row of the columns `[rows, n]` as one vector.
 
-        `whole`: whether each element of a vector has exactly one number in its row.
+        With `whole`, each element of a vector has exactly one number in its row.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             used = row[row >= 0]

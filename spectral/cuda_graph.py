@@ -54,7 +54,7 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """Free the graph; the next calls warm up and capture again.
+        """Free the graph. The next calls warm up and capture again.
 
         Call this method before destroying process groups whose collectives are in the graph.
         """
@@ -89,7 +89,7 @@ class CapturedStep:
 
     Change learning rates with `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
     gradients with `zero_grad(set_to_none=False)`. Other fields of the groups must not change, and
-    parameters and state must stay in place; after `load_state_dict`, call `release`.
+    parameters and state must keep their addresses. After `load_state_dict`, call `release`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
@@ -138,7 +138,7 @@ class CapturedStep:
         return fixed
 
     def release(self) -> None:
-        """Free the graph; parameters, state and settings may then change before the next call."""
+        """Free the graph. Parameters, state and settings may then change before the next call."""
         self._captured.release()
         self._first = None
 

@@ -1,8 +1,8 @@
-"""Division of a parameter into matrices, and the units that an optimizer steps.
+"""Division of a parameter into matrices, and the units that an optimizer updates.
 
-A spectral rule steps one matrix `[rows, cols]` at a time, whose rows are outputs: one head's query,
-a gate, one expert's down projection. A parameter may contain several matrices or be transposed. A
-division describes the position of each matrix.
+A spectral rule updates one matrix `[rows, cols]` at a time, such as one head's query, a gate or one
+expert's down projection. Rows are outputs. A parameter may contain several matrices or be
+transposed. A division describes the position of each matrix.
 """
 
 from bisect import bisect_left
@@ -49,7 +49,7 @@ class Division:
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Self:
-        """Parse the `units` of a parameter group; None means one matrix per parameter.
+        """Parse the `units` of a parameter group. None means one matrix per parameter.
 
         Raises:
             TypeError: if `units` is not a mapping.
@@ -107,7 +107,7 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix in a parameter of `shape`; errors are as in `boxes`."""
+        """Return the shape of each matrix in a parameter of `shape`. Errors are as in `boxes`."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 
@@ -128,7 +128,7 @@ class Division:
     def matrix(self, part: Tensor) -> Tensor:
         """Reshape one matrix's part of a parameter to `[rows, cols]`, as a view if possible.
 
-        A vector stays `[n]`, and a scalar becomes `[1]`; other axes are flattened into the
+        A vector stays `[n]`, and a scalar becomes `[1]`. Further axes are flattened into the
         second.
         """
         if part.ndim == 0:
@@ -173,7 +173,7 @@ def numel_of(box: Box) -> int:
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
-    """Return the intersection of a box with a box of step 1; None if it is empty."""
+    """Return the intersection of a box with a box of step 1, or None if it is empty."""
     common = tuple(
         places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
         for places, whole in zip(box, contiguous, strict=True)
@@ -182,7 +182,7 @@ def intersection(box: Box, contiguous: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return `box` in the indices of `outer`; the steps of `outer` divide the steps of `box`."""
+    """Return `box` in the indices of `outer`. The steps of `outer` divide the steps of `box`."""
 
     def within(places: range, whole: range) -> range:
         start, step = (places.start - whole.start) // whole.step, places.step // whole.step
@@ -231,7 +231,7 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 class SteppedUnit:
     """A part of a parameter that a rule steps at once.
 
-    A whole-matrix rule steps one matrix, an elementwise rule the whole local part.
+    A whole-matrix rule updates one matrix, an elementwise rule the whole local part.
 
     division   division of the parameter
     box        the unit's box in the parameter

@@ -1,7 +1,8 @@
 """Polynomial weight preconditioning: the effective weight of a PC layer, and its gradient.
 
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training" (arXiv
-2606.06470), section 3, algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
+2606.06470), section 3, algorithms 1 and 3. The forward pass of a PC layer replaces its weight W
+with
 
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
@@ -39,7 +40,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def wide_matrices(w: Tensor) -> Tensor:
-    """Return matrices `[..., rows, cols]` in at least float32; raise ValueError for other tensors.
+    """Return matrices `[..., rows, cols]` in at least float32. Raise ValueError for other tensors.
 
     In bfloat16, for example, level 4 of a PC layer has an error of 3 to 4% in the spectral norm.
     """
@@ -51,9 +52,9 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient`; differentiating it with respect to `inputs` raises RuntimeError.
+    """Return `gradient`, and raise RuntimeError if it is differentiated with respect to `inputs`.
 
-    torch's `once_differentiable` raises only if the incoming gradient has a graph; otherwise the
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. Otherwise the
     second derivative is silently zero. The error's message contains the function's `name`.
     """
     if not torch.is_grad_enabled():  # no graph of the gradient is being built
@@ -81,9 +82,9 @@ class Preconditioner:
     """Preconditioning of weights: the map to PC(W), its gradient, and the additional state.
 
     Arguments of `effective` and `vjp` are matrices `[..., rows, cols]`, their top singular pair `u`
-    `[..., rows]` and `v` `[..., cols]`, which is constant, and `gamma` (`[...]` or a number); the
-    other methods require stacks `[batch, rows, cols]`. For half-precision inputs the computation is
-    in float32 and the result is rounded.
+    `[..., rows]` and `v` `[..., cols]`, and `gamma` (`[...]` or a number). The singular pair is a
+    constant. The other methods require stacks `[batch, rows, cols]`. For half-precision inputs the
+    computation is in float32 and the result is rounded.
 
     Attributes:
         level: a preset from 0 to 4, coefficients, or the name of a composite (see `stages`).
@@ -175,7 +176,7 @@ class Preconditioner:
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
         """Refresh `u` and `v` in place after an update of `w`.
 
-        `active` is a 0-d bool tensor; if it is False, `u` and `v` stay unchanged, bit for bit.
+        If the 0-d bool tensor `active` is False, `u` and `v` stay unchanged, bit for bit.
         """
         _, new_u, new_v = top_singular(w, u, v, steps=self.steps)
         for old, new in ((u, new_u), (v, new_v)):
@@ -201,9 +202,9 @@ class Preconditioner:
     def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
-        The argument is s_exact / s, or s_exact without normalisation. s_exact is computed by a cold
-        start, so it is correct even if the tracked pair is wrong. If the argument is outside the
-        map's domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
+        The argument is s_exact / s, or s_exact without normalisation. s_exact is computed from a
+        cold start and is therefore correct even if the tracked pair is wrong. If the argument is
+        outside the map's domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
         """
         exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":
@@ -221,8 +222,8 @@ class Preconditioner:
 
         The FLOPs are those of PC(W), of its transposed Jacobian, and of refreshing the singular
         pair. For sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1
-        products m^3; the Jacobian repeats the Gram matrix and the iteration, and takes 3 more
-        products m n m and 2 k - 2 more products m^3.
+        products m^3. The Jacobian repeats the Gram matrix and the iteration. In addition, it takes
+        3 products m n m and 2 k - 2 products m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)
@@ -288,8 +289,8 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
     """Compute PC(W) of one matrix `[rows, cols]` by SVD, as the reference of `effective`.
 
-    Source: "PC Layer" (arXiv 2606.06470), algorithm 1; the comments contain its line numbers. s is
-    a constant in the gradient, and gamma is trained.
+    Source: "PC Layer" (arXiv 2606.06470), algorithm 1. Comments state the line numbers of the
+    algorithm. s is a constant in the gradient, and gamma is trained.
     """
     U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
     s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2

@@ -31,7 +31,7 @@ class ForwardWords:
     """Words of modules' forward passes, in the order of execution.
 
     The name of a called function is followed by the words in that function. The name of a child
-    module begins with a dot; if the child has no parameters, its class and its words follow.
+    module begins with a dot. If the child has no parameters, its class and its words follow.
     """
 
     def __init__(self) -> None:

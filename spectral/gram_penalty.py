@@ -1,10 +1,10 @@
-"""The off-diagonal Gram penalty: the distance of a weight's columns or rows from orthogonality.
+"""The off-diagonal Gram penalty, which is zero if the columns (or rows) of a weight are orthogonal.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
 C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
-its root (lemma D.6) as the penalty; `power` chooses between E and the root. With `normalize`,
-penalty coefficients are comparable across widths. Add the penalty to the loss, or the penalty's
-gradient to the loss's gradient.
+its root (lemma D.6) as the penalty; `power` selects one of the two. With `normalize`, penalty
+coefficients are comparable across widths. Add the penalty to the loss, or the penalty's gradient to
+the loss's gradient.
 """
 
 from typing import Any, Literal
@@ -23,15 +23,15 @@ def gram_penalty_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
-    If the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4. The
-    rounding error of this difference is the rounding error of its first term; a difference below
-    this error is set to zero. The penalty and gradient of a zero matrix are zero. Half-precision
-    inputs are converted to float32.
+    If the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4. This
+    difference has the rounding error of its first term. A difference below this error is set to
+    zero. The penalty and gradient of a zero matrix are zero. Half-precision inputs are converted to
+    float32.
 
     Args:
         w: `[..., rows, cols]`; the gradient has the shape and dtype of `w`.
-        power: 2 for E / N, 1 for its root. Where E vanishes, the root's gradient is zero, which is
-            a subgradient.
+        power: 2 for E / N, 1 for its root. If E is zero, the gradient of the root is set to zero, a
+            subgradient.
         side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
         normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
             ("size").

@@ -1,10 +1,10 @@
 """IEEE float32 products, independent of the settings of the process and its environment.
 
-Float32 has 24 bits of precision, TF32 has 11, and bfloat16, to which `torch.autocast` rounds the
-operands of products, has 8. With fewer than 24 bits, msign's singular values and the solver of the
-Spectral Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both settings are meant for the forward pass; the
-mathematics of an optimizer runs inside `ieee_products()`.
+Float32 has 24 bits of precision, TF32 has 11 and bfloat16 has 8. `torch.autocast` rounds the
+operands of products to 16 bits. With fewer than 24 bits, msign's singular values and the solver of
+the Spectral Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both settings are meant for the forward pass.
+Optimizers compute inside `ieee_products()`.
 """
 
 from collections.abc import Callable, Iterator

@@ -106,7 +106,7 @@ class KnownWeights:
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return the division of each weight; raise ValueError if a division is unclear."""
+        """Return the division of each weight. Raise ValueError if a division is unclear."""
         answers = {weight.name: self.answer(weight) for weight in weights}
         for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
@@ -120,7 +120,7 @@ class KnownWeights:
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return the division of a weight; raise ValueError if it is unclear."""
+        """Return the division of a weight. Raise ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
         if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
             return Seen(None, "a gain or bias by its name or class", decays=False)
@@ -144,7 +144,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division and its reason; the weight is not a gain, head, router or table.
+        """Return division and reason for a weight that is not a gain, head, router or table.
 
         Raises ValueError if the division is unclear.
         """
@@ -436,7 +436,7 @@ def is_fused(name: str) -> bool:
 
 
 def projection_of(name: str) -> str | None:
-    """Return the attention projections in a weight of this name, such as "q" or "qkv", or None."""
+    """Return the attention projections in a weight of this name ("q", "qkv", ...), or None."""
     if name in ("c_attn", "att_proj", "in_proj_weight"):
         return "qkv"
     words = FILLERS.sub("", name.lower()).removeprefix("w")

@@ -1,8 +1,8 @@
 """Statistics of weights, gradients and activations: ranks, condition numbers, noise.
 
 Every function is batched: a matrix is `[..., rows, cols]`, a statistic `[...]`. Singular values are
-computed by an exact decomposition in at least float32, which on a GPU requires a host sync, so use
-these functions in logging steps; `correlation` may run in any step. Ranks, norms and correlations
+computed by an exact decomposition in at least float32. On a GPU this requires a host sync, so use
+these functions in logging steps. `correlation` may run in any step. Ranks, norms and correlations
 are 0 for a zero matrix and NaN for a matrix with NaN. To compute several statistics of one matrix,
 pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
 `nuclear_norm` use only products, without a host sync.
@@ -80,7 +80,7 @@ def stable_rank_of_gram(gram: Tensor) -> Tensor:
 def nuclear_norm(w: Tensor) -> Tensor:
     """Compute ||W||_* = <W, msign(W)> `[...]` in at least float32.
 
-    The relative error is 1e-5; singular values below 1e-6 of the Frobenius norm are not counted.
+    The relative error is 1e-5. Singular values below 1e-6 of the Frobenius norm are not counted.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     direction = msign(wide, steps=POLAR_STEPS)
@@ -91,9 +91,9 @@ def nuclear_norm(w: Tensor) -> Tensor:
 def nuclear_rank(w: Tensor) -> Tensor:
     """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
-    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), which
-    predicts that a spectral step is better for a block if the nuclear rank of the block's gradient
-    exceeds the stable rank of the block's input activations.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). The paper
+    predicts that a spectral step is better for a block if the nuclear rank of the gradient exceeds
+    the stable rank of the input activations.
     """
     return nuclear_rank_of(singular_values(w))
 
@@ -135,7 +135,7 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
 
     `numbers` has any shape. If no number is finite and positive, the mean is NaN.
     Source: "PC Layer", where GMCN is the mean over the q, k, v, o, gate, up and down matrices of
-    all layers; in PC layers the matrix is the effective weight.
+    all layers. In PC layers the matrix is the effective weight.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -156,10 +156,10 @@ def noise_of(products: Tensor) -> Noise:
     Let m be the mean of the gradients. noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma);
     signal = |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share is
     computed from the centred Gram matrix. The signal-to-noise ratio is proportional to the
-    micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size and
-    M with these estimates. A ratio 0 / 0 is 0.
+    micro-batch size, and the top share is at least 1 / (M - 1). Report the micro-batch size and M
+    with these estimates. A ratio 0 / 0 is 0.
 
-    Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
+    Source: "Learning in Transformers under Spectral Constraints", appendix B. The estimators are
     not from the paper. Raises ValueError for fewer than two gradients.
     """
     count = products.shape[-1]
@@ -184,8 +184,8 @@ def correlation(w: Tensor) -> Tensor:
 
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimate is unbiased for entries
     of the model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z,
-    so even for a large matrix the estimate scatters like the square of a Gaussian, and it detects
-    only spikes with constant entries. The estimate is 0 for a zero matrix and for a single entry.
+    so the estimate scatters like the square of a Gaussian even for a large matrix. It detects only
+    spikes with constant entries. The estimate is 0 for a zero matrix and for a single entry.
     Source: "Towards a Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))

@@ -126,7 +126,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """The layers of a model in the model's order; each module's layers are a slice of the list."""
+    """A model's layers in order. The layers of each module are a slice of the list."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []

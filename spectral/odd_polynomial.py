@@ -2,7 +2,7 @@
 
 g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, with
 p(y) = a_0 + a_1 y + ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial
-Weight Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2; the gradient is
+Weight Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2. The gradient is
 derived here.
 """
 
@@ -71,13 +71,13 @@ def evaluate(x: Tensor, level: Level) -> Tensor:
 def fit_polynomial(
     degree: int, cutoff: float, alpha: float = 4.0, interval: tuple[float, float] = (0.0, 1.1)
 ) -> Stage:
-    """Fit an odd polynomial to min(x / cutoff, 1); return `degree` + 1 coefficients of x, x^3, ...
+    """Fit an odd polynomial to min(x / cutoff, 1). Return `degree` + 1 coefficients of x, x^3, ...
 
     The fit minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to
     g(1) = 1. The constraint eliminates a_0, which leaves an ordinary least squares problem. For an
     integer alpha the integral is exact, by Gauss-Legendre quadrature on both sides of `cutoff`.
     With alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
-    algorithm 2; the paper states neither alpha nor the sample points).
+    algorithm 2). The paper states neither alpha nor the sample points.
 
     Raises:
         ValueError: if `degree < 0`, `alpha < 0`, or `0 <= interval[0] < cutoff < interval[1]` is

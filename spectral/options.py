@@ -1,7 +1,7 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest msign steps, in the narrowest
-dtype, that train as well as a more exact msign (docs/library.md contains the evidence). For float64
+`DEFAULTS` is for one GPU and weights in 32 or 16 bits. It uses the fewest msign steps, in the
+narrowest dtype, that train as well as a more exact msign (evidence: docs/library.md). For float64
 weights, and in the trainer's configs, the rules' own defaults apply.
 """
 
@@ -63,7 +63,7 @@ CHOICES: Final = frozenset({"use_muon", "algorithm"})
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule; for rules of other packages, AdamW's default."""
+    """Return the default learning rate of a rule, or AdamW's for rules of other packages."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 
@@ -80,9 +80,9 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 def rename_(rule: str, named: dict[str, Any]) -> None:
     """Rename options to the rule's fields, in place.
 
-    If the rule has such fields, torch's names are replaced as in `ALIASES` (if several names mean
-    the same field, the last is used) and dtypes by their names. Raises TypeError unless betas are
-    two numbers, and ValueError for an unknown rule.
+    torch's names are replaced as in `ALIASES`, if the rule has such fields. If several names mean
+    the same field, the last is used. Dtypes are replaced by their names. Raises TypeError unless
+    betas are two numbers, and ValueError for an unknown rule.
     """
     rule_fields = RULES[rule].__dataclass_fields__
     for alias in [name for name in named if name in ALIASES and name not in rule_fields]:
@@ -100,11 +100,11 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 
 
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
-    """Raise TypeError for a name that is not a field of the rule; suggest the nearest field.
+    """Raise TypeError for a name that is not a field of the rule, and suggest the nearest field.
 
-    Names in `FIXED` are accepted with their allowed values. With `foreign`, for groups, names in
-    `HOSTS` and names that resemble no field are accepted too, because other programs store keys in
-    groups. Options of the whole optimizer raise an error.
+    Names in `FIXED` are accepted with their allowed values. Other programs store keys in groups, so
+    `foreign` also accepts names in `HOSTS` and names that resemble no field. Options of the whole
+    optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)

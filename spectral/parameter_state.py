@@ -1,7 +1,7 @@
 """The optimizer state of parameters: entries, initial values, checks, and a snapshot.
 
 A parameter group defines the rule, the division into matrices, and the names of its parameters.
-Other programs may store entries in the state too; this module uses only the rule's entries and the
+Other programs may also store entries in the state. This module uses only the rule's entries and the
 master.
 """
 
@@ -38,7 +38,7 @@ def entry_names(rule: Rule) -> tuple[str, ...]:
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state in which the counts that other programs saved as numbers are 0-d tensors."""
+    """Return a state with counts as 0-d tensors. Other programs may have saved them as numbers."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -69,7 +69,7 @@ def entry_problems(
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return a saved entry for the state of a parameter; `own`: whether the rule uses the entry.
+    """Return a saved entry for the state of a parameter. `own` is True if the rule uses the entry.
 
     A tensor keeps its dtype. As in torch, a tensor in the parameter's dtype is not copied.
     """
@@ -144,7 +144,7 @@ class Member(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every state entry; for a DTensor, the global shape."""
+        """The shape of every state entry (of a DTensor, the global shape)."""
         last = SteppedUnit.of(self.parameter, self.rule, self.division)[-1]
         shapes = dict.fromkeys((*entry_names(self.rule), MASTER), self.parameter.shape)
         for name, entry in last.entries.items():
@@ -330,7 +330,7 @@ class Snapshot:
         return [p.shape for p in self.parameters], [*kinds, *placements, *types]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
-        """Return whether the groups and states are still the same; no tensor is read."""
+        """Return whether the groups and states are still the same. No tensor is read."""
         parameters = listed_in(groups, "params")
         with suppress(KeyError):  # an entry was removed
             return (
@@ -344,7 +344,7 @@ class Snapshot:
         return False
 
     def units(self, parameter: Tensor, rule: Rule) -> list[SteppedUnit]:
-        """Return the units of a parameter; they do not depend on the rule's hyper-parameters."""
+        """Return the units of a parameter, which do not depend on the rule's hyper-parameters."""
         cached = self._units.get(parameter)
         if cached is None or cached[0] is not rule:
             units = SteppedUnit.of(parameter, rule, self._divisions[parameter])

@@ -6,8 +6,8 @@
     merge_(model)                                            # W becomes PC(W), for export
 
 PC(W) is a parametrization of the weight (torch.nn.utils.parametrize) and is computed in every
-forward pass. Its only state is gamma: the top singular pair is computed from a cold start each
-time, so that recomputed activations, all ranks and resumed runs use the same pair. See
+forward pass. Its only state is gamma. The top singular pair is computed from a cold start each
+time, so recomputed activations, all ranks and resumed runs use the same pair. See
 `spectral.effective_weight`.
 """
 
@@ -137,7 +137,7 @@ class DividedWeight(EffectiveWeight):
 
 
 class PCLinear(nn.Linear):
-    """A PC layer with the arguments of nn.Linear; its weight is preconditioned as one matrix."""
+    """A PC layer with the arguments of nn.Linear. Its weight is preconditioned as one matrix."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
@@ -153,8 +153,8 @@ def preconditioned(
 
     The matrices of a weight (`split_parameters`) are preconditioned separately. Until `merge_`, the
     parameter's name is `parametrizations.weight.original`. Initialise or load the weights before
-    this call; later, initialise them with the layers' `reset_parameters`, because `layer.weight` is
-    then PC(W), which `nn.init` would change without effect.
+    this call. Later, use the layers' `reset_parameters`: `layer.weight` is then PC(W), so `nn.init`
+    would have no effect on W.
 
     Args:
         model: any model, after tensor parallelism but before FSDP or DDP is applied.

@@ -122,7 +122,7 @@ dtypes do not use the Gram form: bfloat16 would have to restart at every step.
 def coefficients(
     schedule: str, steps: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Coefficients, ...]:
-    """Return `(a, b, c)` of each step of a schedule; in 16 bits, `half_margin` is applied.
+    """Return `(a, b, c)` of each step of a schedule. In 16 bits, `half_margin` is applied.
 
     Raises:
         ValueError: if the schedule is unknown or `steps < 1`.
@@ -156,7 +156,7 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest image of singular values in [0, 1] under the steps; 1 without steps."""
+    """Return the largest image of singular values in [0, 1] under the steps, or 1 without steps."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
@@ -242,10 +242,10 @@ def msign(
 class Polar(NamedTuple):
     """Polar factors, and whether their iteration stayed bounded.
 
-    `bounded` is False where a value is not finite, or where, by an estimate, a singular value has
-    exceeded `EXCESS` times the largest image of [0, 1] before the last step. The estimate uses the
-    Schatten-8 norm: among n rows, a single growing value is detected when it exceeds 1.5 (n = 1)
-    to 2.4 (n = 8,192); several growing values are detected earlier.
+    `bounded` is False if a value is not finite, or if a singular value has exceeded `EXCESS` times
+    the largest image of [0, 1] before the last step. Singular values are estimated by the
+    Schatten-8 norm. Among n rows, a single growing value is detected when it exceeds 1.5 (n = 1) to
+    2.4 (n = 8,192). Several growing values are detected earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -255,8 +255,8 @@ class Polar(NamedTuple):
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
-    The result overwrites `x` if `x` is float32 or float64 and `dtype` is the dtype of `x`;
-    otherwise `x` may be overwritten with other values. A matrix with NaN or infinity becomes NaN.
+    If `x` is float32 or float64 and `dtype` is the dtype of `x`, the result overwrites `x`.
+    Otherwise the content of `x` is undefined afterwards. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
@@ -277,7 +277,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write `x / divisor` to `out`, rounded once to the dtype of `out`; `x` may be overwritten."""
+    """Write `x / divisor` to `out`, rounded once to the dtype of `out`. `x` may be overwritten."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
         out.copy_(x.div_(divisor))  # a single pass would be slower
     else:
@@ -357,7 +357,7 @@ def is_tall(x: Tensor) -> bool:
 
 
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `x / ||x||_F` per matrix in at least float32; the result is zero for a zero matrix.
+    """Compute `x / ||x||_F` per matrix in at least float32. The result is zero for a zero matrix.
 
     If `out` (of any dtype) is given, the result is rounded and written to it. Dividing by the
     largest entry first prevents underflow and overflow of the squares.
@@ -426,7 +426,7 @@ def msign_cost(
 def is_bounded(
     gram: Tensor, p: Tensor, steps: tuple[Coefficients, ...], shift: float = 0.0
 ) -> Tensor:
-    """Return whether each matrix's iterates stayed bounded, bool `[batch]`; see `Polar`.
+    """Return whether each matrix's iterates stayed bounded, bool `[batch]`. See `Polar`.
 
     `gram` `[batch, rows, rows]` is R before the last of `steps` and is overwritten. `p` is
     `shift I + b R + c R^2` with the coefficients of the last step. The Schatten-8 norm is computed

@@ -1,7 +1,7 @@
 """QK-clip: bounded attention logits by scaled query and key weights.
 
 Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, under
-which the spectral norms of these weights may grow; rules with a radius undo the clipping at their
+which the spectral norms of these weights may grow. Rules with a radius undo the clipping at their
 next step.
 """
 
@@ -15,7 +15,7 @@ from .local_part import placed_as
 def clip_qk_(
     query: Tensor, key: Tensor, logits: Tensor, *, threshold: float = 100.0, balance: float = 0.5
 ) -> Tensor:
-    """Scale queries and keys in place so that no logit exceeds `threshold`; return the factors.
+    """Scale queries and keys in place so that no logit exceeds `threshold`. Return the factors.
 
     Call this function after `optimizer.step()`. Heads that share a key share a factor: `threshold`
     divided by the heads' largest logit if this logit is finite and exceeds `threshold`, else 1.

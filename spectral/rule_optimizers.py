@@ -1,6 +1,6 @@
 """One optimizer class per rule, with explicit arguments for `help`, type checkers and editors.
 
-Defaults are from `options.DEFAULTS`; for float64 weights, the rule's own defaults apply.
+Defaults are from `options.DEFAULTS`. For float64 weights, the rule's own defaults apply.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ NONE = -1.0
 
 
 class Layout(NamedTuple):
-    """Positions of a tensor's elements in its storage; a complex number counts as two elements."""
+    """Positions of a tensor's elements in its storage. A complex number counts as two elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -122,7 +122,7 @@ class Shadows:
         return None if numbers is None or bool((numbers < 0).all()) else numbers
 
     def write(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Set the numbers of a tensor's elements; `numbers` broadcasts to the tensor."""
+        """Set the numbers of a tensor's elements. `numbers` broadcasts to the tensor."""
         storage, view = tensor.untyped_storage(), Layout.of(tensor)
         size = storage.nbytes() // tensor.element_size() * (1 + tensor.is_complex())
         numbers = numbers.view(*[1] * (len(view.sizes) - numbers.ndim), *numbers.shape)
@@ -160,7 +160,7 @@ def condensed(numbers: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage; a sparse tensor has none."""
+    """Return whether a tensor has a storage. A sparse tensor has none."""
     return tensor.layout == torch.strided
 
 

@@ -8,11 +8,11 @@ For few rows, a CPU computes the eigenvectors of the Gram matrix instead.
 
 The caller of `top_singular` caches the top vector. The caller of `top_pairs` can also cache
 `NEARBY` vectors of the next largest singular values. A direction that will overtake the top vector
-is among these vectors long before, so a few passes find it; many passes from the top vector alone
-do not.
+is among these vectors long before, so a few passes find it. Many passes from the top vector alone
+would not.
 
-Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
-that reads the matrix once, while a product with a few columns is several times slower on a CPU.
+Vectors are stored as rows. On every device a product of a few rows with a matrix is a plain GEMM
+that reads the matrix once. On a CPU a product with a few columns is several times slower.
 """
 
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` of several stacks; only work on columns needs a launch per stack.
+    """Compute `top_singular` of several stacks. Only work on columns needs a launch per stack.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
@@ -325,7 +325,7 @@ def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> floa
     """Count the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
 
     Every step except the first takes two products with the matrix. After each cycle the new vectors
-    are orthogonalised twice; at the end the Gram matrices of the basis and of its image are
+    are orthogonalised twice. At the end the Gram matrices of the basis and of its image are
     computed.
     """
     size = basis_size(short, steps, vectors=vectors)
@@ -370,7 +370,7 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise `x` `[..., n]` to unit length; zero stays zero."""
+    """Normalise `x` `[..., n]` to unit length. Zero stays zero."""
     return x / length(x).clamp_(min=torch.finfo(x.dtype).tiny).to(x.dtype)
 
 

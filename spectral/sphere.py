@@ -29,7 +29,7 @@ def _usable(factor: Tensor) -> Tensor:
 
 
 def hard_factor(sigma: Tensor, radius: float | Tensor) -> Tensor:
-    """Compute `radius / sigma` `[batch]` (SSO paper, eq. 13); `radius` is a number or `[batch]`.
+    """Compute `radius / sigma` `[batch]` (SSO paper, eq. 13). `radius` is a number or `[batch]`.
 
     The factor is 1 where `sigma` is zero or not finite.
     """
@@ -53,8 +53,8 @@ def spectral_init_(
 ) -> Tensor:
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
-    `W = R G / ||G||_2` with exact norms from a float64 SVD (SSO paper, section on initialisation);
-    the scale of the Gaussian has no effect. Each matrix of the stack is a separate unit.
+    `W = R G / ||G||_2` with exact norms from a float64 SVD (SSO paper, section on initialisation).
+    The scale of the Gaussian has no effect. Each matrix of the stack is a separate unit.
     """
     rows, cols = weight.shape[-2:]
     weight.normal_(generator=generator)

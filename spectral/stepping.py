@@ -1,8 +1,8 @@
-"""Steps of many units, in batches that fit the workspace.
+"""Updates of many units, in batches that fit the workspace.
 
 Every optimizer updates its units by `step_units`: the one-process library, its sharded matrices,
 the distributed optimizer and its PC layers. Each optimizer defines `Units`, which read units as
-stacks and write the updated stacks back; `ParameterUnits` are the units that one process updates
+stacks and write the updated stacks back. `ParameterUnits` are the units that one process updates
 alone.
 """
 
@@ -45,7 +45,7 @@ class Units(ABC):
 
     @abstractmethod
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store an updated stack; `report` is the rule's report."""
+        """Store an updated stack. `report` is the rule's report."""
 
 
 def step_units(
@@ -54,11 +54,10 @@ def step_units(
     *,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
-    """Update groups of units by a rule; return each group's report, `[units]` per metric.
+    """Update groups of units by a rule. Return each group's report, `[units]` per metric.
 
-    The gradients must be results of `accumulate_`. `spread` yields the batches, for
-    instance each on its own stream; batches are independent. Call this function under
-    `torch.no_grad()`.
+    The gradients must be results of `accumulate_`. `spread` yields the batches, for instance each
+    on its own stream. Batches are independent. Call this function under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
@@ -137,9 +136,9 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 class ParameterUnits(Units):
-    """Units of one shape, rule and step that this rank steps alone.
+    """Units of one shape, rule and step that this rank updates alone.
 
-    `state` contains the optimizer's state of each parameter; `take` accumulates the gradients in
+    `state` contains the optimizer's state of each parameter. `take` accumulates the gradients in
     this state.
     """
 
@@ -154,7 +153,7 @@ class ParameterUnits(Units):
         self.stacked = [name for name in names if name not in rule.elementwise_state]
 
     def take(self, part: slice) -> Stack:
-        """Accumulate gradients and stack units; the weight and state of a single unit are views."""
+        """Accumulate gradients and stack units. The weight and state of a single unit are views."""
         units, states = self.units[part], self.states[part]
         pairs = [*zip(units, states, strict=True)]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])

@@ -8,8 +8,8 @@
    is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
-3. In 16 bits an evaluation has a larger error than the model's root: msign's rounding errors have a
-   component along Theta. This component equals `f` and is subtracted from the direction.
+3. In 16 bits an evaluation is less exact than the model's root, because msign's rounding errors
+  have a component along Theta. This component equals `f` and is subtracted from the direction.
 """
 
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ class TangentSolution(NamedTuple):
 
 
 class TangentProblem(NamedTuple):
-    """Matrices of one shape and the vectors of their `Theta`; see `solve_multiplier`.
+    """Matrices of one shape and the vectors of their `Theta`. See `solve_multiplier`.
 
     The dtype of the vectors may differ from the dtype of the matrices.
     """
@@ -182,7 +182,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
     A converged matrix keeps its result while other matrices continue. The direction is from the
     best evaluation, `residual` is the residual of this direction, and `converged` is False where
     the residual exceeds the tolerance. An msign in 16 bits has rounding errors along Theta that no
-    multiplier reduces: if they are at most `ROUNDING`, they end the search and are subtracted from
+    multiplier reduces. If they are at most `ROUNDING`, the search ends and they are subtracted from
     the direction. If no tangent direction exists (`M = c Theta`), the direction is zero and
     `converged` is False.
 

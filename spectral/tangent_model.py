@@ -400,8 +400,8 @@ def block_rows(rows: int, device: torch.device) -> int:
     """Return the number of rows per block for systems with `rows` rows.
 
     One thread of an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29, 0.42
-    and 0.55 ms in blocks of 64, 128 and 256 rows (library: 0.32 ms). A system of 1,024 rows takes,
-    with five solves, 7.7, 6.6 and 7.2 ms (library: 20 ms).
+    and 0.55 ms in blocks of 64, 128 and 256 rows (the library takes 0.32 ms). A system of 1,024
+    rows with five solves takes 7.7, 6.6 and 7.2 ms (the library takes 20 ms).
     """
     if device.type != "cpu":
         return BLOCK
@@ -416,8 +416,8 @@ def joined_blocks(device: torch.device) -> int:
 def factorized_(k: Tensor) -> list[Block]:
     """Factorise symmetric positive definite `k` `[batch, n, n]` in place, for `solve`.
 
-    Only the upper triangle is read; L overwrites the lower triangle. If rounding makes a system
-    indefinite, its solutions are meaningless and possibly nonfinite; other systems are not
+    Only the upper triangle is read. L overwrites the lower triangle. If rounding makes a system
+    indefinite, its solutions are meaningless and possibly nonfinite. Other systems are not
     affected.
     """
     rows = k.shape[-1]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies of attributes and buffers, and restore the originals.
 
-    Each parameter's storage, gradient and `requires_grad` are restored too; values that the pass
-    writes to a parameter are restored by `Watch`.
+    Each parameter's storage, gradient and `requires_grad` are also restored. `Watch` restores
+    values that the pass writes to a parameter.
     """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]

@@ -1,8 +1,9 @@
 """Detection of the matrices in weights, from one forward pass.
 
-The names and shapes of weights do not reveal their matrices, but the use of their outputs does, so
-the model runs once. The result of each product with a weight has a *shadow* (`shadow.py`): for each
-element, the number of a column (an output of the weight). Operations propagate shadows:
+The matrices in a weight cannot be detected from its name and shape, but from the use of its
+outputs. The model therefore runs once. The result of each product with a weight has a *shadow*
+(`shadow.py`), which contains for each element the number of a column (an output of the weight).
+Operations propagate shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
@@ -17,12 +18,12 @@ until an operation uses columns as one vector. These columns are recorded as a s
     a * b, a ** b, min(a, b)    the columns of a, and the columns of b: a gated layer's halves
     a vector of a + b           the columns of a, and the columns of b, unless they share columns
 
-Columns in no set belong to an output head, columns among which `topk` or a comparison with the
-maximum chooses belong to a router, and a weight without products is a table.
+A weight is an output head if its columns are in no set, a router if `topk` or a comparison with the
+maximum chooses among its columns, and a table if no product uses it.
 
-Read `watch`, which runs the pass; then `Watch`, whose methods follow operations in the order above
-and record sets of columns (`columns.py`); then `Use.verdict` (`weight_use.py`), which turns the
-sets into a division.
+First read `watch`, which runs the pass. Then read `Watch`: its methods follow operations in the
+order above and record sets of columns (`columns.py`). `Use.verdict` (`weight_use.py`) converts the
+sets to a division.
 """
 
 import re

@@ -17,8 +17,8 @@ from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 def gram(*stacks: Tensor) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. The stacks must have equal row counts and dtypes;
-    any strides are allowed.
+    The result is `[sum of batches, rows, rows]`. The stacks must have equal row counts and dtypes.
+    Any strides are allowed.
     """
     tile = _gram_tile(stacks)
     if tile is None:
@@ -31,7 +31,7 @@ def gram(*stacks: Tensor) -> Tensor:
 
 
 def mirrors(stacks: Sequence[Tensor]) -> bool:
-    """Return whether `gram` computes one triangle of these stacks' products and mirrors it."""
+    """Return whether `gram` computes one triangle of these products and mirrors it."""
     return _gram_tile(stacks) is not None
 
 

@@ -1,8 +1,8 @@
 """Choice between the library and a kernel by operation, shape, dtype and device.
 
-The choice is read from table.json, which ships with the code; `scripts/bench/tune.py` writes a new
-table from measurements. Nothing is measured during a step, so a given shape on a given device
-always uses the same kernel.
+table.json, which ships with the code, contains the choices. `scripts/bench/tune.py` measures and
+writes a new table. Nothing is measured during a step, so a given shape on a given device always
+uses the same kernel.
 """
 
 import importlib.metadata
@@ -78,7 +78,7 @@ QUACK = Tile(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Entry:
-    """A table entry: the fastest tile for one problem, or None if the library is fastest."""
+    """A table entry: the fastest tile for a problem, or None if the library is faster."""
 
     operation: Operation
     dtype: str
@@ -135,7 +135,7 @@ def listed(device: str) -> bool:
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose the tile for stacks `[batch, rows, cols]` of equal row counts; None for the library.
+    """Choose the tile for stacks `[batch, rows, cols]` of equal row counts (None: the library).
 
     Several stacks are looked up as one stack with the mean column count of all matrices.
     """
@@ -149,7 +149,7 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
-    """Choose the tile for a stack of `batch` matrices, `rows` x `cols`; None for the library."""
+    """Choose the tile for a stack of `batch` matrices, `rows` x `cols`, or None for the library."""
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))

@@ -5,8 +5,8 @@ of GELU. Let g be the gradient of the output. The gradients of gate and up,
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate),
 
-are written to one tensor in one pass, which reads three elements and writes two per element of g.
-Compiled code that concatenates the two gradients reads g and the gate twice. The reference is
+are written to one tensor in one pass. The pass reads three elements and writes two per element of
+g. Compiled code that concatenates the two gradients reads g and the gate twice. The reference is
 autograd's gradient of `f(gate) * up`.
 """
 
@@ -33,7 +33,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one row of `wide` `[rows, 2 cols]`; all tensors are contiguous."""
+    """Write the gradient of one row of `wide` `[rows, 2 cols]`. All tensors are contiguous."""
     row = tl.program_id(0).to(tl.int64)
     inner = tl.zeros((BLOCK,), WIDE)
     for first in range(0, cols, BLOCK):

@@ -2,8 +2,8 @@
 
 Attention's backward pass returns the gradients of the rotated queries, the rotated keys and the
 values. The QKV projection needs one tensor, in which the queries, key and value of each group are
-adjacent. The kernel undoes the rotations, passes gradients through the heads' RMSNorms, if any, and
-writes this tensor; it reads each gradient and each normalized head once. The reference is
+adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms, if any, and
+writes this tensor. It reads each gradient and each normalized head once. The reference is
 `heads_gradients` of models/blocks/self_attention.py.
 """
 

@@ -1,9 +1,10 @@
 """Batched matrix products by the library (cuBLAS, MKL).
 
-This is the CPU path and the reference in every kernel test. Dtypes without CPU instructions
-(float16, and bfloat16 if torch lacks AVX-512, as on most laptops) are multiplied in float32, the
-dtype in which GPUs accumulate. torch's products in these dtypes are no more exact and take 10 to 50
-times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC with AVX2).
+This is the CPU path and the reference in every kernel test. If the CPU has no instructions for a
+dtype, products are computed in float32, the dtype in which GPUs accumulate. This is the case for
+float16, and for bfloat16 without AVX-512, as on most laptops. torch's products in these dtypes are
+no more exact and take 10 to 50 times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC
+with AVX2).
 """
 
 import math
@@ -44,7 +45,7 @@ def product(
     thread (torch 2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512:
     0.90 (0.90) at 512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76)
     at 2048 x 2048. The ratios in float64 are similar. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8
-    at 256 x 256. Two blocks are slower than four; so are eight blocks below 1,024 rows. On
+    at 256 x 256. Two blocks are slower than four. Below 1,024 rows eight blocks are slower, too. On
     processors with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
     """
     other = a.mT if b is None else b
@@ -104,8 +105,8 @@ def is_slow(x: Tensor) -> bool:
 def product_flops(rows: int, inner: int, cols: int) -> float:
     """Count the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of the product's speed.
 
-    A multiply-add is two FLOPs. The costs of algorithms count the products that the code runs; the
-    small dense algebra of Krylov spaces, which matters only below about 100 rows, is not counted.
+    A multiply-add is two FLOPs. The costs of algorithms count the products that the code runs. The
+    small dense algebra of Krylov spaces is not counted; it matters only below about 100 rows.
     Placement balances FLOPs; parallel/plan/devices.py models the time.
     """
     return 2.0 * rows * inner * cols

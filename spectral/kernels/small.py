@@ -1,4 +1,4 @@
-"""Triton kernels for small problems in float64; one program solves the problem of one matrix.
+"""Triton kernels for small problems in float64. One program solves the problem of one matrix.
 
 The PyTorch code of the same functions (`_top_eigenvector` and `orthonormal` of
 `spectral.singular_triplets`, `root` of `spectral.tangent_model`) takes seven to forty operations on
@@ -90,7 +90,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Orthonormalise the rows of one matrix of `x` `[batch, count, n]`; `out` is contiguous."""
+    """Orthonormalise the rows of one matrix of `x` `[batch, count, n]`. `out` is contiguous."""
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     col = tl.arange(0, COLUMNS)
@@ -126,7 +126,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     """Compute the top eigenvectors `[batch, k]` of symmetric float64 `t` `[batch, k, k]`.
 
-    `squarings` contains the number of squarings of each round; all must be equal.
+    `squarings` contains the number of squarings of each round. All must be equal.
     """
     batch, size = t.shape[:2]
     result = t.new_empty(batch, size)

@@ -3,14 +3,14 @@
     C = alpha A B^T + beta S + gamma I,    known to be symmetric because `A = B`, or because `A`,
                                            `B` and `S` are polynomials of one symmetric matrix.
 
-One program computes one tile on or below the diagonal and writes it and its mirror image, so a
-product costs half the FLOPs of a general product. Products are accumulated in float32 and rounded
-once. A matrix's result does not depend on the batch size.
+One program computes one tile on or below the diagonal and writes the tile and its mirror image. A
+product therefore costs half the FLOPs of a general product. Products are accumulated in float32 and
+rounded once. A matrix's result does not depend on the batch size.
 
 `grams` computes X X^T for stacks of matrices with equal row counts but different column counts, up
-to `STACKS` stacks per launch. Later steps process all `X X^T` as one batch, because their shape
-does not depend on the column counts. Addresses, column counts and strides of the stacks are launch
-arguments, so no table in device memory is needed, and a CUDA graph captures them.
+to `STACKS` stacks per launch. The shape of X X^T does not depend on the column counts, so later
+steps process all products as one batch. Addresses, column counts and strides of the stacks are
+launch arguments: a CUDA graph captures them, and no table in device memory is needed.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add to `total` the product of two tiles with `depth` inner columns.
 
-    `left` and `right` point to the first `DEPTH` columns; `left_step` and `right_step` are the
+    `left` and `right` point to the first `DEPTH` columns. `left_step` and `right_step` are the
     column strides.
     """
     inner = tl.arange(0, DEPTH)
@@ -130,7 +130,7 @@ def product(
 ) -> Tensor:
     """Compute `alpha A B^T + beta S + gamma I` `[batch, n, n]` in one launch.
 
-    `a` and `b` are `[batch, n, depth]`; operands may have any strides.
+    `a` and `b` are `[batch, n, depth]`. Operands may have any strides.
     """
     check_operands(a, b)
     if tile == QUACK:
@@ -245,7 +245,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. Row counts, dtypes and devices must be equal; any
+    The result is `[sum of batches, rows, rows]`. Row counts, dtypes and devices must be equal. Any
     strides are allowed.
     """
     for x in stacks:

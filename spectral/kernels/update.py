@@ -30,7 +30,7 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Average one part of `grad` into `mean`; both are contiguous `[numel]`."""
+    """Average one part of `grad` into `mean`. Both are contiguous `[numel]`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     g = tl.load(grad + place, mask=inside, other=0.0)

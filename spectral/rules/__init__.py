@@ -38,9 +38,9 @@ ENTRY_POINTS = "spectrain.rules"
 class Registry(UserDict[str, type[Rule]]):
     """Rules by name.
 
-    Rules of other installed packages are loaded only when the names are listed or a name is
-    missing, because those packages may import this package. `left_out` maps the name of each
-    unusable rule of these packages to the reason.
+    Other installed packages may import this package. Their rules are therefore loaded only when the
+    names are listed or a name is missing. `left_out` maps the name of each unusable rule of these
+    packages to the reason.
     """
 
     loading = False

@@ -36,7 +36,7 @@ class AdaMuonRule(NorMuonRule):
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along the normalized msign(sign(momentum)); see `Rule.update`."""
+        """Decay, then step along the normalized msign(sign(momentum)). See `Rule.update`."""
         # `sign` would hide infinities and NaN, which must be detected.
         signs = [torch.where(s.grad.isfinite(), s.grad.sign(), torch.nan) for s in stacks]
         return super().update([s._replace(grad=x) for s, x in zip(stacks, signs, strict=True)])
@@ -58,7 +58,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by AdaMuon in plain code; `AdaMuonRule` computes the same step.
+    """Update one matrix by AdaMuon in plain code. `AdaMuonRule` computes the same update.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1.
     """

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
 The fused step does not check its inputs. If gradients and moments are finite, moments stay finite
-and steps bounded. The optimizer checks gradients; moments are checked when a checkpoint is loaded.
+and steps bounded. The optimizer checks gradients. Moments are checked when a checkpoint is loaded.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class AdamWRule(Rule):
         }
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Update and decay weights with one call per group of equal rates; see `Rule.update`."""
+        """Update and decay weights with one call per group of equal rates. See `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]
@@ -110,7 +110,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one weight by AdamW in plain code; `AdamWRule` computes the same step.
+    """Update one weight by AdamW in plain code. `AdamWRule` computes the same update.
 
     Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
     """

@@ -1,4 +1,4 @@
-"""Interface of update rules: batched steps on stacked parameters and their state.
+"""Interface of update rules: batched updates of stacked parameters and their state.
 
 The one-process optimizer and the distributed optimizer call the same rules through
 `spectral.stepping`, so the mathematics is written once. Routing, planning and monitoring use only a
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """A key that is the same for steps with equal rates; no tensor is read."""
+        """A key that is the same for steps with equal rates. No tensor is read."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 
@@ -98,7 +98,7 @@ class Rule(ABC):
 
     @property
     def waiting_field(self) -> str | None:
-        """The field that makes a step wait for the device; None if steps can be captured."""
+        """The field that makes a step wait for the device, or None if steps can be captured."""
         return None
 
     @property
@@ -111,7 +111,7 @@ class Rule(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name; each null is replaced by the value that the rule uses."""
+        """Return the fields by name. Each null is replaced by the value that the rule uses."""
         return asdict(self)
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Rule(ABC):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Compute the input of `update` in the buffers of `grads`; by default, return `grads`.
+        """Compute the input of `update` in the buffers of `grads`. By default, return `grads`.
 
         The computation is elementwise, so it may run on any slice of a matrix. It reads and writes
         only the state entries in `elementwise_state`.
@@ -145,21 +145,21 @@ class Rule(ABC):
         them.
 
         All stacks have the same dtype, device and active flag. On a device with kernels, a
-        whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
+        whole-matrix rule may receive stacks of several shapes with equal shorter sides. On other
         devices it receives one stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs of one step on a unit of logical `shape`.
 
-        By default only elementwise passes are counted. Placement and plans use the count; see
+        By default only elementwise passes are counted. Placement and plans use the count. See
         `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 
     @classmethod
     def costs_are_counted(cls) -> bool:
-        """Return whether `cost` counts all FLOPs; `Rule.cost` counts too few for whole matrices."""
+        """Return whether `cost` counts all FLOPs. `Rule.cost` counts too few for whole matrices."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: Sequence[int]) -> float | None:
@@ -185,7 +185,7 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Step one stack by `rule` in place and return its report; `Stack` describes the arguments.
+    """Update one stack by `rule` in place and return its report. `Stack` describes the arguments.
 
     Raises ValueError for a rate that is a tensor with dimensions.
     """
@@ -274,8 +274,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    If `direction`, which is subtracted afterwards, is given, decay only where weight and direction
-    do not have opposite signs.
+    `direction` is the direction that is subtracted afterwards. If it is given, decay only entries
+    where weight and direction do not have opposite signs.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
@@ -289,7 +289,7 @@ def decay_(
 
 
 def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | None) -> None:
-    """Subtract `size * direction` from `weight` in place where `active`; overwrite `direction`."""
+    """Subtract `size * direction` from `weight` where `active`. Both are changed in place."""
     if active is not None:
         direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
@@ -318,7 +318,7 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return `[batch]`: 1 for units that are not `sound`; 0 for others and in inactive steps."""
+    """Return `[batch]`: 1 for units that are not `sound`, if the step is active; otherwise 0."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -372,7 +372,7 @@ def _fits(value: object, types: tuple[Any, ...]) -> bool:
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`; suggest the nearest choice."""
+    """Raise ValueError if `value` is not one of `choices`, and suggest the nearest choice."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{nearest(value, choices)}")
 

@@ -1,7 +1,8 @@
 """Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts that other rules share.
 
-From top to bottom: the gradient's moving average (`MomentumRule`), its polar factor (`MsignRule`),
-the step of the weight (`PolarRule`), Muon itself, and Muon in plain code (`reference`).
+From top to bottom, this file contains the gradient's moving average (`MomentumRule`), its polar
+factor (`MsignRule`), the update of the weight (`PolarRule`), Muon itself, and Muon in plain code
+(`reference`).
 """
 
 import math
@@ -44,7 +45,7 @@ from .base import (
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumRule(Rule):
-    """A whole-matrix rule with momentum; subclasses implement `update`."""
+    """A whole-matrix rule with momentum. Subclasses implement `update`."""
 
     whole_matrix: ClassVar[bool] = True
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -69,7 +70,7 @@ class MomentumRule(Rule):
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Update the momenta and return the directions of the steps; see `Rule.accumulate`."""
+        """Update the momenta and return the directions of the steps. See `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
         # Without an active flag the library handles many small tensors in one call.
         if active is not None and kernels.updates([*grads, *means]):
@@ -182,9 +183,9 @@ class PolarRule(MomentumRule, MsignRule):
     ) -> list[Report]:
         """Compute `weight -= lr scale direction`, after weight decay if `decays`.
 
-        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. The weights
-        of units that are not `sound` `[sum of batches]`, or whose direction did not stay bounded,
-        do not change, bit for bit. Reports `update_rms` and `refused`, `[batch]`, of each stack.
+        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. A unit that
+        is not `sound` `[sum of batches]`, or with a direction that did not stay bounded, keeps its
+        weight, bit for bit. Reports `update_rms` and `refused`, `[batch]`, of each stack.
         """
         weights = [stack.weight for stack in stacks]
         active = stacks[0].step.active
@@ -257,7 +258,7 @@ class PolarRule(MomentumRule, MsignRule):
         return concat(norms)
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
-        """Return the spectral norm of the update, divided by lr; see `Rule.scale_of`."""
+        """Return the spectral norm of the update, divided by lr. See `Rule.scale_of`."""
         return self.update_scale(shape)
 
     def update_scale(self, shape: Sequence[int]) -> float:
@@ -267,7 +268,7 @@ class PolarRule(MomentumRule, MsignRule):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRule(PolarRule):
-    """Muon on whole matrices; equals `torch.optim.Muon` with the same coefficients and dtype."""
+    """Muon on whole matrices, equal to `torch.optim.Muon` with the same coefficients and dtype."""
 
     reads_weight: ClassVar[bool] = False
 
@@ -281,7 +282,7 @@ class MuonRule(PolarRule):
         return self.cautious_decay
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then `weight -= lr scale msign(momentum)`; see `Rule.update`.
+        """Decay, then `weight -= lr scale msign(momentum)`. See `Rule.update`.
 
         Reports `update_rms` and `refused`.
         """
@@ -308,10 +309,10 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by Muon in plain code; `MuonRule` computes the same step.
+    """Update one matrix by Muon in plain code. `MuonRule` computes the same update.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
-    https://kellerjordan.github.io/posts/muon; the decay is AdamW's.
+    https://kellerjordan.github.io/posts/muon. The decay is AdamW's.
     """
     W = weight
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead

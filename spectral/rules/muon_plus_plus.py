@@ -4,7 +4,7 @@ Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight's s
 stay at the value S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
 u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
 (proposition A.1). With longer steps another singular value may become the largest. Steps along such
-D never change (u, v), so the norm may then grow without bound; only the algorithm with rescaling
+D never change (u, v), so the norm may then grow without bound. Only the algorithm with rescaling
 keeps the norm constant over a long run.
 """
 
@@ -64,7 +64,7 @@ class MuonPlusPlusRule(RadiusRule):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name; with algorithm dual, a null tolerance becomes its default."""
+        """Return the fields by name. With algorithm dual, a null tolerance becomes its default."""
         dual = self.algorithm == "dual"
         tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
@@ -83,7 +83,7 @@ class MuonPlusPlusRule(RadiusRule):
         return state
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along the projected or tangent direction; see `Rule.update`.
+        """Decay, then step along the projected or tangent direction. See `Rule.update`.
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
         (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
@@ -113,7 +113,7 @@ class MuonPlusPlusRule(RadiusRule):
         return report | self.watch_correlation(weight, state, gate)
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.
+        """Count the FLOPs of triplets, msign and projections. See `Rule.matrix_cost`.
 
         Every step computes two singular triplets, and rescaling a third.
         """
@@ -167,7 +167,7 @@ class MuonPlusPlusRule(RadiusRule):
         return Polar(solution.direction, solution.bounded), solution.report()
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
-        """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`; report ||W||_2.
+        """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`, and report ||W||_2.
 
         The update has not changed the triplet (u, v, sigma), so iterations that start from it would
         never find a singular value that has become larger than sigma. ||W||_2 is the larger of
@@ -186,8 +186,9 @@ class MuonPlusPlusRule(RadiusRule):
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:
-        """Report the updated weight's `correlation`; with correlation_rescale, rescale once where
-        `gate` `[batch]`."""
+        """Report the updated weight's `correlation`. With correlation_rescale, rescale once where
+        `gate` `[batch]`.
+        """
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:
@@ -203,7 +204,7 @@ class MuonPlusPlusRule(RadiusRule):
 
 
 def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Replace `m` `[batch, rows, cols]` with (I - u u^T) M (I - v v^T); u, v are unit or zero."""
+    """Replace `m` `[batch, rows, cols]` with (I - u u^T) M (I - v v^T) for unit or zero u, v."""
     m.baddbmm_(u[:, :, None], u[:, None, :] @ m, alpha=-1)
     return m.baddbmm_(m @ v[:, :, None], v[:, None, :], alpha=-1)
 
@@ -221,10 +222,10 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by Muon++ in plain code; `MuonPlusPlusRule` computes the same step.
+    """Update one matrix by Muon++ in plain code. `MuonPlusPlusRule` computes the same update.
 
-    Source: "Towards a Principled Muon under muP" (arXiv 2601.01306), algorithm 1, or 2 for
-    project_rescale; appendix B for dual. S is sqrt(rows / cols) by default.
+    Source: "Towards a Principled Muon under muP" (arXiv 2601.01306): algorithm 1, algorithm 2 for
+    project_rescale, and appendix B for dual. S is sqrt(rows / cols) by default.
     """
     steps = coefficients(rule.schedule, rule.steps, weight.dtype)  # of msign
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead

@@ -38,20 +38,20 @@ class RadiusRule(PolarRule):
         require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
     def radius_of(self, shape: Sequence[int]) -> float:
-        """Return the radius R of a unit; see `Rule.radius_of`."""
+        """Return the radius R of a unit. See `Rule.radius_of`."""
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance for tangent directions; None means the default."""
+        """Return the tolerance for tangent directions. None means the default."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
-        """Return the solver for tangent directions; the rule provides msign's options."""
+        """Return the solver for tangent directions. The rule provides msign's options."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
         return Solver(tolerance=self.accepted(tolerance), **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
-        """Return the tangent problem of a stack; the stack's gradient is overwritten."""
+        """Return the tangent problem of a stack. The stack's gradient is overwritten."""
         grad = normalized_(stack.grad, torch.promote_types(stack.grad.dtype, torch.float32))
         return TangentProblem(grad, stack.state["u"], stack.state["v"])
 
@@ -102,7 +102,7 @@ class MuonSphereRule(RadiusRule):
         return state
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, retract and descend; see `Rule.update`.
+        """Decay, retract and descend. See `Rule.update`.
 
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
@@ -113,7 +113,7 @@ class MuonSphereRule(RadiusRule):
         return [before | after for before, after in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
+        """Count the FLOPs of one msign and the top singular triplet. See `Rule.matrix_cost`."""
         return self.msign_cost(short, long) + self.track_cost(short, long)
 
     def track_cost(self, short: int, long: int) -> float:
@@ -187,7 +187,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by MuonSphere in plain code; `MuonSphereRule` computes the same step.
+    """Update one matrix by MuonSphere in plain code. `MuonSphereRule` computes the same update.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1 with the
     multiplier lambda = 0. R and the scale of the update are sqrt(rows / cols) by default (eq. 16).

@@ -1,7 +1,7 @@
 """NorMuon: Muon with a second moment per neuron (row) of the update.
 
 Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
-msign(M) have very different norms; each row is divided by its root mean square over steps, so that
+msign(M) have very different norms. Each row is divided by its root mean square over steps, so that
 all neurons have updates of similar size. The update has the Frobenius norm of msign(M).
 """
 
@@ -34,7 +34,7 @@ class NorMuonRule(MuonRule):
         return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, then step along msign(momentum) with normalized rows; see `Rule.update`."""
+        """Decay, then step along msign(momentum) with normalized rows. See `Rule.update`."""
         polars = self.polars([stack.grad for stack in stacks])
         even = [self._even(stack, polar) for stack, polar in zip(stacks, polars, strict=True)]
         return self.apply(stacks, even, decays=True)
@@ -72,7 +72,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by NorMuon in plain code; `NorMuonRule` computes the same step.
+    """Update one matrix by NorMuon in plain code. `NorMuonRule` computes the same update.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1.
     """

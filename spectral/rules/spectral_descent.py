@@ -1,4 +1,4 @@
-"""Spectral gradient descent: the nuclear-norm step, without momentum.
+"""Spectral gradient descent: the update is scaled by the nuclear norm, without momentum.
 
 Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). For a loss
 with curvature bound L in the spectral norm, the steepest descent step of a matrix is
@@ -37,7 +37,7 @@ class SpectralDescentRule(MsignRule):
         return {}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay and update the weights; see `Rule.update`.
+        """Decay and update the weights. See `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
         computed as <G, msign(G)> with the step's approximate polar factor. Therefore the square of

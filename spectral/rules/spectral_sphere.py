@@ -49,11 +49,11 @@ class SpectralSphereRule(MuonSphereRule):
         return "early_exit" if self.early_exit else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name; a null tolerance is replaced by its default."""
+        """Return the fields by name. A null tolerance is replaced by its default."""
         return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Decay, retract and step along the tangent direction; see `Rule.update`.
+        """Decay, retract and step along the tangent direction. See `Rule.update`.
 
         Reports the metrics of MuonSphere and of `TangentSolution.report`.
         """
@@ -66,7 +66,7 @@ class SpectralSphereRule(MuonSphereRule):
         return [before | after | solved.report() for before, after, solved in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
+        """Count the FLOPs of the singular triplet and of the solve. See `Rule.matrix_cost`.
 
         If `early_exit` is null, all evaluations are counted, as on a GPU.
         """
@@ -76,7 +76,7 @@ class SpectralSphereRule(MuonSphereRule):
         return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
-        """Return the solver for a device; each null is replaced by its default."""
+        """Return the solver for a device. Each null is replaced by its default."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(
@@ -94,7 +94,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by SSO in plain code; `SpectralSphereRule` computes the same step.
+    """Update one matrix by SSO in plain code. `SpectralSphereRule` computes the same update.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1. R and the
     scale of the update are sqrt(rows / cols) by default (eq. 16).

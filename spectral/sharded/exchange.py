@@ -1,4 +1,4 @@
-"""The exchange: parts of matrices are sent to their owners, and results are sent back.
+"""The exchange, which sends parts of matrices to their owners and results back.
 
 Each matrix has one owner among the ranks of a group. One packed all-to-all sends the parts of many
 matrices to their owners, and another all-to-all sends the results back. A matrix that is whole on
@@ -7,8 +7,8 @@ library.
 
 In both the trainer and the library, a step sends momenta to owners and updates back. In the
 trainer, an owner stores copies of the weights that its rules read, and updates these copies too. In
-the library, other code may change weights between steps, so a weight is sent to its owner if the
-rule reads the weight.
+the library, other code may change weights between steps, so a weight is also sent to its owner if
+the rule reads it.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -138,7 +138,7 @@ class Exchange:
     ) -> None:
         """Copy the parts of each matrix to `whole[matrix]` at its owner.
 
-        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype`; None
+        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype`. None
         means the dtype of `like`. The device is the device of `like`.
         """
         side = self.inward
@@ -159,7 +159,7 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` from its owner to all parts of the matrix; with `add`, add it.
+        """Write `whole[matrix]` from its owner to all parts of the matrix (with `add`, add it).
 
         Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
         as in `gather`.
@@ -197,7 +197,7 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each local part as two views of one shape: in its matrix and in its tensor."""
+    """Yield two views of each local part, of the same shape: in its matrix and in its tensor."""
     for matrix, part in parts:
         place = part.of(held)
         yield narrowed(whole[matrix], part.whole).view(place.shape), place

@@ -54,12 +54,12 @@ class Placement:
 def place(
     strategy: Strategy, works: Sequence[Work], ranks: int, *, base: Sequence[float] | None = None
 ) -> Placement:
-    """Choose the owners of `works` among `ranks` ranks; unit names break ties.
+    """Choose the owners of `works` among `ranks` ranks. Unit names break ties.
 
     `auto` computes the placements of `longest_processing_time` and `ping_pong`. It chooses the
-    placement that moves fewer elements if the placement's largest load exceeds the other's by at
-    most `SLACK`; otherwise it chooses the other placement. `base` is the earlier load of each rank:
-    the experts of a stage are placed after its dense matrices. ping_pong ignores `base`.
+    placement that moves fewer elements, unless its largest load exceeds that of the other placement
+    by more than `SLACK`. `base` is the earlier load of each rank: the experts of a stage are placed
+    after its dense matrices. ping_pong ignores `base`.
 
     Raises ValueError if two units have the same name.
     """
@@ -106,7 +106,7 @@ def longest_processing_time(
 ) -> tuple[int, ...]:
     """Assign items by descending cost, each to the rank with the smallest load.
 
-    Among ranks with equal loads, the lower rank is chosen; items of equal cost keep their order. If
+    Among ranks with equal loads, the lower rank is chosen. Items of equal cost keep their order. If
     all loads in `base` are 0, the largest load is at most 4/3 of the optimum (Graham, 1969).
 
     If `holders` (the number of elements of each item on each rank) is given, two methods reduce the
@@ -188,7 +188,7 @@ def _greedy(
 def loads_of(
     costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return each rank's load: its `base` load plus the costs of its items."""
+    """Return each rank's load, which is its `base` load plus the costs of its items."""
     loads = list(base)
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost

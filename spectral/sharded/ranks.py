@@ -52,7 +52,7 @@ class RankGroup:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a device mesh; a collective."""
+    """Return the process group of all ranks of a device mesh. This is a collective."""
     if mesh.ndim == 1:
         mesh_group: dist.ProcessGroup = mesh.get_group()
         return mesh_group
@@ -140,7 +140,7 @@ def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return each rank's part of a parameter; for a plain parameter, the whole parameter.
+    """Return each rank's part of a parameter. The part of a plain parameter is the whole parameter.
 
     Raises ValueError for placements in which this rank's part is not a box of consecutive indices.
     """
@@ -160,7 +160,7 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
-    A DTensor's state is sharded evenly; every rank stores the whole state of a plain parameter.
+    A DTensor's state is sharded evenly. Every rank stores the whole state of a plain parameter.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)

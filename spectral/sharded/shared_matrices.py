@@ -1,4 +1,4 @@
-"""The step of matrices that several ranks share: FSDP, HSDP, tensor parallelism and DDP.
+"""Updates of matrices that several ranks share under FSDP, HSDP, tensor parallelism and DDP.
 
     gradient shards --> momentum shards                    weight shards
                              |                                   ^
@@ -7,7 +7,7 @@
                      stacks of whole matrices ------ rule -------+
 
 Each matrix has one owner among all ranks of the mesh, so it is orthogonalised once. All state is
-sharded: state of a whole matrix, such as its singular vectors, is sent with the matrix.
+sharded. State of a whole matrix, such as its singular vectors, is sent with the matrix.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,7 +113,7 @@ class SharedMatrices:
 
     @torch.no_grad()
     def initial_states(self, weights: Sequence[Tensor]) -> list[State]:
-        """Create the state of each parameter; a collective.
+        """Create the state of each parameter. This is a collective.
 
         `weights` contains this rank's part of each parameter's updated weight. Elementwise entries,
         which are initially 0, are not returned.
@@ -137,7 +137,7 @@ class SharedMatrices:
         return states
 
     def step(self, rule: Rule, parts: Mapping[Tensor, Stack]) -> list[tuple[list[Tensor], Report]]:
-        """Update parameters of one rule and dtype; a collective.
+        """Update parameters of one rule and dtype. This is a collective.
 
         Args:
             rule: rule of all parameters.
@@ -322,7 +322,7 @@ class _OwnedUnits(Units):
         self.owned, self.step = owned, step
 
     def take(self, part: slice) -> Stack:
-        """Stack matrices; if the rule does not read weights, the weights are zeros."""
+        """Stack matrices. If the rule does not read weights, the weights are zeros."""
         momentum = self._stacked(MOMENTUM, part)
         reads = self.rule.reads_weight
         weight = self._stacked(WEIGHT, part) if reads else torch.zeros_like(momentum)
@@ -335,7 +335,7 @@ class _OwnedUnits(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store new weights and state; if the weight was not sent, NaN marks a refused update."""
+        """Store new weights and state. If the weight was not sent, NaN marks a refused update."""
         if not self.rule.reads_weight and "refused" in report:
             sound = unless_all(report["refused"] == 0)
             if sound is not None:
