@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: safetensors with Spectrain's names and shapes (default: huggingface)",
+        help="format; consolidated keeps Spectrain's names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",

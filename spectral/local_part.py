@@ -15,7 +15,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor without a copy; for a plain tensor, the whole tensor."""
+    """Return this rank's part of a tensor, or a whole plain tensor, without a copy."""
     # Detach last: detaching a DTensor takes ten times as long.
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
@@ -32,7 +32,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the gradients that exist; if `sharded`, only this rank's parts.
+    """Return the existing gradients or, if `sharded`, this rank's parts of them.
 
     `shapes` contains the shapes of all parameters. Raises ValueError for gradients that cannot be
     used in a step.
@@ -51,7 +51,7 @@ def gradients_of(
             )
         if sharded and is_dtensor(grad) != is_dtensor(parameter):
             raise ValueError(
-                "gradients must be DTensors exactly where their parameters are DTensors"
+                "the gradient of a DTensor must be a DTensor, and the gradient of a tensor a tensor"
             )
         grads.append(local_of(grad) if sharded else grad)
     return grads

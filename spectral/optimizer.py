@@ -2,10 +2,11 @@
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-A group contains every hyper-parameter of its rule as a plain value, which schedulers may change and
-`state_dict` includes. Matrices of equal shape and rates are updated together. A group's `units`
-divides its parameters into matrices (`spectral.division`); without `units`, each parameter is one
-matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
+A group contains every hyper-parameter of its rule as a plain value. Schedulers may change these
+values, and `state_dict` includes them. Matrices of equal shape and rates are updated together. A
+group's `units` divides its parameters into matrices (`spectral.division`). Without `units`, each
+parameter is one matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to
+`[out, in * ...]`.
 
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
 `spectral.sharded.shared_matrices`.
@@ -237,8 +238,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if names:
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             warnings.warn(
-                f"no step uses the gradients of {named}, because these parameters were frozen when "
-                "split_parameters made the groups; add them with add_param_group",
+                f"{named} will not be updated, because split_parameters omitted frozen parameters; "
+                "add them with add_param_group",
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
@@ -255,8 +256,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "a parameter of a group with names must be added with add_param_group and "
-                        f"a name, got an unnamed parameter of shape {tuple(parameter.shape)}"
+                        "in a group with names, add a parameter by add_param_group with its name, "
+                        f"got an unnamed parameter of shape {tuple(parameter.shape)}"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
@@ -397,8 +398,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim.Optimizer` does.
 
-        Other programs' entries whose keys are numbers, or tensors that are not parameters, are in
-        the state's entry "foreign", because torch would treat such keys as parameters.
+        Other programs may use numbers, or tensors that are not parameters, as keys. torch would
+        treat such keys as parameters, so these entries are saved in the entry "foreign".
         """
         self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
@@ -423,15 +424,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the saved dtypes.
 
-        Hyper-parameters that an earlier version did not save keep their values or, if the rule has
-        changed, get the rule's defaults. Momenta alone are a sufficient state: singular vectors and
-        similar entries are computed again, and means of squares start at zero. Entries of other
-        programs are kept unchanged.
+        Hyper-parameters that an earlier version did not save keep their values. If the rule has
+        changed, they get the rule's defaults. Momenta alone are a sufficient state: singular
+        vectors and similar entries are computed again, and means of squares start at zero. Entries
+        of other programs are kept unchanged.
 
         Raises:
             ValueError: if the state, on any rank, has other rules, units, shapes or parameter
-                order, has no entries for a parameter, or is nonfinite; the optimizer is
-                then unchanged.
+                order, has no entries for a parameter, or is nonfinite. The optimizer is then
+                unchanged.
             TypeError: if `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
@@ -485,7 +486,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return the closure's result, or None."""
+        """Update every parameter that has a gradient, and return the closure's result, or None."""
         loss = None
         if closure is not None:
             if not callable(closure):

@@ -1,8 +1,8 @@
 """Parameter groups of a model: matrices for a spectral rule, everything else for AdamW.
 
-`split_parameters` determines the rule of each weight and its division into matrices: first from the
-function's arguments, then from a forward pass of an example (`watch.py`) or, without an example,
-from the names, classes and attributes of the model (`known_weights.py`).
+`split_parameters` determines the rule of each weight and its division into matrices. The function's
+arguments are decisive. Other weights are assigned by a forward pass of an example (`watch.py`) or,
+without an example, by names, classes and attributes of the model (`known_weights.py`).
 """
 
 import re
@@ -106,9 +106,9 @@ def split_parameters(
 
     AdamW updates embeddings, tables and tokens, output heads, routers of experts, gains and biases,
     but does not decay gains and biases. AdamW also updates vectors: parameters with only one side
-    longer than 1, and matrices with a side of 1. A shared parameter appears once; a parameter
+    longer than 1, and matrices with a side of 1. A shared parameter appears once. A parameter
     shared with an embedding counts as an embedding. The optimizer's rule updates all other
-    parameters, each as one matrix or, if it contains heads, gates, groups or experts, as several
+    parameters. A parameter that contains heads, gates, groups or experts is divided into several
     matrices.
 
     Args:
@@ -246,9 +246,8 @@ def _refuse_unfit(weight: Weight) -> None:
     flat = weight.own == "weight" and layer and len(shape) < 2
     if shape == (0,) or flat or weight.own.endswith("_flat_param"):
         raise ValueError(
-            f"{weight.name} has shape {shape}: it is flattened, or a placeholder for a weight "
-            "on other ranks (DeepSpeed ZeRO-3, FSDP1), and contains no matrix; use fully_shard "
-            "(FSDP2) or DDP"
+            f"{weight.name} has shape {shape} and contains no matrix: it was flattened or emptied "
+            "by DeepSpeed ZeRO-3 or FSDP1; use fully_shard (FSDP2) or DDP"
         )
 
 

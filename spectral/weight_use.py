@@ -39,7 +39,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """Uses of a weight's outputs; the weight's elements are numbered from `start`."""
+    """Uses of a weight's outputs. The weight's elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,10 +80,10 @@ class Use:
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
-        """Record a product that sums over the axes `inputs`; return each column's first element.
+        """Record a product that sums over the axes `inputs`. Return each column's first element.
 
-        `apart`: if the product uses one entry of a stack, return columns of this entry, not of the
-        first.
+        With `apart`, if the product uses one entry of a stack, the columns are those of this entry
+        instead of the first.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
@@ -246,7 +246,7 @@ def _division(
     others -= {0} if stacked else set()
     if len(sums) > 1 or others or axis != stacked + transposed or axis in inputs:
         shown = " and ".join(map(str, sorted(sums)))
-        raise ValueError(f"products that sum over axes {shown} of shape {shape} fit no units")
+        raise ValueError(f"no units describe products that sum over axes {shown} of shape {shape}")
     groups = groups if transposed else 1
     parts = shape[0] if stacked and 0 in outputs else groups
     each, size, rows = shape[0] // parts, shape[axis], []
@@ -306,7 +306,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
     found = [[i for i, x in enumerate(labels) if x == label] for label in dict.fromkeys(labels)]
     shown = "; ".join(map(_ranges, found[:4]))
-    raise ValueError(f"the outputs used together are not rows at a constant stride: {shown}")
+    raise ValueError(f"outputs used as one vector must have a constant stride, got {shown}")
 
 
 def _period(values: Any) -> int:

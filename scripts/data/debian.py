@@ -195,7 +195,7 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
     if digest != content.sha256:
         raise DataError(
             f"the documents of {name} must have sha256 {content.sha256}, got {digest}; packages "
-            f"whose sha256 differs from the record: {', '.join(others) or 'none'}. Run `apt-get "
+            f"with another sha256 than recorded: {', '.join(others) or 'none'}. Run `apt-get "
             "update` and try again, or record the new sha256 in your own --corpus file"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)

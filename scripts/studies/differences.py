@@ -46,8 +46,8 @@ def differences(
         for key in study.variants[name].differs:
             if not any(covered(each, [key]) for each in unlike):
                 raise InputError(
-                    f"{name}.differs must not contain {key}, whose value is the same in {name} and "
-                    f"{other}"
+                    f"{name}.differs must not contain {key}, because {name} and {other} have the "
+                    "same value"
                 )
         declared = {*study.variants[name].differs}
         for each in (name, other):

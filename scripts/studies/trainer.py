@@ -226,7 +226,7 @@ class Trainer:
             was = record.facts.get(kind, now)
             if was != now:
                 raise InputError(
-                    f"{run.label}: {kind} in its record in {self.book.path} must be {now}, got "
+                    f"{self.book.path}: {kind} in the record of {run.label} must be {now}, got "
                     f"{was}; choose another --results, or remove the record"
                 )
 

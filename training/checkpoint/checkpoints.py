@@ -156,7 +156,7 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
     checkpoint's folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
-            raise BrokenCheckpointError(f"{path}: {META} lists {name!r} outside the folder")
+            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, a path outside the folder")
     for name in required:
         if name not in listed:
             raise BrokenCheckpointError(f"{path}: {META} does not list {name}")

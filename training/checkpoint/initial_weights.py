@@ -122,9 +122,9 @@ def chosen_weights(
     another = compared and sha256 != tokenizer and not same_tokens(info.path / TOKENIZER, file)
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
-            f"checkpoint.initialize_from: {info.path} has a different tokenizer (sha256 {sha256}) "
-            f"from the data ({tokenizer}), so token ids differ in meaning. To use its weights "
-            "anyway, set checkpoint.allow_change=[tokenizer]"
+            f"checkpoint.initialize_from: the tokenizer of {info.path} (sha256 {sha256}) differs "
+            f"from the tokenizer of the data ({tokenizer}), so token ids differ in meaning. To use "
+            "the weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 

@@ -202,8 +202,8 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context needs the end-of-document token, which is unknown, "
-                "because the data has no manifest"
+                f"{where}: an empty context needs the end-of-document token, but the data has no "
+                "manifest that states it"
             )
         # A choice that begins with the end token is its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]

@@ -82,7 +82,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
     # The records belong to these tokens, which have no manifest.
     write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
     message = refusal(main([str(study_file), str(output)]))
-    assert "plain-1: data in its record in" in message and "must be {" in message
+    assert "data in the record of plain-1" in message and "must be {" in message
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
@@ -105,11 +105,11 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     study_file.write_text(
         yaml.safe_dump({**study, "environment": {"MKL_CBWR": "1"}}, sort_keys=False)
     )
-    assert "plain-1: environment in its record in" in (text := said())
+    assert "environment in the record of plain-1" in (text := said())
     assert "must be {'MKL_CBWR': '1'}, got {}" in text
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     manifest.write_text(manifest.read_text().replace("first", "second"))
-    assert "data in its record in" in said()
+    assert "data in the record of" in said()
     other = {"train": {"walk": {"path": "none"}}, "validation": {"walk": {"path": "none"}}}
     study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
