@@ -350,7 +350,7 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "si
 
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
     equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g of N(0, 1) logits
-    ("Controlled LLM Training on Spectral Sphere", Listing 1); for sigmoid scores, 4 of 64 experts
+    ("Controlled LLM Training on Spectral Sphere", Listing 1). For sigmoid scores, 4 of 64 experts
     and 1 shared expert, M is 1.998. The mean of 20,000 draws is rounded to 3 decimals, about the
     precision of this mean. Without shared experts M is 1.
     """

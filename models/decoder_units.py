@@ -71,9 +71,9 @@ def attention_units(
 ) -> list[Unit]:
     """Return the units of grouped-query attention in layer `layer` on one rank.
 
-    Megatron's fused weight consists of one part per KV head: its query heads, the key head and the
-    value head. `model.qk_norm` adds two gains `[head_size]`, one for all query heads and one for
-    all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    Megatron's fused weight consists of one part per KV head, which contains its query heads, the
+    key head and the value head. `model.qk_norm` adds two gains `[head_size]`, one for all query
+    heads and one for all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -102,7 +102,7 @@ def latent_attention_units(
 
     Matrices that produce a latent (q_a, kv_a) are replicated on tensor-parallel ranks, because they
     are small and ranks then exchange latents instead of the residual stream. Matrices that read a
-    latent are sharded by heads: each head's part of q_b is one unit, and its parts of kv_b for keys
+    latent are sharded by heads. Each head's part of q_b is one unit, and its parts of kv_b for keys
     and values are two units. Every head has its own keys, so group and head are equivalent values
     of `split.qkv_units`. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
@@ -148,8 +148,8 @@ def head_units(
 ) -> list[Unit]:
     """Return the units of an attention parameter `[groups, rows per group, width]` on one rank.
 
-    By `split.qkv_units`, a unit is one head (head), all heads of a role in a group (group), all
-    heads of a role (component), or the whole parameter (fused).
+    Depending on `split.qkv_units`, a unit is one head (head), all heads of a role in a group
+    (group), all heads of a role (component), or the whole parameter (fused).
 
     Args:
         prefix, parameter: prefix of the layer's names, and name of the parameter in its attention.

@@ -39,7 +39,7 @@ class EngineError(RuntimeError):
 
 
 def engine_version() -> str:
-    """Return the version of megatron-core; raise EngineError if megatron-core is not installed.
+    """Return the version of megatron-core. Raise EngineError if megatron-core is not installed.
 
     The result does not include the suffix that newer releases add inside a git checkout.
     """

@@ -36,7 +36,7 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk; see `models.dense.build`."""
+    """Return the model of a chunk. See `models.dense.build`."""
     specs = [layer_spec(model, layer) for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, chunk, **options)

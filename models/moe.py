@@ -98,7 +98,7 @@ def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk; see `models.dense.build`."""
+    """Return the model of a chunk. See `models.dense.build`."""
     assert model.moe is not None
     plain, moe = dense.layer_spec(model), mixture_spec(model.moe, config)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))

@@ -9,6 +9,6 @@ A folder imports only from folders in lower lines, which a test checks:
     comm/       process groups and collectives
 
 The package does not depend on data, configs or logging. Read model.py first, then
-optimizer/distributed_optimizer.py; docs/architecture.md follows one training step through the
+optimizer/distributed_optimizer.py. docs/architecture.md follows one training step through the
 files.
 """

@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and folders in parallel: a slow disk syncs many files in the time of one file."""
+    """Sync files and folders in parallel. A slow disk syncs many files in the time of one file."""
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         list(pool.map(sync, paths))
 

@@ -1,7 +1,7 @@
 """Core attention by PyTorch's scaled_dot_product_attention or by FlashAttention 3 or 4.
 
-Several documents may be packed into one sequence. Attention does not cross document boundaries: the
-variable-length kernel skips other documents.
+Several documents may be packed into one sequence. Attention does not cross document boundaries,
+because the variable-length kernel skips other documents.
 """
 
 import contextlib
@@ -98,12 +98,12 @@ class Documents(PackedSeqParams):
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal softmax(scale q k^T) v of a layer; the default scale is 1 / sqrt(d).
+    """Causal softmax(scale q k^T) v of a layer. The default scale is 1 / sqrt(d).
 
     This class replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`.
-    Under context parallelism each rank has the queries, keys and values of its part of the sequence
-    (models/layout.py) and gathers the keys and values of all other parts, so attention is exact.
-    Subclasses compute attention for one part of the queries.
+    Under context parallelism each rank computes the queries, keys and values of its part of the
+    sequence (models/layout.py). It gathers the keys and values of all other parts, so attention is
+    exact. Subclasses compute attention for one part of the queries.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CoreAttention(torch.nn.Module):
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`; `attend` describes the arguments."""
+        """Return the largest scaled, unmasked score `[]`. `attend` describes the arguments."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
@@ -156,7 +156,7 @@ class CoreAttention(torch.nn.Module):
         **_: object,
     ) -> Tensor:
         """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and `key`,
-        `value` `[s, b, groups, d]`. The mask is always causal; `attention_mask` is not used. With
+        `value` `[s, b, groups, d]`. The mask is always causal. `attention_mask` is not used. With
         `packed_seq_params`, attention does not cross document boundaries.
 
         Raises ValueError if `attention_bias` is given.
@@ -177,7 +177,8 @@ class CoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Return the largest scaled, unmasked score `[]` of this rank's queries, for monitored
-        steps; `forward` describes the arguments."""
+        steps. `forward` describes the arguments.
+        """
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -233,9 +234,9 @@ class FlashCoreAttention(CoreAttention):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
+        """Return the attention output `[s, b, heads * d]`. See `CoreAttention.attend`.
 
-        Raises ValueError if `documents` is given; configs already reject this case.
+        Raises ValueError if `documents` is given. Configs already reject this case.
         """
         if documents is not None:
             raise ValueError("FlashAttention packages do not support a document mask")
@@ -332,7 +333,7 @@ def causal_attention(
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
     """Return a context that allows only fused kernels for attention on a GPU.
 
-    In this context attention raises RuntimeError if no fused kernel is suitable; PyTorch would
+    In this context attention raises RuntimeError if no fused kernel is suitable. PyTorch would
     otherwise silently materialise scores `[s, s]`. All kernels are allowed on CPUs, and for
     float64, which no fused kernel supports.
     """
@@ -384,8 +385,8 @@ def largest_causal_score(
     """Return the largest unmasked score `[]` of attention, float32 or wider.
 
     Scores are computed for one block of queries at a time, so no `[s, t]` matrix is created. With
-    `window`, a query attends to the last `window` keys up to its own position; with `documents`,
-    only to keys of its document.
+    `window`, a query attends to the last `window` keys up to its own position. With `documents`, it
+    attends only to keys of its document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -413,7 +414,8 @@ def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
     """Return the mask `[rows, keys]` of keys outside the causal mask or window of a block's
-    queries; query 0 is at position `offset`."""
+    queries. Query 0 is at position `offset`.
+    """
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query
@@ -430,7 +432,7 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
     """Return the documents of whole sequences on context rank `rank` of `size`.
 
     `firsts` `[b, s]`, on the host, contains for each token the position of its document's first
-    token in the sequence; `move` copies a tensor to the device.
+    token in the sequence. `move` copies a tensor to the device.
     """
     length = firsts.shape[1]
     place = {"rank": rank, "size": size}

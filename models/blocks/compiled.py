@@ -2,10 +2,10 @@
 
 Without fusion, norms, rotary positions and activation functions read and write whole tensors
 several times, because every operation is a separate kernel. `fuse_blocks_` compiles each of these
-functions separately: the code around them (matrix products, collectives, recomputation, the
-attention kernel) would only break the graph. A function is compiled once per shape and gradient
-mode for all layers; experts, whose token counts change in every step, use one graph with a symbolic
-count.
+functions separately, because the code around them (matrix products, collectives, recomputation, the
+attention kernel) would break the graph. A function is compiled once per shape and gradient mode for
+all layers. The token counts of experts change in every step, so experts use one graph with a
+symbolic count.
 
 Compiled code concatenates the gradients of gate and up, and the gradients of queries, keys and
 values, at half the bandwidth of a copy (docs/performance.md). spectral/kernels therefore contains
@@ -76,7 +76,7 @@ class Fused:
         return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Fuse the elementwise functions of `module`; return whether there are any."""
+        """Fuse the elementwise functions of `module`. Return whether there are any."""
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
@@ -100,8 +100,9 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse the residual sum `name` of `layer` into the next norm, if `norm` supports it; return
-        whether the sum is fused."""
+        """Fuse the residual sum `name` of `layer` into the next norm, if `norm` supports it. Return
+        whether the sum is fused.
+        """
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False

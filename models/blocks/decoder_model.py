@@ -5,9 +5,9 @@ Logits may be soft-capped. A z-loss needs the squared log-sum-exp of each token'
 The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax that
 backward needs, they are by far the largest activations of a model with a large vocabulary. The
 chunked loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
-Gimelshein, "Online normalizer calculation for softmax", 2018); backward recomputes each chunk's
-logits, at the cost of one more product with the head. With tensor parallelism every rank processes
-its own part of the vocabulary.
+Gimelshein, "Online normalizer calculation for softmax", 2018). The backward pass recomputes each
+chunk's logits, at the cost of one more product with the head. With tensor parallelism every rank
+processes its own part of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -149,8 +149,9 @@ class ScaledEmbedding(LanguageModelEmbedding):
         self.scale = scale.item()
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`; under sequence
-        parallelism s is this rank's part of the sequence."""
+        """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`. Under sequence
+        parallelism s is this rank's part of the sequence.
+        """
         embedded: Tensor = super().forward(*arguments, **options)
         return embedded * self.scale
 
@@ -229,11 +230,10 @@ class _ChosenLogits(torch.autograd.Function):
 class DecoderModel(GPTModel):
     """Megatron's model with logits soft-capped at `softcap`, None for no cap.
 
-    The loss processes `loss_chunk` entries of a rank's vocabulary at a time; None: all entries.
-    With `fused_loss` Liger's kernels compute the loss and read the logits twice; otherwise
-    Megatron computes the loss, and each operation reads the logits once. With `z_loss` the training
-    output is `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's
-    logits.
+    The loss processes `loss_chunk` entries of a rank's vocabulary at a time (None: all entries).
+    With `fused_loss` Liger's kernels compute the loss and read the logits twice. Otherwise Megatron
+    computes the loss, and each operation reads the logits once. With `z_loss` the training output
+    is `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
     """
 
     def __init__(

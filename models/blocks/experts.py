@@ -2,16 +2,16 @@
 
 The router is Megatron's, with counts of tokens per expert, which are used to measure the experts'
 load balance and to update the expert bias. The global balancing loss uses the load of the previous
-step, because the load of the current step is not known in time: the backward pass of the first
+step. The load of the current step is not known in time, because the backward pass of the first
 micro-batch runs before the other micro-batches are routed. Megatron uses the load of the
 micro-batches that were already routed, so Megatron's loss depends on the micro-batch size and the
 number of ranks.
 
 Every token is routed to `top_k` experts, and no tokens are dropped. Any routing therefore results
 in `tokens * top_k` rows per rank, one per (token, expert) pair. Because this number is known, the
-pairs are sorted by expert without a mask, an index list of unknown length or a read by the host.
+pairs can be sorted by expert without a mask, an index list of unknown length or a read by the host.
 With expert parallelism, one all-to-all sends the rows to the experts, and another returns the
-results; the host reads the number of rows per rank once per layer and pass. Forward and backward
+results. The host reads the number of rows per rank once per layer and pass. Forward and backward
 use gathers instead of scatter-adds, whose order of summation on a GPU differs from run to run.
 """
 
@@ -165,9 +165,9 @@ def balance_(
     balancing loss, and clear the counts.
 
     `counts` `[layers, experts]` are summed over all ranks. The bias of an expert with fewer tokens
-    than the mean rises, and the bias of an expert with more tokens falls ("Auxiliary-Loss-Free Load
-    Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias or load changes if `active`, a
-    0-d bool tensor, is False.
+    than the mean increases, and the bias of an expert with more tokens decreases
+    ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias or
+    load changes if `active`, a 0-d bool tensor, is False.
     """
     with torch.no_grad():
         for router, load in zip(routers(chunks), counts, strict=True):
@@ -200,7 +200,7 @@ class SortedDispatcher(MoETokenDispatcher):
     """Dispatcher that sends each token to its experts, sorted by expert, and returns the results.
 
     For the expert-tensor-parallel size `tensor`, rank r of the group has `local` experts, starting
-    with expert `r // tensor * local`. Experts are whole if `tensor` is 1; otherwise the rank has
+    with expert `r // tensor * local`. Experts are whole if `tensor` is 1. Otherwise the rank stores
     the `r % tensor`-th part of each expert. Rows are sent to all parts of an expert, and the parts'
     results are summed.
 
@@ -263,7 +263,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return self._exchange(hidden_states), self._exchange(probs)
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
-        """Return the row counts `[ranks, local experts]` on the host; this waits for the device."""
+        """Return the row counts `[ranks, local experts]` on the host. This waits for the device."""
         rows: list[Counts] = torch.stack(counts).tolist()
         return rows
 
@@ -383,7 +383,7 @@ class GroupedExperts(SequentialMLP):
     ) -> tuple[Tensor, None]:
         """Return the output `[tokens, hidden]` of tokens sorted by expert, and None as the bias.
 
-        Expert i processes `tokens_per_expert[i]` tokens; the output of token t is multiplied by
+        Expert i processes `tokens_per_expert[i]` tokens. The output of token t is multiplied by
         `permuted_probs[t]`.
         """
         tokens = permuted_local_hidden_states

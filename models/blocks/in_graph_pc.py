@@ -1,6 +1,6 @@
 """PC layers in the graph: every forward pass computes the effective weight PC(W).
 
-This file is the readable reference; by default, training uses the materialized evaluator, which
+This file is the readable reference. By default, training uses the materialized evaluator, which
 computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). A PC
 layer in the graph is a parametrization of a linear layer's weight, as in the library
 (spectral/pc_layers.py), so Megatron's column-parallel, row-parallel and expert layers need no
@@ -101,7 +101,7 @@ class UnitWeight(EffectiveWeight):
     def guard_(self, weight: Tensor) -> Tensor:
         """Return the largest normalised singular value of each unit, `[units]`.
 
-        Wrong singular vectors are replaced; see `Preconditioner.guard_`.
+        Wrong singular vectors are replaced. See `Preconditioner.guard_`.
         """
         return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
@@ -125,8 +125,8 @@ class UnitWeight(EffectiveWeight):
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """Return the whole unit `[rows, cols]`, gathered from the tensor-parallel ranks' pieces.
 
-    The gradient of the whole unit must be equal on all ranks of `tensor`; backward returns this
-    rank's piece of this gradient.
+    The gradient of the whole unit must be equal on all ranks of `tensor`. The backward pass returns
+    this rank's piece of the gradient.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -139,7 +139,9 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 
 def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """Return this rank's piece `[*local axes]` of a whole unit; backward gathers the gradients."""
+    """Return this rank's piece `[*local axes]` of a whole unit. The backward pass gathers
+    gradients.
+    """
     if unit.shard_axis is None:
         return whole.view(unit.axes)
     last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
@@ -153,9 +155,9 @@ def precondition_(
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
-    """Parametrize the weights that contain preconditioned units; return the parametrizations.
+    """Parametrize the weights that contain preconditioned units. Return the parametrizations.
 
-    `units` are this rank's units, and `parameters` their parameters by name; `tensor` maps each
+    `units` are this rank's units, and `parameters` their parameters by name. `tensor` maps each
     domain with sharded units to the process group of the ranks that share its weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
@@ -177,7 +179,7 @@ def precondition_(
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parametrization; a gamma's name is `weight.gamma`."""
+    """Return a parameter's name without the parametrization. A gamma's name is `weight.gamma`."""
     name = name.replace("parametrizations.weight.original", "weight")
     return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
 

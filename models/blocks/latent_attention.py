@@ -34,9 +34,9 @@ class LatentAttention(torch.nn.Module):
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
-    The two elements of a rotary pair are adjacent, as in DeepSeek's weights. Megatron's own module,
-    if used without Transformer Engine, shards q_a and kv_a over tensor-parallel ranks and omits the
-    other ranks' share of the gradient of k_rope.
+    The two elements of a rotary pair are adjacent, as in DeepSeek's weights. Without Transformer
+    Engine, Megatron's module shards q_a and kv_a over tensor-parallel ranks and omits the other
+    ranks' share of the gradient of k_rope.
     """
 
     def __init__(
@@ -128,7 +128,9 @@ class LatentAttention(torch.nn.Module):
         return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """Return the rotary keys of the whole sequence; backward sums gradients over all heads."""
+        """Return the rotary keys of the whole sequence. The backward pass sums gradients over all
+        heads.
+        """
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

@@ -2,7 +2,7 @@
 residual sum.
 
 Megatron adds a block's output to the residual stream in one pass over memory, and normalises the
-sum in a second pass; autograd adds the two gradients of the sum in a third pass. If fused, RMSNorm
+sum in a second pass. Autograd adds the two gradients of the sum in a third pass. If fused, RMSNorm
 also computes the sum, and stores the normalised sum for its next call.
 """
 
@@ -64,8 +64,9 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normalised `x`. If `stream` is given, return `x + stream` instead; the next
-        call with this sum returns the normalised sum."""
+        """Return the normalised `x`. If `stream` is given, return `x + stream` instead. The next
+        call with this sum returns the normalised sum.
+        """
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -78,8 +79,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks; under sequence
-    parallelism the norm is applied to this rank's part of the sequence."""
+    """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks. Under sequence
+    parallelism the norm is applied to this rank's part of the sequence.
+    """
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any

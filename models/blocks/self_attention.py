@@ -54,8 +54,9 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not; spectral/kernels/heads.py contains a
-    kernel of `heads_gradients`."""
+    """`turned_heads` and `heads_gradients`, compiled or not. spectral/kernels/heads.py contains a
+    kernel of `heads_gradients`.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients
@@ -105,7 +106,7 @@ def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention with one function `rotate` for rotary positions.
+    """Megatron's self-attention, in which the function `rotate` applies rotary positions.
 
     Megatron rotates queries in a dozen operations, and keys in another dozen. The compiled
     functions `heads` also normalise queries and keys, and write the gradients of queries, keys and
@@ -136,8 +137,9 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return Megatron's output; `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the result of
-        `RotaryEmbedding`."""
+        """Return Megatron's output. `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the result of
+        `RotaryEmbedding`.
+        """
         self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options

@@ -1,8 +1,9 @@
 """Attention with soft-capped scores and sliding windows, without fused kernels.
 
-Scores are computed for one block of queries at a time and not stored: backward recomputes them from
-the saved queries, keys and log-sum-exps. Matrix products read operands in the model's dtype and sum
-in float32; all values between products are float32 or wider. The same code runs on CPUs and GPUs.
+Scores are computed for one block of queries at a time and not stored. The backward pass recomputes
+them from the saved queries, keys and log-sum-exps. Matrix products read operands in the model's
+dtype and sum in float32. All values between products are float32 or wider. The same code runs on
+CPUs and GPUs.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from models.blocks.decoder_model import softcap_
 
 
 class SoftcappedCoreAttention(CoreAttention):
-    """Causal softmax(softcapped(scale q k^T)) v over the last `window` keys; None: over all keys.
+    """Causal softmax(softcapped(scale q k^T)) v over the last `window` keys (None: all keys).
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
@@ -145,8 +146,9 @@ def hidden_scores(
     window: int | None,
     documents: DocumentRange | None,
 ) -> Tensor:
-    """Return the mask of excluded scores, broadcastable to a block's `[batch, n, rows, keys]`;
-    `hidden_keys` and `other_documents` describe the arguments."""
+    """Return the mask of excluded scores, broadcastable to a block's `[batch, n, rows, keys]`.
+    `hidden_keys` and `other_documents` describe the arguments.
+    """
     hidden = hidden_keys(rows, seen, offset, window, scores.device)
     if documents is None:
         return hidden

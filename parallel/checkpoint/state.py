@@ -99,13 +99,13 @@ class StateError(ValueError):
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load a state of model and optimizer in place; the state may be from any layout.
+    """Load a state of model and optimizer in place. The state may be from any layout.
 
     All ranks must call this function together. Returns the saved `extra`.
 
     Raises:
         StateError: on every rank. If tensors are missing, unexpected, or of another shape or dtype,
-            nothing has been changed yet; if tensors cannot be read, or if counters that must be
+            nothing has been changed yet. If tensors cannot be read, or if counters that must be
             equal differ, the state may be partly loaded.
     """
     model.wait_for_weights()
@@ -163,8 +163,7 @@ class _PartPlanner(DefaultLoadPlanner):
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """Return this rank's parts of the state by name.
 
-    Parts are views, except for counters: many units share one counter in memory, so counters are
-    copies.
+    Parts are views, except for counters, which many units share in memory. Counters are copies.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),

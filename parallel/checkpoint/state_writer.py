@@ -1,14 +1,14 @@
 """Asynchronous saving of the state of model and optimizer, while training continues.
 
-`start_save` copies this rank's part to host memory and forks a process that writes the copy;
-training may then change the state. When all writers are done, all ranks call `PendingSave.gather`
+`start_save` copies this rank's part to host memory and forks a process that writes the copy.
+Training may then change the state. When all writers are done, all ranks call `PendingSave.gather`
 together, and only rank 0 calls `finish`. Only one save runs at a time, so host memory contains one
 copy of the part, and the next save reuses this memory.
 
-torch's `async_save` with one process per rank (torch 2.13) is not used: if such a process is
+torch's `async_save` with one process per rank (torch 2.13) is not used. If such a process is
 killed, it is never restarted and breaks the processes' group, so all later saves of the run fail.
 For two gloo ranks of 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s,
-and needed 150 MB more per process for separate interpreters; `start_save` returns after 0.07 s and
+and needed 150 MB more per process for separate interpreters. `start_save` returns after 0.07 s and
 completes the save after 0.4 s.
 """
 
@@ -64,7 +64,7 @@ class StatePlanner(DefaultSavePlanner):
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors that this rank must save to host memory; return the rank's save plan.
+        """Copy the tensors that this rank must save to host memory. Return the rank's save plan.
 
         All ranks must call this method together, with the same tensors in `state` in every call.
         """
@@ -135,14 +135,14 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: index entries of its tensors, and facts of its files by name."""
+    """Result of a writer: index entries of its tensors, and facts about its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
 class PendingSave:
-    """A running save on this rank; a separate process writes the rank's files, if any."""
+    """A running save on this rank. A separate process writes the rank's files, if any."""
 
     def __init__(
         self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
@@ -217,7 +217,7 @@ class PendingSave:
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values; call this method only on rank 0.
+        """Write the index of all files and the plain values. Call this method only on rank 0.
 
         Returns the facts of every file in the folder. The caller must sync the new files. Raises
         OSError.
@@ -309,7 +309,7 @@ def start_save(
 ) -> PendingSave:
     """Start to save the state of model and optimizer to the empty `folder`.
 
-    All ranks must call this function together; on return, this rank's part has been copied. `extra`
+    All ranks must call this function together. On return, this rank's part has been copied. `extra`
     contains other plain values to save, the same on every rank. `planner` is shared by all saves
     of a model. Raises OSError on rank 0 if the folder is not writable.
     """
@@ -322,7 +322,7 @@ def start_save(
 def first_rank(call: Callable[[], Result]) -> Result:
     """Run `call` on rank 0 and return its result on every rank.
 
-    An exception of `call` is raised on every rank; an OSError is raised as a WriterError.
+    An exception of `call` is raised on every rank. An OSError is raised as a WriterError.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """The collectives of training, with counts of sent bytes and errors that name the collective.
 
 `Agreement` combines host values of all ranks during training, such as stop requests and the states
-of checkpoint writers, through a CPU process group, so no rank waits for a device.
+of checkpoint writers. It uses a CPU process group, so no rank waits for a device.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pendin
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start an in-place all-gather of the ranks' shards of `flat`; see `reduce_scatter_`."""
+    """Start an in-place all-gather of the ranks' shards of `flat`. See `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -121,7 +121,7 @@ def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | 
 def _started(
     kind: str, collective: Callable[..., dist.Work], target: Tensor, source: Tensor, axis: Axis
 ) -> Pending | None:
-    """Start a collective; return None for an axis with one rank."""
+    """Start a collective. Return None for an axis with one rank."""
     if axis.size == 1:
         return None
     with named(kind):
@@ -142,7 +142,7 @@ def all_to_all(
     """Exchange elements between all pairs of ranks and return the received elements, by ascending
     rank.
 
-    `send` contains `send_counts[r]` elements for each rank r; `receive_counts[r]` elements are
+    `send` contains `send_counts[r]` elements for each rank r. `receive_counts[r]` elements are
     received from rank r.
     """
     received = send.new_empty(sum(receive_counts))
@@ -153,7 +153,7 @@ def all_to_all(
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
-    """Return the tensors of all ranks by ascending rank; their shapes must be equal."""
+    """Return the tensors of all ranks by ascending rank. Their shapes must be equal."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with named(kind):
         dist.all_gather(tensors, tensor, group=group)
@@ -231,7 +231,7 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Return the maxima of `figures` over all ranks; waits for all ranks.
+        """Return the maxima of `figures` over all ranks. This waits for all ranks.
 
         The result of a pending reduction is discarded.
         """

@@ -1,6 +1,6 @@
 """All adjustments of megatron-core to a host without CUDA.
 
-Megatron-core calls `torch.cuda` for the current device, streams and events unconditionally, its
+Megatron-core unconditionally calls `torch.cuda` for the current device, streams and events. Its
 schedules create one tensor on the literal device "cuda", and its random-state tracker needs a CUDA
 generator. PyTorch's CPU backend has no-op counterparts of these functions. On a host with CUDA,
 only code that fails without Transformer Engine is changed, so training calls `prepare_megatron` and
@@ -32,7 +32,7 @@ class CpuStream(torch.cpu.Stream):
 
 
 class CpuEvent(torch.cpu.Event):
-    """An event that is always complete; accepts all options of a CUDA event."""
+    """An event that is always complete. It accepts all options of a CUDA event."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -57,8 +57,8 @@ def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `function`; compute matrix products in float32 if this CPU has no instructions for their
-    dtype.
+    """Call `function`. If this CPU has no instructions for a dtype, compute matrix products in
+    float32.
 
     A GPU also accumulates such products in float32. On an AMD EPYC with AVX2, products in bfloat16
     would take 20 to 40 times as long.
@@ -89,8 +89,8 @@ def share_gloo_device() -> None:
     """Make all gloo groups of this process share one gloo device, or one device per interface in
     GLOO_SOCKET_IFNAME.
 
-    A gloo device has a thread that wakes 100 times per second, and a rank has about 20 groups: an
-    idle rank uses 2.7% of a core with one device per group, and 0.3% with a shared device.
+    A gloo device has a thread that wakes 100 times per second, and a rank has about 20 groups. With
+    one device per group an idle rank uses 2.7% of a core, with a shared device 0.3%.
     """
     plain: Any = distributed_c10d.ProcessGroupGloo
 
@@ -111,7 +111,7 @@ def share_gloo_device() -> None:
 
 
 def prepare_megatron() -> None:
-    """Make megatron-core usable on this host; call this function before building a model."""
+    """Make megatron-core usable on this host. Call this function before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
     # Without Transformer Engine the router's product would call a missing kernel.

@@ -93,7 +93,7 @@ class Groups:
 def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
     """Return the chunks of pipeline rank `rank`, in the order of virtual stages.
 
-    Layers are split into `pipeline * virtual_pipeline` equal pieces; piece `v * pipeline + rank` is
+    Layers are split into `pipeline * virtual_pipeline` equal pieces. Piece `v * pipeline + rank` is
     chunk v of the rank. The first piece has the embedding, and the last piece has the head. If the
     layout sets the number of layers of the first or last stage, the other stages share the
     remaining layers equally. Raises ValueError if the layers cannot be split equally.

@@ -1,7 +1,7 @@
 """Activations of a monitored step: Gram matrices, sizes, attention scores.
 
-The Gram matrix A A^T of each weight's inputs A is accumulated for a few thousand tokens at a time;
-no activations are stored. Hooks exist only during monitored steps and do not change values. With
+The Gram matrix A A^T of each weight's inputs A is accumulated for a few thousand tokens at a time.
+No activations are stored. Hooks exist only during monitored steps and do not change values. With
 recomputation, only the pass before backward is counted.
 """
 
@@ -118,7 +118,7 @@ class ActivationWatch:
     def blocks(self) -> dict[str, dict[str, float]]:
         """Return sizes and scores by layer or "embedding", on the first rank of each stage.
 
-        All ranks of a stage must call this method together; other ranks get an empty result.
+        All ranks of a stage must call this method together. Other ranks get an empty result.
         """
         stage = self.groups.dense.stage
         figures: dict[str, dict[str, float]] = {}

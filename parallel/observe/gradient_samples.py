@@ -54,7 +54,7 @@ class GradientSamples:
     def products(self) -> dict[str, Tensor]:
         """Return inner products `[samples, samples]`, float64, of each unit's gradients.
 
-        All ranks of a stage must call this method together; every rank with a part of a unit gets
+        All ranks of a stage must call this method together. Every rank with a part of a unit gets
         the unit's products. The samples are freed.
         """
         products: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The unit gather: whole matrices of weights, gradients and updates, each on one rank, for
+"""The unit gather, which collects each matrix of weights, gradients and updates on one rank for
 inspection.
 
 The singular values of a matrix cannot be computed from the singular values of its pieces. Therefore
@@ -44,7 +44,7 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
 def inspection_rounds(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
 ) -> list[dict[str, int]]:
-    """Divide the matrices of a stage into rounds; a round maps unit names to inspection ranks.
+    """Divide the matrices of a stage into rounds. A round maps unit names to inspection ranks.
 
     A round contains matrices of one bucket, and on each rank at most `elements` elements or a
     single matrix. `inspection_ranks` describes the other arguments.
@@ -102,7 +102,7 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """Return a snapshot of the current weights; with `copy` the next step does not change it."""
+    """Return a snapshot of the current weights. With `copy` the next step does not change it."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
@@ -126,8 +126,9 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta (0 for rules without momentum); for PC layers, `whole`
-    contains the momentum of W."""
+    """Return a snapshot of the momenta (0 for rules without momentum). For PC layers, `whole`
+    contains the momentum of W.
+    """
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

@@ -1,5 +1,6 @@
 """Detection of weights that change between steps, for instance by bit flips in memory or in a
-transfer, and of weights whose copies differ between ranks."""
+transfer, and of copies of weights that differ between ranks.
+"""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the weights with a changed chunk; `same` yields one flag per chunk."""
+        """Yield the weights with a changed chunk. `same` yields one flag per chunk."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):

@@ -1,6 +1,6 @@
 """The distributed optimizer: every matrix is updated once per step, by the rank that owns it.
 
-The elementwise state of a parameter is sharded equally over ranks; domain_optimizer.py describes a
+The elementwise state of a parameter is sharded equally over ranks. domain_optimizer.py describes a
 step. Dense parameters and experts are two domains, which are replicated over different ranks.
 
 `Update` clips and steps in one call, which on a GPU may be captured as one CUDA graph. NCCL's
@@ -109,8 +109,8 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, is true if this
-        rank allows the step; the returned `active` is True only if all ranks allow the step.
+        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, is true if this rank
+        allows the step. The returned `active` is True only if all ranks allow the step.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -149,7 +149,7 @@ class DistributedOptimizer:
         """Update every unit once.
 
         `factor` multiplies each unit's peak learning rate. If `active`, a 0-d bool tensor, is
-        False, no bit changes; if it is True, gradients must be finite (see `clip`).
+        False, no bit changes. If it is True, gradients must be finite (see `clip`).
         """
         self.model.wait_for_weights()
         rate = cache(lambda peak: peak * factor)  # equal peak rates share a tensor
@@ -169,8 +169,8 @@ class DistributedOptimizer:
         layers that this rank owns or evaluates in its graph.
 
         Correct values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
-        singular value are replaced. Call this method only in logging steps: it costs about fifty
-        passes over the weights.
+        singular value are replaced. Call this method only in logging steps, because it costs about
+        fifty passes over the weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -187,7 +187,7 @@ class DistributedOptimizer:
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, refused) for each part on this rank; `refused` is a 0-d tensor, 1 if the
+        """Yield (name, refused) for each part on this rank. `refused` is a 0-d tensor, 1 if the
         last update was refused, else 0.
 
         A part is a matrix, or a range of a shard with an elementwise rule. Parts whose rule does
@@ -269,7 +269,7 @@ def check_agreement(plan: object, stage: Axis) -> None:
 
 
 class Update:
-    """One update of all weights: gradient norm, clipping, the decision to step, and the step."""
+    """One update of all weights: gradient norm, clipping, decision to update, and update."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
         """Prepare the update; for `max_norm` see `DistributedOptimizer.clip`."""
@@ -278,7 +278,7 @@ class Update:
         self.device = optimizer.domains[0].buffers.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
-        """Clip and step; return the norm before clipping.
+        """Clip and step. Return the norm before clipping.
 
         `factor` multiplies every unit's peak learning rate. Weights are updated only if the norm is
         `active`, which means that it is finite and that `sound`, a 0-d bool, is True on all ranks.
@@ -323,7 +323,7 @@ class CapturedUpdate(Update):
         return GradientNorm(norm.total.clone(), norm.coefficient.clone(), norm.active.clone())
 
     def release(self) -> None:
-        """Free the CUDA graph; must be called before the graph's process groups are destroyed."""
+        """Free the CUDA graph. Call this before the graph's process groups are destroyed."""
         self._captured.release()
 
     def _run(self) -> None:

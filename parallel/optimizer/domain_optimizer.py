@@ -55,7 +55,7 @@ class Region:
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return a view `[1, length]` of the region; `shards` contains a tensor per bucket."""
+        """Return a view `[1, length]` of the region. `shards` contains a tensor per bucket."""
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 

@@ -1,7 +1,7 @@
-"""PC layers without cost per micro-batch: the model's parameter is PC(W), and the owner stores W.
+"""PC layers without cost per micro-batch. The model's parameter is PC(W), and the owner stores W.
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. Like
-other gradients, the gradient of PC(W) is accumulated over micro-batches and reduced over ranks; it
+other gradients, the gradient of PC(W) is accumulated over micro-batches and reduced over ranks. It
 is then sent to the owner. The owner multiplies this gradient by the transposed Jacobian of the map,
 and updates W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather sends it
 to all ranks. The model code does not change. Source of the map: "PC Layer: Polynomial Weight

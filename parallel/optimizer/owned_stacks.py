@@ -47,7 +47,7 @@ class Streams:
 
     Small stacks of small matrices leave most of a GPU idle, so they are spread over several
     streams. These streams start after the current stream's work and are joined at the end, so the
-    work can be captured as a CUDA graph. Large stacks stay on the current stream: they would not be
+    work can be captured as a CUDA graph. Large stacks stay on the current stream. They would not be
     faster on another stream, and PyTorch's allocator would keep a scratch pool per stream.
     """
 
@@ -183,7 +183,7 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the master shards; collective over the stage."""
+    """Gather the weights of stacks from the master shards. This is a collective over the stage."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)

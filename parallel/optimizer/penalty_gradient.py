@@ -1,9 +1,9 @@
 """The gradient of the Gram penalty, added to the gradient of the loss once per step.
 
-The penalty's gradient depends only on the weight, so the unit's owner computes it from the
-parameter, which every data-parallel rank has; for a PC layer the parameter is the effective weight.
-Like an update, the gradient is sent to the ranks whose shards contain the unit's gradient. The
-gradient norm, clipping and the step then use the sum of both gradients.
+The penalty's gradient depends only on the weight. Every data-parallel rank stores the parameter,
+from which the unit's owner computes the gradient. In a PC layer the parameter is the effective
+weight. Like an update, the gradient is sent to the ranks whose shards contain the unit's gradient.
+The gradient norm, clipping and the step then use the sum of both gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Compute the metrics from `sums` `[SUMS]` over all ranks; waits for the device."""
+        """Compute the metrics from `sums` `[SUMS]` over all ranks. This waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -105,9 +105,9 @@ class PenalisedUnits:
     def add_(self, *, enabled: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if `enabled`.
 
-        All ranks of the stage must call this method together. Returns this rank's sums `[SUMS]` for
-        `PenaltyFigures` if `measured`, else None: value, shares, units, and the squared norms of
-        the gradients of the penalty and of the loss.
+        All ranks of the stage must call this method together. If `measured`, returns this rank's
+        sums `[SUMS]` for `PenaltyFigures`: value, shares, units, and the squared norms of the
+        gradients of the penalty and of the loss. Otherwise returns None.
         """
         shards, some = self.buffers.gradient_shards(), self.buffers.parameters[0]
         sums = torch.zeros(SUMS, dtype=torch.float64, device=some.device) if measured else None

@@ -45,7 +45,9 @@ class Penalty:
     normalize: Normalize | None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of the gradient: the smaller Gram matrix, and its product with W."""
+        """Return the FLOPs of the gradient, which are those of the smaller Gram matrix and its
+        product with W.
+        """
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 
@@ -79,7 +81,7 @@ class Assignment:
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> Step:
-        """Return the arguments of a step; `rate` maps a peak rate to the current learning rate."""
+        """Return the arguments of a step. `rate` maps a peak rate to the current learning rate."""
         return Step(rate(self.lr), self.weight_decay, active)
 
     @property
@@ -124,7 +126,7 @@ class Route:
 
 
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Return the table row of a unit; `owners` maps the names of matrices to known owner ranks."""
+    """Return the table row of a unit. `owners` maps the names of matrices to known owner ranks."""
     rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix:

@@ -50,8 +50,9 @@ class UnitTransfer(Transfer):
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in the matrix's order; the sharded axis is split into
-        two axes."""
+        """View flattened pieces `[elements]` in the matrix's order. The sharded axis is split into
+        two axes.
+        """
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 

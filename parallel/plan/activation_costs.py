@@ -48,12 +48,12 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
     """Return the bytes of activations on a rank with these chunks.
 
     The result is the saved activations of `in_flight` micro-batches plus the temporary memory of
-    one micro-batch. Temporary memory is the larger of the head's memory, which is needed until the
-    loss is computed, and a layer's gradients and recomputed activations in its backward pass. The
-    head saves its norm, float32 logits, and logits in the model's dtype; with `loss_chunk` it needs
-    float32 logits and their softmax for one chunk at a time. With selective recomputation,
-    feed-forward blocks save only tensors of routed experts; with full recomputation, a layer saves
-    only its input.
+    one micro-batch. Temporary memory is the larger of two amounts: the head's memory, which is
+    needed until the loss is computed, and a layer's gradients and recomputed activations in its
+    backward pass. The head saves its norm, float32 logits, and logits in the model's dtype. With
+    `loss_chunk` it needs float32 logits and their softmax for one chunk at a time. With selective
+    recomputation, feed-forward blocks save only tensors of routed experts. With full recomputation,
+    a layer saves only its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -82,13 +82,14 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
     """Return the number of elements per token that a layer saves for its backward pass.
 
-    The elements are inputs and outputs of both norms (sharded only by sequence parallelism); q, k,
-    v, the attention output, rotated q and k, a copy of normalised grouped queries, and keys and
-    values of other context ranks; and the tensors of the gated block: gate, up, the activation, a
-    copy of up, and the product of activation and up (only gate, up and the product if compiled or
-    with a gradient kernel). With a shared gate the output of shared experts is added. All experts
-    of a token, and the token's copies for these experts, are counted on the token's rank; each
-    tensor-parallel rank sends its share of the tokens to experts.
+    Three kinds of elements are counted. The first are inputs and outputs of both norms (sharded
+    only by sequence parallelism). The second are q, k, v, the attention output, rotated q and k, a
+    copy of normalised grouped queries, and keys and values of other context ranks. The third are
+    the tensors of the gated block: gate, up, the activation, a copy of up, and the product of
+    activation and up (only gate, up and the product if compiled or with a gradient kernel). With a
+    shared gate the output of shared experts is added. All experts of a token, and the token's
+    copies for these experts, are counted on the token's rank. Each tensor-parallel rank sends its
+    share of the tokens to experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor

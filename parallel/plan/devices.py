@@ -2,8 +2,9 @@
 
 Times come from a roofline model with stated constants, not from measurements. Plans, which compute
 a step's work from its config, and rehearsals, which count the program's launches, use the same
-model. The time of a launch is the largest of three times: its bytes divided by the device's copy
-rate, its FLOPs divided by the FLOP/s that such an operation reaches, and the minimum launch time.
+model. The time of a launch is the largest of three times. They are its bytes divided by the
+device's copy rate, its FLOPs divided by the FLOP/s that such an operation reaches, and the minimum
+launch time.
 """
 
 import re
@@ -182,7 +183,7 @@ class Links:
 
     @property
     def ring_across(self) -> float:
-        """Share of a ring's bytes that leave a node: one rank per node sends to the next node."""
+        """Share of a ring's bytes that leave a node. One rank per node sends to the next node."""
         return 0.0 if self.per_node >= self.size else 1 / self.per_node
 
     @property

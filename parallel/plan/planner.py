@@ -90,12 +90,12 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest load divided by mean load; 1 if there is no load."""
+        """Largest load divided by mean load, or 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
 
     @property
     def sent_ratio(self) -> float:
-        """`sent_max` divided by `sent_adamw`; 1 if AdamW does not send any bytes."""
+        """`sent_max` divided by `sent_adamw`, or 1 if AdamW does not send any bytes."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
@@ -220,8 +220,9 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Return the plan of a stage from the units of its tensor-parallel ranks; `completed` adds
-    activations and traffic."""
+    """Return the plan of a stage from the units of its tensor-parallel ranks. `completed` adds
+    activations and traffic.
+    """
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):

@@ -55,7 +55,7 @@ class LayerWeight:
 class Layer:
     """The weights of one layer, with a single routed expert, and the elements of its vectors.
 
-    Gains are replicated; biases are sharded over tensor-parallel ranks.
+    Gains are replicated. Biases are sharded over tensor-parallel ranks.
     """
 
     weights: tuple[LayerWeight, ...]
@@ -74,7 +74,7 @@ class Layer:
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:
-    """Return the weights of layer `layer`; layers of the same kind share the result."""
+    """Return the weights of layer `layer`. Layers of the same kind share the result."""
     moe = model.mixture(layer)
     return _kind(model, 0 if moe is None else moe.dense_layers)
 
@@ -159,8 +159,8 @@ class PlanInputs(Layout):
         """Return `(name, inputs, units, repeats)` of a stage's dense units and experts, if any.
 
         `units` are the units of each tensor-parallel rank. A domain has copies or shards on data x
-        tensor ranks of its inputs, and the stage consists of `repeats` such sets of ranks; rank r
-        of the stage is in set `r // tensor % repeats`.
+        tensor ranks of its inputs. The stage consists of `repeats` such sets of ranks. Rank r of
+        the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:
@@ -238,7 +238,7 @@ class StepShape:
         return min(chunks / virtual, self.microbatches)
 
     def links(self, axis: Axis) -> Links:
-        """Return the links of an axis; `dense` and `experts` are the axes of replicas."""
+        """Return the links of an axis. `dense` and `experts` are the axes of replicas."""
         inputs = self.inputs
         sharing = inputs.expert * inputs.expert_tensor
         sizes: dict[Axis, tuple[int, int]] = {

@@ -1,9 +1,9 @@
 """The modelled time of a step: a roofline model with stated constants, not a measurement.
 
-The time of a matrix product is its FLOPs divided by the FLOP/s that its shape reaches; the time of
+The time of a matrix product is its FLOPs divided by the FLOP/s that its shape reaches. The time of
 any other operation is its bytes divided by the copy rate, and at least the time of a launch. The
 time of communication is its bytes divided by the rate of the slowest link. Communication of
-activations does not overlap with computation; reduce-scatters of gradients overlap with the
+activations does not overlap with computation. Reduce-scatters of gradients overlap with the
 backward pass of the last micro-batch, and all-gathers of weights with the forward pass of the first
 micro-batch.
 """
@@ -182,8 +182,9 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the time in seconds of a weight's product with the inputs of one micro-batch; for an
-    expert's weight, of the products of all experts on a rank."""
+    """Return the seconds of a weight's product with the inputs of one micro-batch. For an expert's
+    weight, include the products of all experts on a rank.
+    """
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -346,7 +347,7 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
     """Return a lower bound, in seconds, on the step time of all plans with this layout.
 
-    `owned_flops` are the FLOPs of the rules on all matrices; the bound divides these FLOPs equally
+    `owned_flops` are the FLOPs of the rules on all matrices. The bound divides these FLOPs equally
     among ranks.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]

@@ -1,9 +1,10 @@
 """The bucket layout: positions of parameters in the flat buckets of data parallelism.
 
-A bucket is one flat buffer, divided into `ranks` equal shards; data-parallel rank r owns the
+A bucket is one flat buffer, divided into `ranks` equal shards. Data-parallel rank r owns the
 elements `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets
 are in the order in which the backward pass completes gradients, last layer first. Parameters are
-adjacent, without gaps; a shard boundary may divide a unit, whose momentum is then sent to one rank.
+adjacent, without gaps. A shard boundary may divide a unit. The unit's momentum is then sent to one
+rank.
 
 If all units of a parameter are PC layers, their owners store W, and no rule updates the shards.
 Such parameters have separate buckets, whose shards need no float32 master weights. An embedding on
@@ -118,7 +119,7 @@ class BucketLayout:
         return tuple(spans)
 
     def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
-        """Divide `spans(unit)` at shard boundaries; return (data-parallel rank, span) by ascending
+        """Divide `spans(unit)` at shard boundaries. Return (data-parallel rank, span) by ascending
         rank.
 
         `start` is still relative to the beginning of the bucket.
@@ -314,8 +315,9 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """Return the prefix of the layer, e.g. `layers.3` for `layers.3.mlp.down`; None outside
-    layers."""
+    """Return the prefix of the layer, e.g. `layers.3` for `layers.3.mlp.down`, or None outside
+    layers.
+    """
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
@@ -324,7 +326,7 @@ def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
     The result is the smallest number with at most `STEP_ELEMENTS` elements per group, but at most
-    four: more groups mean more and smaller stacks of matrices, and each stack needs all launches of
+    four. More groups mean more and smaller stacks of matrices, and each stack needs all launches of
     its rule.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))

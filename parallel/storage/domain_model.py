@@ -1,7 +1,7 @@
 """The parameters of one domain on one rank: flat buckets of weights and gradients.
 
 Parameters and gradients are views of the buckets, and shards are slices of the buckets. Gradients
-are accumulated in their buckets, and each bucket is reduced when it is complete; new weights are
+are accumulated in their buckets, and each bucket is reduced when it is complete. New weights are
 all-gathered.
 
 Linear layers accumulate weight gradients in the buckets, within the matrix products that compute
@@ -106,7 +106,7 @@ class GradientReducer:
 
     Megatron's schedules run all micro-batches except the last inside `no_sync`, and call `finish`
     at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
-    the bucket's last gradient is complete; otherwise all reduce-scatters start in `finish`.
+    the bucket's last gradient is complete. Otherwise all reduce-scatters start in `finish`.
 
     observe       called with each micro-batch's gradient of each parameter; None: no observer
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks, such as gains under
