@@ -36,7 +36,7 @@ def config_assignments(config: Config) -> Assign:
 
 
 def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
-    """Return the routing table of the whole model; `owners` maps each matrix to its owner rank."""
+    """Return the routing table of the whole model. `owners` maps each matrix to its owner rank."""
     assign = config_assignments(config)
     return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 

@@ -1,5 +1,6 @@
-"""Construction of a run's model, optimizer and trainer from its config, and loading of a checkpoint
-into them, to continue a run or to rewind it."""
+"""Construction of a run's model, optimizer and trainer from its config. To continue or rewind a
+run, a checkpoint is loaded into them.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -104,8 +105,8 @@ def build_trainer(
 ) -> Trainer:
     """Build model and optimizer and return this rank's trainer.
 
-    `weights` are the initial weights, None for new weights; `tasks` score the model. Monitors
-    measure every `monitor_interval` steps; None uses the config's interval.
+    `weights` are the initial weights, or None for new weights. `tasks` score the model. Monitors
+    measure every `monitor_interval` steps. None uses the config's interval.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -149,7 +150,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint; if the mixture has changed, a new phase begins.
+    """Return the progress at a checkpoint. If the mixture has changed, a new phase begins.
 
     Raises ResumeError if the mixture has changed and the checkpoint contains no counts of sets.
     """

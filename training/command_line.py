@@ -90,8 +90,8 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks. Other ranks first wait to
-    be stopped by torchrun; a rank that is not stopped prints its error with its rank.
+    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks. Other ranks first wait
+    until torchrun stops them. A rank that is not stopped prints its error and its rank.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:

@@ -1,4 +1,4 @@
-"""The plan of a config: its steps, and its use of each data set."""
+"""The plan of a config, with its steps and its use of each data set."""
 
 import math
 import os
@@ -47,7 +47,7 @@ class PhaseUse:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples; the shares sum to 1."""
+        """Share of each set in the samples. The shares sum to 1."""
         total = math.fsum(self.weights.values())
         return {name: weight / total for name, weight in self.weights.items()}
 
@@ -231,9 +231,9 @@ def rule_operands(config: Config) -> str:
 def device_named(text: str) -> Device:
     """Return the device named `text`, or the device that the YAML file `text` describes.
 
-    Values that the file omits are taken from the device that its key `base` names; without `base`,
-    they are h100's, which is noted in the device's name (by default, the file's name). A
-    `peak` with all types in `REQUIRED` replaces the base's.
+    Values that the file omits are taken from the device that its key `base` names. Without `base`,
+    they are taken from h100, and the device's name (by default, the file's name) states this. A
+    `peak` with all types in `REQUIRED` replaces the whole `peak` of the base.
 
     Raises InvalidConfigError if there is no such device or file, or if the file has problems.
     """

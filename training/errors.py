@@ -1,5 +1,5 @@
-"""Errors in a user's input, which command lines print as `error: ...` before they exit with code 2,
-and errors of optional files, which do not end a run.
+"""Errors in a user's input, and errors of optional files. Commands print the former as `error: ...`
+and exit with code 2. The latter do not end a run.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from parallel.error_text import described
 
 
 class InputError(ValueError):
-    """Error for an invalid input; the message names the input, the rule and the value."""
+    """Error for an invalid input. The message names the input, the rule and the value."""
 
 
 class ConfigError(InputError):
@@ -25,7 +25,7 @@ class DataError(InputError):
 
 
 class MissingSetError(DataError):
-    """Error for a set without files; `key` is the config key, outermost first, None if unknown."""
+    """Error for a set without files. `key` is the config key, outermost first, if known."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class MissingSetError(DataError):
 
 
 class VocabularyError(DataError):
-    """Error for a model whose vocabulary does not match its data."""
+    """Error for a vocabulary size that does not match the data."""
 
 
 class BrokenCheckpointError(InputError):

@@ -2,7 +2,7 @@
 
 Each window of a validation set counts once. Each choice of a task is a separate sequence. Sequences
 are grouped by length, so that short sequences are not padded to a whole window, and distributed
-over the data-parallel ranks; causal attention hides padding.
+over the data-parallel ranks. Causal attention hides padding.
 """
 
 import math
@@ -131,7 +131,7 @@ def run_passes(
     length: int | None = None,
 ) -> bool:
     """Compute the metrics of `count` micro-batches, a result of `whole_rounds`, and pass them to
-    `add`; return False if `stop` returned True.
+    `add`. Return False if `stop` returned True.
 
     For the other arguments see `ParallelModel.forward_backward`.
     """
@@ -242,8 +242,9 @@ def log_likelihoods(
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths to which sequences are padded, ascending: a window divided by 1, 2, 4 and
-    so on, as long as the layout can split the length."""
+    """Return the lengths to which sequences are padded, ascending. They are a window divided by 1,
+    2, 4 and so on, as long as the layout can split the length.
+    """
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -265,7 +266,8 @@ class Scorer:
 
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
         """Add the losses of the requests `indices` to `losses`, in passes of `rows` sequences of
-        `length` tokens; return False if `stop` returned True."""
+        `length` tokens. Return False if `stop` returned True.
+        """
         share = -(-len(indices) // (rows * self.groups.data.size))
         count = whole_rounds(share, self.groups)
 

@@ -52,8 +52,9 @@ KERNEL: Final = ("/proc", "/sys")
 
 
 def real_path(path: str | Path) -> Path:
-    """Return `path` with links resolved. Unlike `Path.resolve`, accept a loop of links; opening
-    the returned path then raises OSError."""
+    """Return `path` with links resolved. Unlike `Path.resolve`, accept a loop of links. Opening the
+    returned path then raises OSError.
+    """
     return Path(os.path.realpath(path))
 
 
@@ -67,13 +68,13 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file on a disk; raise OSError like `check_regular`."""
+    """Return the content of a regular file on a disk. Raise OSError like `check_regular`."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file; raise OSError like `read_regular` and ValueError like `parse_json`."""
+    """Parse a JSON file. Raise OSError like `read_regular` and ValueError like `parse_json`."""
     return parse_json(read_regular(Path(path)))
 
 
@@ -81,8 +82,8 @@ def check_shape(value: Any, shape: Any, place: str) -> None:
     """Raise InputError for the first part of `value` that does not match `shape`.
 
     A shape is a type or a union of types, `[shape]` for a list of any length, or a mapping from
-    required keys to shapes, in which the key `...` stands for all other keys. `place` is the name
-    of the value in errors.
+    required keys to shapes. In a mapping, the key `...` stands for all other keys. `place` is the
+    name of the value in errors.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):

@@ -90,7 +90,7 @@ class Ranks:
 def launch(ranks: int, command: Sequence[str]) -> int:
     """Run a Python `command` in `ranks` processes on this machine and return the exit code.
 
-    Ctrl-C and SIGTERM are forwarded to the ranks; a second Ctrl-C kills the ranks.
+    Ctrl-C and SIGTERM are forwarded to the ranks. A second Ctrl-C kills the ranks.
     """
     # torch's launcher would log a warning for every signal it sends; the ranks print errors.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)

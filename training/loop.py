@@ -139,7 +139,7 @@ class Loop:
         return self.validate_and_report(metrics)
 
     def begin_phase(self, read: Mapping[str, SetCount]) -> None:
-        """Switch to the next mixture; `read` contains the counts of each set so far."""
+        """Switch to the next mixture. `read` contains the counts of each set so far."""
         trainer, progress = self.trainer, self.trainer.progress
         mixture = trainer.data.at(progress.step)
         progress.phase = mixture.phase_after(progress.sample, read)
@@ -153,7 +153,7 @@ class Loop:
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
-        """Return the metrics due after `step`; `samples` is [first, end) of the step's samples.
+        """Return the metrics due after `step`. `samples` is [first, end) of the step's samples.
 
         Also records the monitors' metrics, and checks weights and losses.
         """
@@ -176,14 +176,15 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Report metrics that a stop left unreported; see `validate_and_report`."""
+        """Report metrics that a stop left unreported. See `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation metrics: {} if no validation
-        was due, None if a stop interrupted the validation."""
+        """Validate if due, report `metrics`, and return the validation metrics. The result is {} if
+        no validation was due, and None if a stop interrupted the validation.
+        """
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -204,8 +205,9 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work is due after `step`: after the last step, and after every `interval`
-        steps unless `interval` is 0."""
+        """Return whether work is due after `step`. Unless `interval` is 0, it is due after every
+        `interval` steps and after the last step.
+        """
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -233,7 +235,7 @@ class Loop:
         )
 
     def paused(self, measure: Callable[[], Result]) -> Result:
-        """Call `measure` and return its result; its time does not count as step time."""
+        """Call `measure` and return its result. Its time does not count as step time."""
         with self.trainer.pace.pause(), profiler.record_function("validation"):
             return measure()
 

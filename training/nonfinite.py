@@ -21,8 +21,9 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detector of losses far above the last losses; its result is on the device, equal on all
-    ranks."""
+    """Detector of losses far above the last losses. Its result is on the device and equal on all
+    ranks.
+    """
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare each loss with the losses of the last `window` steps that were taken.
@@ -57,9 +58,9 @@ class SpikeDetector:
 class NonFiniteGuard:
     """Counter of skipped steps, which ends the run after too many consecutive skipped steps.
 
-    On a GPU, `record` only stores a device flag, true if the step was taken; `check` reads the
-    flags at logging steps, so that other steps do not wait for the device. On a CPU,
-    `record` checks immediately.
+    On a GPU, `record` only stores a device flag, which is true if the step was taken. `check` reads
+    the flags at logging steps, so that other steps do not wait for the device. On a CPU, `record`
+    checks immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool) -> None:
@@ -72,8 +73,9 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, tuple[int, int], Tensor]] = []
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
-        """Record whether `step`, counted from 1, was taken; `samples` is [first, end) of the step's
-        samples."""
+        """Record whether `step`, counted from 1, was taken. `samples` is [first, end) of the step's
+        samples.
+        """
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()
@@ -110,7 +112,7 @@ class NonFiniteGuard:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; waits for the device."""
+        """Return the state for a checkpoint. This waits for the device."""
         self.check()
         return {"skipped": self.skipped, "in_a_row": [list(step) for step in self._in_a_row]}
 

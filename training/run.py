@@ -119,15 +119,16 @@ def train(
     on_step: Callable[[int, StepResult], None] = ignore,
     interrupts: Interrupts | None = None,
 ) -> Outcome:
-    """Run the config to its end on this rank; rank 0 writes to `run.dir` and prints.
+    """Run the config to its end on this rank. Rank 0 writes to `run.dir` and prints.
 
     `resume` is `latest` for the newest checkpoint of `run.dir`, `none`, or a step. If torchrun or
     SLURM has restarted the command, `latest` is used in any case. `on_step` is called after every
     step with the step's number and result. `interrupts` handles Ctrl-C, which stops the run.
 
-    Raises ConfigError if a backend is not installed or a CUDA graph has no GPU, DataError if data
-    cannot be used, FolderError or ResumeError if the run folder or a checkpoint cannot be used,
-    NonFiniteError after too many consecutive skipped steps, CheckpointError if a save fails.
+    Raises ConfigError if a backend is not installed or a CUDA graph has no GPU, and DataError if
+    data cannot be used. Raises FolderError or ResumeError if the run folder or a checkpoint cannot
+    be used. Raises NonFiniteError after too many consecutive skipped steps, and CheckpointError if
+    a save fails.
     """
     check_backends(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
@@ -222,7 +223,7 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
     """Check the config against `start`, the checkpoint to continue from, None for a new run.
 
-    Raises ResumeError if the checkpoint's run began without the config's initial weights,
+    Raises ResumeError if the checkpoint's run began without the config's initial weights, and
     InvalidConfigError if a later batch size is not legal on this number of ranks.
     """
     if start is not None:
@@ -235,8 +236,8 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
     """Return the initial weights from another run, or None if new weights must be initialised.
 
-    Raises BrokenCheckpointError or ResumeError if the weights cannot be used, VocabularyError if a
-    new embedding would have more rows than the data needs.
+    Raises BrokenCheckpointError or ResumeError if the weights cannot be used, and VocabularyError
+    if a new embedding would have more rows than the data needs.
     """
     weights = initial_weights(config, facts["tokenizer"]["sha256"], tokenizer_path(config))
     if weights is None:
@@ -284,7 +285,7 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
 def open_log(
     trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
 ) -> RunLog | None:
-    """Open the log of a run on rank 0 and write its first notes; return None on other ranks."""
+    """Open the log of a run on rank 0 and write its first notes. Return None on other ranks."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
     counts = trainer.spectral.state()  # collective
@@ -378,7 +379,7 @@ def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
 def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes an event about its error.
 
-    Rank 0 writes errors that all ranks raise; each rank writes errors that only this rank raises.
+    Rank 0 writes errors that all ranks raise. Each rank writes errors that only this rank raises.
     If ranks are missing in a collective, the first rank that is not missing writes the error.
     """
     if isinstance(error, CollectiveError):

@@ -190,7 +190,7 @@ class RunLog:
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
-        """Remove the lines of steps after `step`, which the run repeats; `text` is the reason."""
+        """Remove the lines of steps after `step`, which the run repeats. `text` is the reason."""
         self.note("rewind", step, text)
         self._close_figures()
         drop_later_lines(self.writer.path, step)
@@ -240,7 +240,7 @@ def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Write the error that ended the run on this rank as an event; ignore disk errors.
+    """Write the error that ended the run on this rank as an event. Disk errors are ignored.
 
     The event contains the type of the error, this rank and this host, and for a failed collective
     the missing ranks and their hosts. The caller prints the error.
@@ -276,7 +276,7 @@ WARNINGS: Final = {
 
 
 def set_aside(path: Path) -> list[str]:
-    """Rename a non-empty file to the first free `name.N.suffix`; return `OLD to NEW` if renamed."""
+    """Rename a non-empty file to the first free `name.N.suffix`. Return `OLD to NEW` if renamed."""
     if path.exists() and path.stat().st_size:
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
         new = path.rename(next(name for name in names if not name.exists()))

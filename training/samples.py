@@ -77,7 +77,7 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
     """Return the start position of each token's document in a sample, `[sequence_length]`.
 
-    In the first `prompt` tokens, documents begin where they begin in the set; generated tokens
+    In the first `prompt` tokens, documents begin where they begin in the set. Generated tokens
     continue the last document. The result is None if attention crosses document borders.
     """
     if not data.borders.mask:
@@ -98,8 +98,8 @@ def next_tokens(
     """Return the most probable token after position `place` of each window, int64 `[rows]`.
 
     `windows` is `[rows, sequence_length]`, equal on all ranks. `firsts` contains for each window
-    a result of `written_documents`. Each window is a micro-batch; every data-parallel
-    rank computes all windows.
+    a result of `written_documents`. Each window is a micro-batch. Every data-parallel rank computes
+    all windows.
     """
     rows = len(windows)
     count = whole_rounds(rows, groups)

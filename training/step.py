@@ -151,8 +151,9 @@ class Trainer:
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards; return the metrics of `mean_loss`, averaged over the global
-        batch."""
+        """Compute the gradient shards. Return the metrics of `mean_loss`, averaged over the global
+        batch.
+        """
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]
@@ -196,7 +197,7 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics of a logged step except its times; waits for the device."""
+        """Return the metrics of a logged step except its times. This waits for the device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
@@ -213,7 +214,7 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the trainer's state except tensors, for JSON; waits for the device.
+        """Return the trainer's state except tensors, for JSON. This waits for the device.
 
         Raises DisagreementError if watched weights have changed between steps.
         """
@@ -265,7 +266,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     """Return the loss function of training.
 
     The loss is the mean token loss of the micro-batch plus `z_loss` times the mean squared
-    log-sum-exp of the logits; if the batch has `weights`, both means are weighted sums instead. The
+    log-sum-exp of the logits. If the batch has `weights`, both means are weighted sums instead. The
     metric `loss` contains the mean loss `[]`, or with a z-loss both means `[2]` without the
     coefficient.
     """
@@ -286,7 +287,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """Gram penalty, whose gradient is added in its active steps.
+    """Gram penalty. Its gradient is added in the steps in which it is active.
 
     Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
     active in the first tenth of the steps.

@@ -32,8 +32,7 @@ def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return a note about the profile for a run that continues after step `after`; None without a
-    profile."""
+    """Return a note about the profile for a run that continues after step `after`, if any."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -57,7 +56,7 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """The profile of this rank's steps; all ranks call its methods, even unprofiled ranks."""
+    """The profile of this rank's steps. All ranks call its methods, even unprofiled ranks."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
@@ -91,7 +90,7 @@ class StepProfile:
             self._span.__enter__()
 
     def after(self, step: int) -> None:
-        """End the range of a step; after the last profiled step, write the files."""
+        """End the range of a step. After the last profiled step, write the files."""
         with self._failing():
             self._span.__exit__(None, None, None)
         self._span = contextlib.nullcontext()
@@ -164,7 +163,7 @@ class StepProfile:
 
 
 def write_trace(session: profiler.profile, path: Path) -> Path:
-    """Write the trace of a finished session to a compressed file; return its path.
+    """Write the trace of a finished session to a compressed file. Return its path.
 
     Raises OSError if the disk is full, RuntimeError if the trace is empty because other code ended
     the profiler (writing an empty trace would end the process).

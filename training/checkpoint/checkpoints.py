@@ -8,9 +8,9 @@
         meta.json    step, data position, identity, versions, and a hash of every file
         COMPLETE     hash of meta.json, written last
 
-A checkpoint is written to `.writing-...` in the folder `checkpoints` and renamed when all of its
-files are on disk, so every folder step_* was complete when it was renamed. A checkpoint needs no
-file outside its folder. Loading a checkpoint never depends on `latest`.
+A checkpoint is written to `.writing-...` in the folder `checkpoints`, and renamed when all of its
+files are on disk. Every folder step_* is therefore complete. A checkpoint needs no file outside its
+folder. Loading a checkpoint never depends on `latest`.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
-    Checks that the checkpoint is complete and that each file has its recorded size; `problems`
+    Checks that the checkpoint is complete and that each file has its recorded size. `problems`
     compares file hashes. Needs no process group.
 
     In a run folder, a broken checkpoint newer than the returned checkpoint causes only a warning.
@@ -279,7 +279,7 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a half-removed checkpoint is never loaded."""
+    """Remove a checkpoint. It is renamed first, so a half-removed checkpoint is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)
@@ -301,9 +301,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    The `keep_last` newest complete checkpoints are kept; None keeps all. Checkpoints whose step is
-    a multiple of `keep_every` are kept too, unless it is None. Broken checkpoints are not removed.
-    First, the leftovers of an interrupted call are removed.
+    The `keep_last` newest complete checkpoints are kept; None keeps all. Checkpoints at multiples
+    of `keep_every` steps, if not None, are also kept. Broken checkpoints are not removed. First,
+    the leftovers of an interrupted call are removed.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)
@@ -334,7 +334,7 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move checkpoints of steps after `step`, if any, to a new folder; return the folder, or None.
+    """Move checkpoints of steps after `step`, if any, to a new folder. Return the folder, or None.
 
     A run that returned to `step` must never continue from later checkpoints, even after a crash.
     """

@@ -84,10 +84,10 @@ def initial_weights(
 ) -> InitialWeights | None:
     """Return the weights of `checkpoint.initialize_from`, or None if it is null. Collective.
 
-    `file` is the data's tokenizer.json and `tokenizer` its sha256; None if unknown. Rank 0 chooses
-    the checkpoint for all ranks, because the source run may be saving a newer checkpoint.
-    Raises BrokenCheckpointError if the checkpoint cannot be read, ResumeError if there is no
-    checkpoint or if its model or tokenizer differs.
+    `file` is the data's tokenizer.json and `tokenizer` its sha256. Both are None if unknown. Rank 0
+    chooses the checkpoint for all ranks, because the source run may be saving a newer checkpoint.
+    Raises BrokenCheckpointError if the checkpoint cannot be read, and ResumeError if there is no
+    checkpoint or its model or tokenizer differs.
     """
     if config.checkpoint.initialize_from is None:
         return None
@@ -101,8 +101,9 @@ def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
     """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for a
-    `checkpoint.initialize_from` that is not null. For arguments and errors see `initial_weights`;
-    without a vocabulary size, the models are not compared."""
+    `checkpoint.initialize_from` that is not null. For arguments and errors see `initial_weights`.
+    Without a vocabulary size, the models are not compared.
+    """
     assert config.checkpoint.initialize_from is not None
     info = read_checkpoint(config.checkpoint.initialize_from)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()

@@ -1,5 +1,6 @@
-"""The checkpoint that a run continues from, and the run's identity: the facts that must be equal in
-the checkpoint and the continued run."""
+"""The checkpoint from which a run continues, and the run's identity. The identity consists of the
+facts that must be equal in the checkpoint and the continued run.
+"""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ Identity = dict[str, dict[str, Any]]
 
 
 class Change(NamedTuple):
-    """A value that differs between a saved and a continuing run; a missing value is "absent"."""
+    """A value that differs between a saved and a continuing run. A missing value is "absent"."""
 
     key: str
     before: Any
@@ -87,8 +88,8 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    The settings are read from the checkpoint's config. A key that is missing in the config of an
-    earlier version has its default; a renamed key is compared under its current name. Raises
+    The settings are read from the checkpoint's config. Keys that are missing in the config of an
+    earlier version get their defaults. Renamed keys are compared under their current names. Raises
     BrokenCheckpointError if the config file has changed since it was written.
     """
     return identity(info.config, info.meta["identity"])
@@ -197,8 +198,8 @@ def announced(
     """Return a message for each accepted change since a checkpoint that affects metrics.
 
     These are changes of allowed kinds, of validation, tasks and spike detection, and of settings
-    that affect rounding or speed: the layout, the micro-batch, implementations, and the software
-    and device in `machine`.
+    that affect rounding or speed. The latter are layout, micro-batch, implementations, and the
+    software and device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
@@ -239,7 +240,7 @@ def comparable(
 
     Validation sets and tasks may be added or removed. A set has a sha256 only if it has a manifest,
     and a modification time only if it is large and has no manifest. Settings of a rule that only
-    one run uses are optional, because the rule of a group or role then differs as well.
+    one run uses are optional, because the difference in the rule of a group or role is reported.
     """
     optional = {
         key
@@ -255,7 +256,7 @@ def comparable(
 
 
 def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
-    """Return the error about a run that cannot continue: one line per kind, then the remedy.
+    """Return the error for a run that cannot continue: one line per kind, then the remedy.
 
     `pc` is true if the run has PC layers.
     """
@@ -275,7 +276,7 @@ def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> 
 
 
 def new_run(place: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit a run; `pc` is true with PC layers."""
+    """Return the remedy for a state that does not fit a run. `pc` is true with PC layers."""
     if pc:  # not checkpoint.initialize_from: with PC layers the effective weights would change
         return "set another run.dir"
     return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
@@ -431,7 +432,7 @@ def check_content(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError on every rank if a file has changed since it was written or a
     tensor is not finite.
 
-    All ranks call this function; each rank reads a share of the files and tensors.
+    All ranks call this function. Each rank reads a share of the files and tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoints.problems, checkpoints.not_finite):

@@ -1,4 +1,4 @@
-"""Saving of a run's checkpoints, one at a time, in the background, by all ranks."""
+"""Saving of a run's checkpoints in the background, one at a time, by all ranks."""
 
 import random
 import shutil
@@ -42,7 +42,7 @@ REFUSALS: Final = 3
 
 
 class CheckpointError(RuntimeError):
-    """Error for a checkpoint that cannot be written; earlier checkpoints are unchanged."""
+    """Error for a checkpoint that cannot be written. Earlier checkpoints are unchanged."""
 
 
 class Saver:
@@ -127,7 +127,7 @@ class Saver:
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Wait at most `timeout` seconds; return whether this rank's part is finished or failed."""
+        """Wait at most `timeout` seconds. Return whether this rank's part is finished or failed."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -141,7 +141,7 @@ class Saver:
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
         """Wait until a running save is complete and old checkpoints are removed.
 
-        `failed_anywhere` returns whether its argument is true on any rank; `beat` is called while
+        `failed_anywhere` returns whether its argument is true on any rank. `beat` is called while
         waiting. Raises CheckpointError if the save fails.
         """
         while self._pending is not None:
@@ -207,8 +207,8 @@ class Saver:
         """Restart a failed save of the same state on every rank.
 
         After the last attempt, raises CheckpointError with the problems of all ranks. A nonfinite
-        state is not saved again: up to `REFUSALS - 1` consecutive times it is dropped with a
-        warning, because the guard against bad losses may still rewind the run to an earlier step.
+        state is not saved again. It is dropped with a warning, up to `REFUSALS - 1` consecutive
+        times, because the guard against bad losses may still rewind the run to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending

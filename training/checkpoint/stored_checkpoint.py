@@ -93,7 +93,9 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json in an average; `progress` is that of its last checkpoint."""
+    """Required entries of meta.json in an average. `progress` is the progress of its last
+    checkpoint.
+    """
 
     averaged: AveragedCheckpoints
     progress: Progress
@@ -162,7 +164,7 @@ def changed(folder: Path, name: str) -> str:
 class StoredTensors:
     """Tensors stored in `folder`, saved on any layout.
 
-    `parallel.checkpoint.state` defines the keys. The constructor reads the index; `read_into` and
+    `parallel.checkpoint.state` defines the keys. The constructor reads the index. `read_into` and
     `read` read tensors. All three raise BrokenCheckpointError if the folder cannot be read.
     """
 
@@ -300,7 +302,7 @@ class CheckpointWeights:
         return self.config.pc is not None and self.config.pc.covers(unit)
 
     def weight(self, unit: Unit) -> Tensor:
-        """Return a unit's W `[*shape]`, float32; for a PC layer, W is not the effective weight."""
+        """Return a unit's W `[*shape]`, float32. In a PC layer, W is not the effective weight."""
         key = f"weight/{unit.name}"
         return self._stored.read([key])[key].float().reshape(unit.shape)
 

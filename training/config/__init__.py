@@ -1,8 +1,9 @@
-"""The run config, read from YAML into frozen sections; an error lists all problems at once.
+"""The run config, read from YAML into frozen sections. An error lists all problems at once.
 
 schema.py, data.py, schedule.py and optimizer_section.py contain the fields and the conditions
-within sections, checks.py the conditions between sections; yaml_files.py and binding.py read YAML,
-manual.py writes docs/configuration.md. No file depends on megatron-core. Start with schema.py.
+within sections. checks.py contains the conditions between sections. yaml_files.py and binding.py
+read YAML. manual.py writes docs/configuration.md. No file depends on megatron-core. Start with
+schema.py.
 """
 
 from collections.abc import Sequence
@@ -63,5 +64,5 @@ def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> No
 
 
 def to_yaml(config: Config) -> str:
-    """Return `config` as YAML, including all defaults; loading the YAML returns an equal config."""
+    """Return `config` as YAML, including all defaults. Loading the YAML returns an equal config."""
     return to_text(asdict(config))

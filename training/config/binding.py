@@ -220,8 +220,7 @@ def described(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and annotation of each leaf of a section; NAME stands for a dict's
-    key."""
+    """Yield the dotted path and annotation of each leaf of a section (NAME: a dict's key)."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
         place = join(path, name) + suffix

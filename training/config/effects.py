@@ -1,7 +1,7 @@
 """Settings that have no effect because of other settings.
 
 Such settings are often inherited from a base, so a run lists them at the start instead of raising
-an error; settings of a feature that an interval of 0 disables are not listed. A section rejects
+an error. If an interval of 0 disables a feature, its settings are not listed. A section rejects
 settings that contradict each other (`models.section.ignored`).
 """
 

@@ -24,7 +24,7 @@ def nested(kind: Any) -> type | None:
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """Return the sentence below each field of a dataclass and its bases, as one line, by field."""
+    """Return the sentences below the fields of a dataclass and its bases, as lines by field."""
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):

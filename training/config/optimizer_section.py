@@ -23,7 +23,7 @@ ROUTERS: Final = ("router", "shared_router")
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
-    """Return the parameter groups of the model; a tied head is in the embedding's group."""
+    """Return the parameter groups of the model. A tied head is in the embedding's group."""
     return [group for group in GROUPS if not (group == "head" and model.tie_embeddings)]
 
 
@@ -36,7 +36,7 @@ LARGEST_OF_RULES: Final = 1000
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`; raise ValueError if a number in it is so large that a step would not end."""
+    """Return `rule`. Raise ValueError if a number in it is so large that a step would not end."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())

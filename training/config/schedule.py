@@ -160,7 +160,7 @@ class TrainConfig(Section):
     ) -> Iterator[EqualSteps]:
         """Yield the remaining parts of the run, each with a constant global batch size.
 
-        The first part begins after `step` steps and `tokens` tokens; the last part ends with step
+        The first part begins after `step` steps and `tokens` tokens. The last part ends with step
         `until`, by default the run's last step.
         """
         last = self.steps if until is None else until
@@ -210,8 +210,9 @@ class ScheduleConfig(Section):
     """Final fraction of the run in which wsd decays."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps; with unit tokens, in batches of `train.global_batch`
-        sequences."""
+        """Return the length of a run in steps or, with unit tokens, in batches of
+        `train.global_batch`.
+        """
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
@@ -247,12 +248,12 @@ def learning_rate_factor(
 ) -> float:
     """Return the learning-rate factor of step `step`, counted from 0, in a run of `total_steps`.
 
-    `size` is the fraction of a step that a smaller batch of a batch ramp counts as; `step` may then
-    be fractional.
+    A smaller batch of a batch ramp counts as the fraction `size` of a step. `step` may then be
+    fractional.
 
     The warm-up factor is (step + 1) / warmup_steps, so no step has factor 0 and the last warm-up
     step has factor 1. Decay starts at step warmup_steps with factor 1 and reaches `min_ratio` at
-    step total_steps, one step after the run's last step; the factor is constant afterwards. The
+    step total_steps, one step after the run's last step. Afterwards the factor is constant. The
     decay equals torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:

@@ -1,8 +1,7 @@
-"""The run config and its sections. The sentence under each field is the field's entry in
-docs/configuration.md; the method `checks` checks the conditions within a section.
-
-checks.py contains the conditions between sections. The sections about data are in data.py, `train`
-and `schedule` in schedule.py, `optimizer` in optimizer_section.py, `model` in models/. Start with
+"""The run config and its sections. The sentence under each field is its entry in
+docs/configuration.md. The method `checks` checks the conditions within a section. checks.py
+contains the conditions between sections. The sections about data are in data.py, `train` and
+`schedule` in schedule.py, `optimizer` in optimizer_section.py, `model` in models/. Start with
 Config, at the end.
 """
 
@@ -128,7 +127,7 @@ class SpikeConfig(Section):
 
 
 class GramPenaltyConfig(Section):
-    """Off-diagonal Gram penalty added to the loss; see docs/spectral.md."""
+    """Off-diagonal Gram penalty added to the loss. See docs/spectral.md."""
 
     roles: Annotated[tuple[str, ...], Field(min_length=1)] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit separately."""

@@ -1,10 +1,10 @@
 """Reader of config files: a YAML file is merged over its bases, then overrides are applied.
 
 `base: other.yaml`, or a list of files in ascending priority, is relative to the file that contains
-it. Sections are merged, lists and single values replaced; a section with `replace: true` inherits
-no key from the base. `${section.key}` refers to the merged result; `${oc.env:NAME}`, allowed only
-in keys that are paths, refers to the environment. `read_saved` does not resolve references, because
-a saved config may be from another person.
+it. Sections are merged; lists and single values are replaced. A section with `replace: true`
+inherits no key from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers
+to the environment, and is allowed only in keys that are paths. `read_saved` does not resolve
+references, because a saved config may be from another person.
 """
 
 import re
@@ -108,7 +108,7 @@ def _readable(prefix: str) -> Iterator[None]:
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
-    """Return the nested mapping of `key=value` overrides; the last value of a key is used.
+    """Return the nested mapping of `key=value` overrides. The last value of a key is used.
 
     Raises InvalidConfigError for an invalid override.
     """
@@ -224,7 +224,7 @@ def to_text(content: Content) -> str:
 
 
 def as_yaml(content: Content) -> str:
-    """Return plain values as YAML; `read_merged` resolves the references in it."""
+    """Return plain values as YAML text. `read_merged` resolves references in the text."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

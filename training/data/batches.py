@@ -50,7 +50,7 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`; if a worker raises DataError, remove its traceback from the message."""
+    """Yield `batches`. If a worker raises DataError, remove its traceback from the message."""
     try:
         yield from batches
     except DataError as error:

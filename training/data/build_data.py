@@ -69,7 +69,7 @@ def needed_tokenizer(config: Config, key: str) -> Path:
 def with_vocabulary(config: Config) -> Config:
     """Return `config` with a null model.vocab_size replaced by the size in the data manifest.
 
-    Raises DataError if there is no manifest; mock tokens have a default size.
+    Raises DataError if there is no manifest. Mock tokens have a default vocabulary size.
     """
     if config.model.vocab_size is not None:
         return config
@@ -214,8 +214,9 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
-    """Return a message with the sets that `data.verify` cannot check, because no manifest states
-    their hashes; None if there are no such sets. `sets` contains opened sets by kind."""
+    """Return a message with the sets that `data.verify` cannot check because no manifest states
+    their hashes, or None if all sets can be checked. `sets` contains opened sets by kind.
+    """
     if data.mock or data.verify == "none":
         return None
     names = [

@@ -34,7 +34,7 @@ def write_block_hashes(prefix: str | Path) -> None:
 
 
 def file_sha256(path: str | Path) -> str:
-    """Return the sha256 of a file; raise DataError if the file cannot be read."""
+    """Return the sha256 of a file. Raise DataError if the file cannot be read."""
     try:
         check_regular(Path(path))
         with open(path, "rb") as file:

@@ -48,7 +48,7 @@ class SetEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared folder: its tokenizer, its token sets, and facts about their preparation."""
+    """A prepared folder, with its tokenizer, its token sets, and facts about their preparation."""
 
     __pydantic_config__ = ConfigDict(strict=True)  # unknown keys of later versions are ignored
 
@@ -64,7 +64,7 @@ class Manifest:
         return self.folder / self.tokenizer.file
 
     def to_json(self) -> str:
-        """Return the text of manifest.json; equal manifests have equal texts."""
+        """Return the text of manifest.json. Equal manifests have equal texts."""
         content = {"format": MANIFEST_FORMAT, **dataclasses.asdict(self)}
         del content["folder"]
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -121,7 +121,7 @@ def check_tokenizer(manifest: Manifest) -> None:
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
     """Check that all sets with a manifest use the same tokenizer.
 
-    `sets` contains (name, prefix) of each set; `tokenizer` is the config's tokenizer.json, if any.
+    `sets` contains (name, prefix) of each set. `tokenizer` is the config's tokenizer.json, if any.
 
     Raises:
         DataError: the tokenizers differ; the message names each tokenizer and its sets.
@@ -151,9 +151,9 @@ def shared_text(
 ) -> Iterator[str]:
     """Yield a message for each pair of sets with the same text. Arguments map names to prefixes.
 
-    Sets have the same text if their files are identical, or if their manifests state equal tokens
-    or a common input. A training set and its held-out fraction share inputs but no documents, so
-    such a pair is not reported.
+    Two sets have the same text if their files are identical, or if their manifests state equal
+    tokens or a common input. A training set and its held-out fraction share inputs but no
+    documents, so such a pair is not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [

@@ -25,7 +25,7 @@ DOCUMENTS = 4
 
 
 class MockTokens(TokenSet):
-    """A stream of random tokens; the frequency of the k-th most frequent token is about 1 / k.
+    """A stream of random tokens. The frequency of the k-th most frequent token is about 1 / k.
 
     The stream depends only on the set's name and the vocabulary, and is the same on all machines.
 

@@ -1,8 +1,8 @@
-"""The order of training samples, and a run's progress in it: steps taken, position, data phase.
+"""The order of training samples, and a run's progress: steps taken, position, data phase.
 
 A phase consists of consecutive samples from the same mixture of sets. Sample k of a phase is a pure
 function of k, the seed, the weights, and the counts of each set at the start of the phase. The
-weights determine the sample's set; a permutation per epoch determines the sample's window in this
+weights determine the sample's set. A permutation per epoch determines the sample's window in this
 set. The order does not depend on the number of steps, the batch size or the number of ranks, so a
 run can stop, resume and change its layout at any sample. Every change of the mixture begins a new
 phase.
@@ -10,7 +10,7 @@ phase.
 A stored permutation of a trillion-token set would need gigabytes on every rank, and numpy's
 permutations may change with numpy's version. `Permutation` therefore computes single elements: a
 Feistel network permutes [0, p), where p is the next power of four, for any round function. A result
-outside [0, size) is passed through the network again until it is inside (cycle walking); an element
+outside [0, size) is passed through the network again until it is inside (cycle walking). An element
 needs at most four passes on average.
 """
 
@@ -237,7 +237,7 @@ class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
     A sample is int64 `[sequence_length + 1]`, or includes borders as in `TokenSet.sample`. A run
-    with several mixtures has one object per mixture; `at` returns the object for a step.
+    with several mixtures has one object per mixture. `at` returns the object for a step.
 
     Args:
         sets: (name, prefix, weight) of each set, in any order. A weight may be 0 if the set has a
@@ -304,8 +304,9 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return each set's counts in the first `samples` samples of a run, the last of which is in
-        this phase."""
+        """Return each set's counts in the first `samples` samples of a run. The last sample must be
+        in this phase.
+        """
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -329,7 +330,7 @@ class TrainingData(Dataset[Tensor]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples of this phase; the sum is 1."""
+        """Share of each set in the samples of this phase. The shares sum to 1."""
         shares = (self.blend.quotas / len(self.blend.choice)).tolist()
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
@@ -361,8 +362,9 @@ class TrainingData(Dataset[Tensor]):
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:
-        """Return a sha256 of all facts that determine the samples of a phase, except the counts of
-        the sets. Paths do not affect it."""
+        """Return a sha256 of everything that determines a phase's samples except the sets' counts.
+        Paths do not affect it.
+        """
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -2,7 +2,7 @@
 
 Each line of a file is an example: a context, possible continuations (choices), and the index of the
 correct choice. Contexts and choices are tokenized as in lm-eval, so that scores are comparable. A
-space separates context and choice; spaces at the end of a context are moved to the choice. If the
+space separates context and choice. Spaces at the end of a context are moved to the choice. If the
 context alone has n tokens, the choice consists of all tokens of the whole text except the first n.
 """
 
@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of a context and a choice; the last `scored` tokens are the choice."""
+    """Tokens of a context and a choice. The last `scored` tokens are the choice."""
 
     tokens: list[int]
     scored: int
@@ -122,7 +122,7 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_of(row: Any, where: str) -> Example:
-    """Return `row` as an example; raise a DataError that begins with `where` if it is invalid."""
+    """Return `row` as an example. Raise a DataError that begins with `where` if it is invalid."""
     if not isinstance(row, dict) or set(row) != set(KEYS):
         keys = sorted(row) if isinstance(row, dict) else row
         raise DataError(f"{where}: keys must be {', '.join(KEYS)}, got {keys!r:.80}")
@@ -229,7 +229,7 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
     """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
 
-    The predicted choice is the first choice with the largest log-likelihood; for `acc_norm`,
+    The predicted choice is the first choice with the largest log-likelihood. For `acc_norm`,
     log-likelihoods are divided by the number of characters. Both results are NaN if a
     log-likelihood is NaN (lm-eval selects the first NaN).
     """

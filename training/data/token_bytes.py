@@ -1,8 +1,8 @@
 """Bytes of text per token of a byte-level tokenizer.
 
 A byte-level BPE represents every byte as one printable character (GPT-2's byte alphabet). The
-length of a token in characters therefore equals its length in bytes, and the lengths of a
-document's tokens sum to the length of its UTF-8 text, so bits per byte are exact.
+length of a token in characters therefore equals its length in bytes. The lengths of a document's
+tokens sum to the length of its UTF-8 text, so bits per byte are exact.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     """Return the number of text bytes of each token id, int32 `[vocab]`, 0 for special tokens.
 
     Returns None for a tokenizer that is not byte-level, because its tokens have no fixed number of
-    bytes; `ValidationData` then decodes the tokens that it reads.
+    bytes. `ValidationData` then decodes the tokens that it reads.
 
     Args:
         source: the manifest of a prepared folder, a tokenizer.json, or the folder that contains it.
@@ -55,7 +55,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return 1 + the largest token id of a tokenizer.json; `source` is the file or its folder.
+    """Return 1 + the largest token id of a tokenizer.json. `source` is the file or its folder.
 
     Raises DataError like `read_tokenizer_json`.
     """
@@ -74,10 +74,10 @@ def tokenizer_file(source: Manifest | str | Path) -> Path:
 def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes,
-    with one byte-level pre-tokenizer that adds no space before the text. No step may change, add or
-    remove characters: there must be no normalizer, other pre-tokenizers must only split, and added
-    tokens must not remove the spaces next to them.
+    The tokenizer must be a BPE. Its vocabulary must use the byte alphabet and include all 256
+    bytes. Its byte-level pre-tokenizer must not add a space before the text. No step may change,
+    add or remove characters: there must be no normalizer, other pre-tokenizers must only split, and
+    added tokens must not remove the spaces next to them.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -126,8 +126,9 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, without the file's truncation and padding; raise
-    DataError if `tokenizers` cannot read it."""
+    """Return the tokenizer of a tokenizer.json, without the file's truncation and padding. Raise
+    DataError if `tokenizers` cannot read it.
+    """
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception

@@ -92,8 +92,9 @@ class TokenSet:
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
-        """Return `window(index)`, or `[2, sequence_length + 1]` if borders are needed: the tokens,
-        and for each token the position in the window of its document's first token."""
+        """Return `window(index)` or, if borders are needed, `[2, sequence_length + 1]`: the tokens,
+        and the position in the window at which the document of each token starts.
+        """
         window = self.window(index)
         if not borders.needed:
             return window
@@ -113,8 +114,9 @@ class TokenSet:
         )
 
     def documents(self) -> int:
-        """Return the number of documents that contain tokens; raise DataError if the index is
-        corrupt."""
+        """Return the number of documents that contain tokens. Raise DataError if the index is
+        corrupt.
+        """
         try:
             return self._documents.count()
         except ValueError as error:
@@ -138,8 +140,9 @@ class TokenSet:
 
     @cached_property
     def attended_length(self) -> float:
-        """Length L such that documents of equal length L would have the same mean number of keys
-        per token as this set, measured on evenly spaced windows."""
+        """Length of equal documents with the same mean number of keys per token as this set's
+        documents. The mean is measured on evenly spaced windows.
+        """
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -201,7 +204,7 @@ class TokenSet:
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """Entry of this set in the manifest of its folder, None if there is no manifest.
+        """Entry of this set in the manifest of its folder, or None if there is no manifest.
 
         Raises:
             DataError: the manifest is unreadable or states another number of tokens.
@@ -221,8 +224,9 @@ class TokenSet:
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Compare the parts that `verify` selects; return the block hashes, or None if there are
-        none."""
+        """Compare the parts that `verify` selects. Return the block hashes, or None if there are
+        none.
+        """
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
@@ -307,10 +311,10 @@ class TokenSet:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 that identifies the set. It covers the sizes of both files; the index, which
-        contains the lengths of all documents, or the first and last 32 MiB of an index above 64
-        MiB; and the tokens, or 64 evenly spaced blocks of 4 KiB of a token file above `WHOLE`
-        bytes.
+        """The sha256 that identifies the set. It covers the sizes of both files, the index (which
+        contains the lengths of all documents) and the tokens. Of an index above 64 MiB it covers
+        the first and last 32 MiB. Of a token file above `WHOLE` bytes it covers 64 evenly spaced
+        blocks of 4 KiB.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (

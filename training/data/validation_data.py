@@ -96,7 +96,7 @@ class ValidationData:
         return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a mean loss in nats per token to bits per byte; None if the bytes are unknown."""
+        """Convert a mean loss in nats per token to bits per byte (None if bytes are unknown)."""
         if not self.target_bytes:
             return None
         return loss * self.counted_tokens / (math.log(2) * self.target_bytes)

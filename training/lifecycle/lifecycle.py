@@ -31,11 +31,11 @@ PAUSE: Final = 10.0
 
 
 class Watchdog:
-    """Watchdog of one rank; `beat` records progress.
+    """Watchdog of one rank. `beat` records progress.
 
     Rank 0 updates `heartbeat.json`, which contains step, time (seconds since 1970) and process id.
     After `hang_seconds` without progress, a thread of each rank writes Python stack traces to
-    `stacks/rank_00000.txt` and so on; later the timeout of the process groups ends the run. If a
+    `stacks/rank_00000.txt` and so on. Later the timeout of the process groups ends the run. If a
     file cannot be written, the run continues.
     """
 
@@ -105,7 +105,7 @@ REASONS: Final = {
 
 
 class StopRequests:
-    """Stop requests of this rank: signals on all ranks, other requests only on rank 0."""
+    """Stop requests of this rank. Only rank 0 reads requests other than signals."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Lifecycle:
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request; collective, for use between steps."""
+        """Return whether any rank has a stop request. A collective, for use between steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
@@ -264,7 +264,8 @@ class Lifecycle:
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and clear the stop request.
 
-        Raises CheckpointError if the state is not finite, else this rank's deferred error, if any.
+        Raises CheckpointError if the state is not finite. Otherwise raises this rank's deferred
+        error, if any.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()

@@ -1,8 +1,8 @@
 """Speed of a run, and two causes of a slow run: persistently slow ranks and garbage collection.
 
-By default, Python's garbage collector starts after a number of allocations, at different steps on
-different ranks, and all other ranks wait each time. This module makes all ranks collect at the same
-steps.
+By default, Python's garbage collector starts after a number of allocations. This happens at
+different steps on different ranks, and all other ranks wait each time. This module makes all ranks
+collect at the same steps.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def performance(
 
 
 class Clock:
-    """Sum of time intervals on the device; only `total` waits for a GPU."""
+    """Sum of time intervals on the device. Only `total` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -135,7 +135,7 @@ class Clock:
             self._seconds += time.perf_counter() - self._began
 
     def total(self) -> float:
-        """Return the total seconds of all intervals since the last call; waits for the device."""
+        """Wait for the device. Return the total seconds of all intervals since the last call."""
         for begin, end in self._intervals:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -191,7 +191,7 @@ INTERVAL: Final = 10
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Within this context, collect garbage only in `collect`, without the existing objects.
+    """Within this context, collect garbage only in `collect`, and exclude existing objects.
 
     If objects are already frozen, the context neither freezes nor unfreezes objects.
     """

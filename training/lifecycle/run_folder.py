@@ -35,7 +35,7 @@ class FolderError(InputError):
 
 @contextlib.contextmanager
 def locked(run_dir: str | Path) -> Iterator[None]:
-    """Lock `run_dir` within a context; create it if it does not exist.
+    """Lock `run_dir` within a context. Create it if it does not exist.
 
     The operating system releases the lock whenever the process ends. Raises FolderError if another
     run has locked the folder, or if the folder is not writable or contains links.
@@ -134,7 +134,7 @@ def in_use(run_dir: str | Path) -> bool:
 
 
 def _take(file: TextIO) -> bool:
-    """Lock a file until it is closed; return False if another process has locked the file.
+    """Lock a file until it is closed. Return False if another process has locked the file.
 
     Raises FolderError if the file system does not support locks.
     """

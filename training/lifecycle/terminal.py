@@ -1,9 +1,9 @@
 """The terminal of a run: Ctrl-C, and output after the terminal is closed.
 
-Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run;
-a second Ctrl-C kills it. A rank receives SIGTERM when its launcher ends. A run continues if its
-terminal or pipe is closed and, during training, if the disk of its log is full. This module imports
-only fast modules, because a run handles Ctrl-C from the very start.
+Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run.
+A second Ctrl-C kills it. A rank receives SIGTERM when its launcher ends. A run continues if its
+terminal or pipe is closed. During training it also continues if the disk of its log is full. This
+module imports only fast modules, because a run handles Ctrl-C from the very start.
 """
 
 import errno
@@ -22,8 +22,9 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output whose reader is gone and, if `training` is true, all output that
-    cannot be written."""
+    """A file that drops output if its reader is gone. During `training` it drops all output that
+    cannot be written.
+    """
 
     training = False
 
@@ -38,8 +39,9 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr with streams that escape characters that cannot be encoded, and
-    that drop output whose reader is gone."""
+    """Replace stdout and stderr with streams that escape characters that cannot be encoded. The
+    streams drop output if its reader is gone.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.
@@ -71,7 +73,7 @@ class Interrupts:
     """Handler for SIGINT and for the signal that follows a second Ctrl-C.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
-    receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks; without a
+    receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks. Without a
     launcher, the process receives a second SIGINT. A thread handles the signals, so that a process
     that waits in a collective also ends.
     """

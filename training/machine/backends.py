@@ -36,7 +36,8 @@ def exchange_dtype(config: Config) -> torch.dtype:
 
 def check_backends(config: Config, device: torch.device) -> None:
     """Raise ConfigError, with all problems, if the installed packages or the device do not support
-    the config, and DeviceError if Triton kernels cannot be launched on the device."""
+    the config. Raise DeviceError if Triton kernels cannot be launched on the device.
+    """
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))
@@ -98,7 +99,7 @@ TILE = Tile(64, 32, 4, 3)
 
 
 def check_kernels(device: torch.device) -> None:
-    """Compile and launch one of the optimizer's kernels; raise DeviceError if it fails.
+    """Compile and launch one of the optimizer's kernels. Raise DeviceError if it fails.
 
     Without this check, kernels would fail in the first step of the run.
     """

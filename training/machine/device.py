@@ -2,8 +2,8 @@
 
 With `run.device: auto`, each rank uses a GPU if the machine has GPUs. CUDA, PyTorch's allocator and
 NCCL read their environment variables when they start. Versions include packages, the commit, the
-device, the driver and its libraries. This file must not import megatron-core, whose warnings only
-`models.engine.import_engine` suppresses.
+device, the driver and its libraries. This file must not import megatron-core, because only
+`models.engine.import_engine` suppresses its warnings.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def reason(gpus: Gpus) -> str:
 
 
 def gpus_here() -> Gpus:
-    """Return facts about this machine's GPUs; start CUDA if PyTorch is built with CUDA."""
+    """Return facts about this machine's GPUs. Start CUDA if PyTorch is built with CUDA."""
     built = torch.version.cuda
     if built is None:
         return Gpus(None, tuple(nvidia_devices()), None, 0)
@@ -114,8 +114,8 @@ def gpus_here() -> Gpus:
 def nvidia_devices() -> Iterator[str]:
     """Yield the system's NVIDIA devices, usable or not.
 
-    These are the device files of the driver, or if there are none, the devices on the PCI bus,
-    which are visible even in a container without access to GPUs.
+    These are the device files of the driver. If there are none, they are the devices on the PCI
+    bus, which are visible even in a container without access to GPUs.
     """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
@@ -138,8 +138,8 @@ def _first_line(path: Path) -> str:
 def repeatable() -> Iterator[None]:
     """Use PyTorch's deterministic kernels within a context.
 
-    An operation without a deterministic kernel causes only a warning, because an error could end a
-    run in a step that tests without a GPU do not cover. The setting imports torch's compiler, which
+    An operation without a deterministic kernel causes only a warning. An error could end a run at
+    an operation that no test without a GPU covers. The setting imports torch's compiler, which
     takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
@@ -216,7 +216,7 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set missing environment variables before CUDA starts; later calls have no effect.
+    """Set missing environment variables before CUDA starts. Later calls have no effect.
 
     Raises ConfigError if a variable overrides the precision of a GPU's matrix products.
     """

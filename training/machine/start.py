@@ -30,7 +30,7 @@ class RanksDifferError(InputError):
 
 
 def start_groups(config: Config, **options: str) -> Groups:
-    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends them.
+    """Start the process groups of the config's layout. `parallel.comm.groups.shutdown` ends them.
 
     Raises RanksDifferError if ranks differ in settings, `options`, code or versions, and
     ConfigError like `check_restarts` and `allow_open_files`.
@@ -50,7 +50,8 @@ def start_groups(config: Config, **options: str) -> Groups:
 def check_restarts() -> None:
     """Raise ConfigError if torchrun may restart ranks on several nodes that share one store.
 
-    Each node counts its own restarts, so ranks could wait for each other in different attempts.
+    Each node counts its restarts separately, so ranks could wait for each other in different
+    attempts.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

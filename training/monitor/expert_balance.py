@@ -17,7 +17,7 @@ from parallel.model import ParallelModel
 
 
 class ExpertBalance:
-    """Load balancing of this rank's mixture-of-experts layers; a dense model has no balancing."""
+    """Load balancing of this rank's mixture-of-experts layers. A dense model has none."""
 
     def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
         self.model = model
@@ -43,7 +43,9 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer, {} for a dense model; waits like `metrics`."""
+        """Return MaxVio of the last step by layer ({} for a dense model). This waits like
+        `metrics`.
+        """
         moe = self.config.moe
         if moe is None:
             return {}

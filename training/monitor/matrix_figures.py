@@ -3,7 +3,7 @@
 Metrics are computed in float64 from float32 values, so they do not depend on the rank that computes
 them. `Moments` are summed a few million entries at a time, so that metrics of a large embedding
 need little memory. Singular values of weights are computed by a decomposition, because all of them
-are needed; stable ranks and nuclear ranks need only matrix products and are accurate to three
+are needed. Stable ranks and nuclear ranks need only matrix products and are accurate to three
 digits.
 """
 
@@ -75,7 +75,7 @@ class Moments:
         return self.mean_square().sqrt()
 
     def correlation(self) -> Tensor:
-        """Compute an estimate of the entries' correlation `[units]`; see `measures.correlation`."""
+        """Compute an estimate of the entries' correlation `[units]`. See `measures.correlation`."""
         return measures.correlation_of(self.total / self.entries, self.mean_square(), self.entries)
 
 
@@ -110,7 +110,7 @@ def split(stack: Tensor) -> Iterator[Tensor]:
 
 
 def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute the cosine `[units]` of two stacks from float64 blocks; 0 if a matrix is zero."""
+    """Compute the cosine `[units]` of two stacks from float64 blocks (0 if a matrix is zero)."""
     dot, one, other = summed(
         [(x * y).sum((1, 2)) for x, y in ((a, b), (a, a), (b, b))] for a, b in pairs
     )
@@ -160,7 +160,7 @@ def quantiles(values: Tensor) -> Tensor:
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     """Return metrics `[units]` of mean gradients `[units, rows, cols]`.
 
-    `previous` contains the gradients of the previous step; None omits the alignment.
+    `previous` contains the gradients of the previous step. None omits the alignment.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -204,8 +204,9 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64; for the
-    arguments see `updates`."""
+    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64. For the
+    arguments see `updates`.
+    """
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):
@@ -215,7 +216,7 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return metrics `[units]` of the last update; for the arguments see `updates`.
+    """Return metrics `[units]` of the last update. For the arguments see `updates`.
 
     If there are several updates, the metrics include the alignment of the last two.
     """
@@ -231,7 +232,7 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
 
 
 def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return quantiles of the last update's singular values; for the arguments see `updates`."""
+    """Return quantiles of the last update's singular values. For the arguments see `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     return {"update_quantiles": quantiles(sums.singular_values())}
 
@@ -282,9 +283,9 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 def pair(units: dict[str, Record]) -> None:
     """Add the metrics that combine several units, or measurements of several ranks, to the records.
 
-    The criterion compares each weight with its own input, except that it compares attention's
-    output projection with the input of q, k and v, as in table 2 of "When do spectral gradient
-    updates help in deep learning?".
+    The criterion compares each weight with its input. Attention's output projection is compared
+    with the input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
+    learning?".
     """
     attention = {
         record["layer"]: record["input_stable_rank"]

@@ -182,7 +182,7 @@ class Monitors:
     def after_step(self, factor: float, active: Tensor) -> None:
         """Measure updates after the optimizer's step.
 
-        `factor` is the learning rate divided by its peak; `active` is whether the step was taken.
+        `factor` is the learning rate divided by its peak. `active` is whether the step was taken.
         """
         self.history.end(factor, active)
         if self.due(self.step):
@@ -377,7 +377,7 @@ def steps_compared(section: MonitorsConfig) -> int:
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements inspected at once; a larger matrix is inspected alone.
+    """Return the number of elements inspected at once. A larger matrix is inspected alone.
 
     A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
     the weights before each compared step and after the last step.

@@ -1,5 +1,4 @@
-"""Metrics over all ranks: refused updates, multiplier solves that missed their tolerance, and PC
-layers."""
+"""Metrics over all ranks of refused updates, PC layers and missed multiplier solves."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +16,9 @@ SHOWN = 8
 
 
 class Refusals:
-    """Counter of refused updates of units; an update is refused if it is not finite or not bounded.
+    """Counter of refused updates, which are updates that are not finite or not bounded.
 
-    The counter only reports refusals; the optimizer skips refused updates.
+    The counter only reports refusals. The optimizer skips refused updates.
 
     Attributes:
         total: number of reported refusals since the start of the run, over all ranks.
@@ -65,7 +64,7 @@ class Refusals:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics since the last report; waits for the device and for all ranks.
+        """Return the metrics since the last report. This waits for the device and for all ranks.
 
         optim/refused         number of refused updates since the start of the run
         optim/refused/<unit>  number since the last report, for the units with the largest numbers
@@ -91,7 +90,7 @@ def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks; monitors.jsonl contains the metrics of each unit."""
+    """Counts over all units and ranks. monitors.jsonl contains the metrics of each unit."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
@@ -106,7 +105,7 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's events on the device; `active` is whether the step was taken."""
+        """Count the step's events on the device. `active` is whether the step was taken."""
         for stack in self.optimizer.stacks:
             if "converged" in stack.report:
                 self._missed += (1 - stack.report["converged"].float()).sum() * active
@@ -133,7 +132,8 @@ class SpectralMetrics:
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics of solves, refusals and PC layers; waits for the device and ranks.
+        """Return the metrics of solves, refusals and PC layers. This waits for the device and
+        ranks.
 
         spectral/unconverged  number of missed solves since the start of the run
         """

@@ -102,7 +102,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan) -> MonitorCost:
-    """Return the cost of a planned run's monitors; choose the interval if it is null."""
+    """Return the cost of a planned run's monitors. Choose the interval if it is null."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -190,8 +190,9 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return a text about the cost of scoring the config's tasks, or why the cost is unknown; None
-    without tasks."""
+    """Return a text about the cost of scoring the config's tasks, or why the cost is unknown.
+    Without tasks, return None.
+    """
     section, train = config.tasks, config.train
     if not section.files:
         return None

@@ -38,8 +38,8 @@ from training.report.text import table
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
     """Print the plan of a run, and write it to `json_file` if it is not None.
 
-    If `gpus` is None, the plan uses torchrun's number of ranks if it is above 1, else `plan.gpus`,
-    else the smallest legal number.
+    If `gpus` is None, the plan uses torchrun's number of ranks if it is above 1, otherwise
+    `plan.gpus` or, if null, the smallest legal number.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -137,7 +137,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Combine changes in order until the run fits; return None if the run never fits."""
+    """Combine changes in order until the run fits. Return None if the run never fits."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy

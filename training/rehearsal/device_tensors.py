@@ -1,4 +1,4 @@
-"""Device tensors with shapes but no values; host tensors are real."""
+"""Device tensors with shapes but no values. Host tensors are real."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence

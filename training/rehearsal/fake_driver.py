@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the path of the library; compile the library first if it does not exist."""
+    """Return the path of the library. Compile the library first if it does not exist."""
     library = cache() / f"guard-{key()}.so"
     if not library.exists():
         _compile(library)

@@ -2,7 +2,7 @@
 
 Without a GPU, PyTorch does not choose the attention kernel of a GPU, and a build without CUDA runs
 a norm as five operations. Launches of Spectrain's Triton kernels and of liger-kernel's loss kernels
-are recorded; if requested, each specialisation of Spectrain's kernels is compiled once.
+are recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
 import importlib
@@ -43,8 +43,9 @@ class LowerRight:
 
 def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> None:
     """Replace attention and its kernel choice, norms, compiled functions, Triton kernels, expert
-    routing and `Module.to` until this process ends; if `compiled` is true, compile each
-    specialisation of Spectrain's Triton kernels for the simulated device."""
+    routing and `Module.to` until this process ends. If `compiled` is true, compile each
+    specialisation of Spectrain's Triton kernels for the simulated device.
+    """
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -66,7 +67,7 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The kernels of fused attention; `newer` is true for Hopper and later generations."""
+    """The kernels of fused attention. `newer` is true for Hopper and later generations."""
 
     newer: bool
 
@@ -138,9 +139,9 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
     """Replace `torch.compile`, and `rms_norm` on the device, until this process ends.
 
     A fused function reads its arguments and writes its results once. Its backward pass reads the
-    saved arguments and the gradients of the results, and writes the gradients of the arguments,
-    including gains, because inductor sums over rows and columns in one kernel. The tensors returned
-    by `read_again` are read twice.
+    saved arguments and the gradients of the results, and writes the gradients of the arguments.
+    These include gains, because inductor sums over rows and columns in one kernel. The tensors
+    returned by `read_again` are read twice.
     """
 
     class Fused(torch.autograd.Function):
@@ -212,8 +213,8 @@ def is_gated(function: Callable[..., Any]) -> bool:
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
     """Return the tensors that inductor's backward pass of a gated activation reads twice.
 
-    To concatenate the gradients of gate and up, the backward pass reads the result's `gradient`
-    `[..., d]` and the gate, which is half of `wide` `[..., 2 d]`, a second time.
+    To concatenate the gradients of gate and up, the backward pass reads two tensors a second time:
+    the result's `gradient` `[..., d]`, and the gate, which is half of `wide` `[..., 2 d]`.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 
@@ -248,7 +249,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Replace `module.to(device)`, which cannot convert a real parameter to a fake one in place.
 
     The attributes of a parameter, such as Megatron's marks of tensor-parallel parameters, are
-    copied, except attributes that the new fake parameter has already.
+    copied, unless the new fake parameter already has them.
     """
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
@@ -267,8 +268,9 @@ class HostArgumentError(RuntimeError):
 
 
 def install_triton(trace: Trace, *, compiled: bool) -> None:
-    """Record launches of Spectrain's Triton kernels until this process ends; if `compiled` is true,
-    compile each specialisation for the simulated device."""
+    """Record launches of Spectrain's Triton kernels until this process ends. If `compiled` is true,
+    compile each specialisation for the simulated device.
+    """
     if not has_triton():
         return
     from spectral.kernels import launches

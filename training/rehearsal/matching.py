@@ -1,10 +1,10 @@
-"""Comparison of the collectives of all ranks; a run hangs if collectives or their order differ.
+"""Comparison of the collectives of all ranks. A run hangs if collectives or their order differ.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
 order. In an all-to-all, the number of elements that rank a expects from rank b must be the number
 that b sends to a. Between two ranks, sends must match receives, batch by batch. All calls must
-finish under the rules of NCCL: a group runs one call at a time, and a call waits until its peers
-have started the same call.
+finish under the rules of NCCL. A group runs one call at a time. A call waits until its peers have
+started the same call.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ the call runs. A batch has the number of its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a message about each rank with a call that never starts; the calls must match.
+    """Yield a message about each rank with a call that never starts. The calls must match.
 
     A group runs its calls in sequence. A call starts after the work for which the current stream
     has waited, and ends when all its peers have started the same call.

@@ -1,7 +1,7 @@
-"""Process groups of any size without peers: collectives are recorded and complete immediately.
+"""Process groups of any size without peers. Collectives are recorded and complete immediately.
 
 Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives its
-own values; functions that need different values from other ranks are replaced in `install`.
+own values. `install` replaces functions that need different values from other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
     Collectives of NCCL groups require device tensors. They run on the group's stream if they are
-    asynchronous, else on the current stream. Collectives of gloo groups require host tensors; their
+    asynchronous, else on the current stream. Collectives of gloo groups require host tensors. Their
     results are computed as if all ranks had the same values.
     """
 
@@ -195,8 +195,7 @@ def operation(reduction: Any) -> str:
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the parts of `whole` that a gather writes: all except `piece` if `piece` is in
-    `whole`."""
+    """Return the parts of `whole` that a gather writes, without `piece` if it is in `whole`."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
@@ -242,8 +241,9 @@ def _install_exchanges(trace: Trace) -> None:
     """Replace exchanges of plain values until this process ends."""
 
     def note(name: str, group: Any = None) -> None:
-        """Record an exchange; over NCCL, the device sends the values, and the host waits for
-        their sizes."""
+        """Record an exchange. Over NCCL, the device sends the values, and the host waits for their
+        sizes.
+        """
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:

@@ -1,6 +1,6 @@
 """Rehearsal of one rank in this process, which cannot be used for other work afterwards.
 
-The rehearsed run is a few steps of the config; the last step includes all periodic work.
+The rehearsed run is a few steps of the config. The last step includes all periodic work.
 """
 
 import os
@@ -54,7 +54,7 @@ class Scenario:
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
-    """Return the scenario of `config` on `world` ranks; all output is written to `folder`."""
+    """Return the scenario of `config` on `world` ranks. All output is written to `folder`."""
     config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
@@ -89,8 +89,8 @@ def with_known_kernels(config: Config) -> Config:
     """Return `config` with kernels that rehearsals support.
 
     Backend aot_eager replaces inductor. If liger-kernel is not installed on this machine, the loss
-    is rehearsed operation by operation; if triton is not installed, backward passes are compiled
-    too.
+    is rehearsed operation by operation. If triton is not installed, backward passes are also
+    compiled.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -104,8 +104,9 @@ def with_known_kernels(config: Config) -> Config:
 
 
 def last_step(config: Config) -> int:
-    """Return the last step, which is monitored and follows at least one plain step and, with a CUDA
-    graph, one replay."""
+    """Return the last step, which is monitored. It follows at least one plain step and, with a CUDA
+    graph, one replay.
+    """
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)
@@ -148,7 +149,7 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse the rank in this process; `say` is called with progress messages."""
+        """Rehearse the rank in this process. `say` is called with progress messages."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)

@@ -93,8 +93,7 @@ class Report:
 def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
-    """Return the report of all rehearsed ranks; `mismatches` are results of
-    `matching.mismatches`."""
+    """Return the report of all rehearsed ranks. `mismatches` is from `matching.mismatches`."""
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
@@ -189,7 +188,7 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
     """Return the counts of one micro-batch.
 
-    The counts are the difference between the last two rounds of forward passes; if there is only
+    The counts are the difference between the last two rounds of forward passes. If there is only
     one round, they are `counts` divided by the number of micro-batches.
     """
     scenario = report.scenario
@@ -202,7 +201,7 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 
 def described(report: Report) -> str:
-    """Return the report as text: a table of phases; memory, time and host waits; a verdict."""
+    """Return the report as text: a table of phases, memory, time, host waits, and a verdict."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     lines = [
         f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
@@ -297,7 +296,7 @@ def rehearse(
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    """Rehearse, print the report and write it as JSON; return exit code 0 if the run would succeed,
+    """Rehearse, print the report and write it as JSON. Return exit code 0 if the run would succeed,
     else 1.
 
     Raises ConfigError if the config, number of GPUs, rank or device is not valid, or if the machine

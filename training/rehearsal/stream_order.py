@@ -41,8 +41,9 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the stream that allocated it, and the accesses of its parts, except
-    accesses that later accesses cover."""
+    """State of one storage: the stream that allocated it, and the accesses of its parts. Accesses
+    that later accesses cover are dropped.
+    """
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Memory:
 
 
 class StreamOrder:
-    """Order of all accesses of a process; `findings` describes unordered pairs."""
+    """Order of all accesses of a process. `findings` describes unordered pairs."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []
@@ -61,8 +62,9 @@ class StreamOrder:
         self._number = 0
 
     def clock(self, stream: int) -> Clock:
-        """Return the clock of a stream; a new stream starts after the work for which the host has
-        waited."""
+        """Return the clock of a stream. A new stream starts after the work for which the host has
+        waited.
+        """
         return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
@@ -70,18 +72,19 @@ class StreamOrder:
         self._events[event] = dict(self.clock(stream))
 
     def wait(self, event: int, stream: int) -> None:
-        """Make `stream` wait for `event`; an event that was never recorded has no effect."""
+        """Make `stream` wait for `event`. An event that was never recorded has no effect."""
         self._join(self.clock(stream), self._events.get(event, {}))
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Record that the host waits for one stream, or for all streams if `stream` is None; all
-        later work is ordered after the work for which the host waits."""
+        """Record that the host waits for `stream`, or for all streams if it is None. All later work
+        is ordered after the work for which the host waits.
+        """
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
 
     def host_wait(self, event: int) -> None:
-        """Record that the host waits for `event`; all later work is ordered after the event."""
+        """Record that the host waits for `event`. All later work is ordered after the event."""
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:

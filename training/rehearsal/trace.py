@@ -84,8 +84,9 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two numbers by `number`, or two records or mappings entry by entry; drop zeros in
-    counters."""
+    """Combine two numbers by `number`, or two records or mappings entry by entry. Drop zeros in
+    counters.
+    """
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):
@@ -183,8 +184,9 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the id of a tensor's storage, and count its bytes until it is freed; `stream` is
-        the current stream."""
+        """Return the id of a tensor's storage, and count its bytes until it is freed. `stream` is
+        the current stream.
+        """
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
@@ -210,7 +212,7 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launched operation: the tensors that it reads and writes, and its cost."""
+    """A launched operation, with the tensors that it reads and writes, and its cost."""
 
     name: str
     reads: Sequence[Tensor]
@@ -226,8 +228,7 @@ class Launch:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; repeated elements of an expanded tensor count
-    once."""
+    """Return the bytes of a tensor. Repeated elements of an expanded tensor count once."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes())
 
@@ -296,7 +297,7 @@ class Trace:
         self.moved()
 
     def keep_peak(self) -> None:
-        """Store the peak memory of the current part; call this at the end of the run."""
+        """Store the peak memory of the current part. Call this at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
@@ -354,7 +355,7 @@ class Trace:
         self.order.host_wait(event)
 
     def _host_waits(self, counter: Counter[str], name: str) -> None:
-        """Count a host wait at this place; raise CaptureError while a graph is recorded."""
+        """Count a host wait at this place. Raise CaptureError while a graph is recorded."""
         if self.recording is not None:
             raise CaptureError(f"{name} at {place()} is not permitted during CUDA graph capture")
         counter[f"{name} at {place()}"] += 1
@@ -362,7 +363,7 @@ class Trace:
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
-        """Record a collective on `stream`; host collectives have no cost on the device."""
+        """Record a collective on `stream`. Host collectives have no cost on the device."""
         waits = stream == self.stream or not call.on_device
         self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
         self.waited.clear()

@@ -1,4 +1,4 @@
-"""Console lines of a run: how to stop it, its description, its steps, and next commands."""
+"""Console lines of a run, which describe how to stop it, the run, its steps, and next commands."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ def first_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield lines on model, layout, tokens and rules; `config` must state the vocabulary size."""
+    """Yield lines on model, layout, tokens and rules. `config` must state the vocabulary size."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
     model = f"{config.model.family} of {short(size.parameters)} parameters"

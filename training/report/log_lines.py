@@ -122,7 +122,7 @@ def read_lines(path: Path) -> LogLines:
 
 
 def drop_later_lines(path: Path, step: int) -> int:
-    """Remove lines of steps after `step`, damaged lines and an unfinished last line; return the
+    """Remove lines of steps after `step`, damaged lines and an unfinished last line. Return the
     number of damaged lines.
     """
     if not path.exists():
@@ -134,7 +134,7 @@ def drop_later_lines(path: Path, step: int) -> int:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Remove the text after the last newline of a file; a missing file is ignored."""
+    """Remove the text after the last newline of a file. A missing file is ignored."""
     if not path.exists():
         return
     content = path.read_bytes()

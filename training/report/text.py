@@ -1,5 +1,4 @@
-"""Text for a terminal or Markdown: tables, counts and times, and progress lines on stderr while a
-command computes its result."""
+"""Text for a terminal or Markdown: tables, counts, times, and progress lines on stderr."""
 
 import math
 import sys
@@ -13,7 +12,7 @@ from typing import Final
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table with left-aligned columns; if `numbers` is true, all columns except the first
+    """Return a table with left-aligned columns. If `numbers` is true, all columns except the first
     are right-aligned.
 
     An empty header is omitted.

@@ -1,7 +1,7 @@
 """Trackers of metrics: Weights & Biases and TensorBoard.
 
-A tracker cannot stop a run: if it is not installed or fails, it is dropped with a warning, which is
-repeated at the end of the run. Only rank 0 has trackers.
+A tracker cannot stop a run. If it is not installed or fails, it is dropped with a warning. The
+warning is repeated at the end of the run. Only rank 0 has trackers.
 """
 
 import contextlib
