@@ -20,7 +20,7 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect the corpus; exit with 2 if a package is unavailable or its texts differ."""
+    """Collect the corpus. Exit with 2 if a package is unavailable or its texts differ."""
     options = parse(arguments)
     from scripts.data.debian import read_corpus, write_set  # imported here because it loads torch
 

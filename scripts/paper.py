@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the requested commands; return the exit code of the first command that fails."""
+    """Run the requested commands. Return the exit code of the first command that fails."""
     options = parse(arguments)
     # Imported here because these modules load torch, pandas and matplotlib.
     from scripts.papers.catalogue import (

@@ -30,7 +30,7 @@ KINDS = ("figures", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; without a subcommand in `KINDS`, the subcommand is `figures`."""
+    """Parse the command line. Without a subcommand in `KINDS`, the subcommand is `figures`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["figures", *given]
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare_runs(options: argparse.Namespace) -> Path:
-    """Write the page that compares the runs; return its path."""
+    """Write the page that compares the runs. Return its path."""
     from scripts.plots.compare import comparison
 
     around = Path(os.path.commonpath([folder.absolute() for folder in options.folders]))
@@ -106,7 +106,7 @@ def compare_runs(options: argparse.Namespace) -> Path:
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
-    """Write all figures of the runs, or a page per run; return the paths."""
+    """Write all figures of the runs, or a page per run. Return the paths."""
     from scripts.plots.run_data import read_run
     from scripts.plots.run_figures import write_figures
     from scripts.plots.run_page import report
@@ -133,7 +133,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
 
 
 def draw_one(options: argparse.Namespace) -> Path:
-    """Write one figure; return its path."""
+    """Write one figure. Return its path."""
     from scripts.plots.style import check_target, save
 
     target: Path = options.output

@@ -74,7 +74,7 @@ class Row:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks on all ranks and print on rank 0; return 1 if a result is wrong."""
+    """Run all checks on all ranks and print on rank 0. Return 1 if a result is wrong."""
     options = parse(arguments)
     device = start()
     rank, rows = dist.get_rank(), []

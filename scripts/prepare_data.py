@@ -38,7 +38,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the data; return 0 on success, 1 if a worker was killed."""
+    """Prepare the data. Return 0 on success, 1 if a worker was killed."""
     options = parse(arguments)
     options.output = str(Path(options.output).expanduser())
     output = real_path(Path(options.output))
@@ -261,7 +261,7 @@ def _portion(sources: list[_Source], **limits: Any) -> Portion:
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
-    """Parse NAME[:KEY]=INPUT arguments; return the sources of each name in the given order."""
+    """Parse NAME[:KEY]=INPUT arguments. Return the sources of each name in the given order."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)

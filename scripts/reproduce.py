@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiments; return 0 if all checks pass, else 1."""
+    """Run the experiments. Return 0 if all checks pass, else 1."""
     options = parse(arguments)
     require("matplotlib")
     from scripts.experiments.runner import EXPERIMENTS, HEADINGS, perform, rows, write_json

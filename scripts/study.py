@@ -6,27 +6,26 @@
 A study is a YAML file with `title`, `seeds`, `overrides` for every run, and `variants` by name. A
 variant has a `config`, its own `overrides`, and `against`, the variant to compare with. Each run is
 a process of pretrain.py with one thread per rank, the study's `environment`, and as many ranks as
-`--nproc` or `--gpus-per-run`. runs.jsonl stores the results and settings of finished runs, which
-are not repeated, even if their folders are gone, so the same command resumes an interrupted study.
-If the data or environment of a finished run has changed, the script reports an error. Several
-processes with the same command, started by hand or as a SLURM array (scripts/slurm/study.sbatch),
-share the runs. results.json and table.md are written next to runs.jsonl after each part, with
-`complete: false` in results.json until the end.
+`--nproc` or `--gpus-per-run`. runs.jsonl stores the results and settings of finished runs. These
+runs are not repeated, even if their folders are gone, so the same command resumes an interrupted
+study. If the data or environment of a finished run has changed, the script reports an error.
+Several processes with the same command, started by hand or as a SLURM array
+(scripts/slurm/study.sbatch), share the runs. results.json and table.md are written next to
+runs.jsonl after each part, with `complete: false` in results.json until the end.
 
 A run's result is its last validation loss in nats per token, averaged over its validation sets. A
 seed determines the initial weights and the order of the data. Variants are compared seed by seed,
-with Student's 95% interval of the mean difference: the verdict is `level` if the whole interval is
+with Student's 95% interval of the mean difference. The verdict is `level` if the whole interval is
 within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains 0. A run with
 a nonfinite loss fails, and its variant has no mean. If a chosen setting is at an end of its grid,
 the verdict is `refused`. Keys that differ between a variant and its reference, although they are
 neither tuned nor in `overrides` or `differs`, are printed at the start and listed in table.md.
 
-With `search`, every variant is first tuned by successive halving with the search's seed: the
+With `search`, every variant is first tuned by successive halving with the search's seed. The
 candidates of a stage are trained for a `share` of the length `full`, then the best `keep`
 candidates for the next share. The next stage starts from the best candidate. The tuning cost must
 be the same for all variants. With `tuned_in`, variants start from the settings that another study
-chose. A width sweep is a study whose variants are widths and whose only stage is a grid of learning
-rates.
+chose. In a width sweep the variants are widths, and the only stage is a grid of learning rates.
 """
 
 import argparse

@@ -31,7 +31,7 @@ Row = tuple[str, str]
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table of verdicts; return 1 if anything is damaged."""
+    """Print a table of verdicts. Return 1 if anything is damaged."""
     options = parse(arguments)
     rows: list[Row] = []
     with progress(lambda: f"checked {len(rows)} files and folders so far"):

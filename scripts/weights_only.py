@@ -53,7 +53,7 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint without optimizer state to a new folder `target`.
 
-    `read` must return each parameter in its units' `view_shape`; `buffers` contains the shape of
+    `read` must return each parameter in its units' `view_shape`. `buffers` contains the shape of
     each buffer. `meta` is called with the folder after all weights are written; it may add files,
     and returns the first entries of meta.json, including `step`. Raises InputError if `target`
     exists, if the disk is too small, or if `read` or `meta` raises InputError.
@@ -116,7 +116,8 @@ class LastParameter:
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Save planner that creates each tensor when it is written; the state dict has only shapes.
+    """Save planner that creates each tensor when it is written. The state dict contains only
+    shapes.
 
     written    number of elements written so far
     """

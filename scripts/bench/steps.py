@@ -195,8 +195,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step; return its milliseconds on the device and on the host, averaged over
-        ranks."""
+        """Take a step. Return the ranks' mean milliseconds on the device and on the host."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)
@@ -207,7 +206,7 @@ class Side:
         return mean, mean
 
     def sent(self) -> float:
-        """Take a step; return the total bytes that all ranks send."""
+        """Take a step. Return the total bytes that all ranks send."""
         with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
             self.step()
         total = torch.tensor(float(traffic.sent))

@@ -168,7 +168,7 @@ class Side:
         watch(self.trainer, self.phases)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Take steps; return each phase's seconds per step, and wall seconds per step as `step`."""
+        """Take steps. Return each phase's seconds per step, and wall seconds per step as `step`."""
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):

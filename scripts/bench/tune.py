@@ -197,7 +197,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the table; return 1 if a kernel computed a wrong result."""
+    """Measure and write the table. Return 1 if a kernel computed a wrong result."""
     options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():

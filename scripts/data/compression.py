@@ -100,7 +100,7 @@ class _XzStreams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        """Copy at most one block to the buffer; return the number of bytes copied, 0 at the end."""
+        """Copy at most one block to the buffer. Return the number of bytes copied, 0 at the end."""
         if not self._pending:
             self._pending = memoryview(next(self._blocks, b""))
         size = min(len(buffer), len(self._pending))

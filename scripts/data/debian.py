@@ -59,7 +59,7 @@ def _debs(folder: Path, name: str) -> dict[str, Path]:
 
 
 def _apt_download(package: str, folder: Path) -> str:
-    """Download a package; return apt's error as one line, or an empty string."""
+    """Download a package. Return apt's error as one line, or an empty string."""
     command = ["apt-get", "download", "-q", package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]

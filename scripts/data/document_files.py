@@ -88,7 +88,7 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input; return each input's counts of checked and
+    """Check the first `CHECKED` documents of every input. Return each input's counts of checked and
     of blank documents.
 
     The check of an input continues until a document is not blank.

@@ -159,7 +159,7 @@ def clean_up(output: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Create and lock a file; return its descriptor, or None if another process has locked it."""
+    """Create and lock a file. Return its descriptor, or None if another process has locked it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -129,7 +129,7 @@ class Preparation:
     allow_lossy: bool = False  # accept a tokenizer that changes documents
 
     def check(self) -> list[str]:
-        """Check the first documents of every input; return warnings.
+        """Check the first documents of every input. Return warnings.
 
         Raises:
             DataError: an input cannot be read, or its text is missing, not a string or always

@@ -143,8 +143,9 @@ def _begin(
     shard: Shard = WHOLE,
     shards: Shards | None = None,
 ) -> tuple["Pipeline", TokenizerEntry]:
-    """Write the tokenizer; return the pipeline, which resumes saved progress, and the tokenizer's
-    manifest entry."""
+    """Write the tokenizer. Return the pipeline, which resumes saved progress, and the tokenizer's
+    manifest entry.
+    """
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
@@ -317,7 +318,7 @@ class Pipeline:
 
 
 def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry]:
-    """Write all sets; return the manifest entries of their training and validation sets."""
+    """Write all sets. Return the manifest entries of their training and validation sets."""
     progress, folder = pipeline.progress, pipeline.folder
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ class PreparedTokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-level BPE with `vocab_size` tokens, including EOD; return its tokenizer.json.
+    """Train a byte-level BPE with `vocab_size` tokens, including EOD. Return its tokenizer.json.
 
     Training is deterministic.
 

@@ -197,7 +197,7 @@ def named_files(names: Sequence[str]) -> dict[str, str]:
 
 
 def write_file_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
-    """Write lm-eval's description of each task file to `folder`; return the tasks' names."""
+    """Write lm-eval's description of each task file to `folder`. Return the tasks' names."""
     for name, file in files.items():
         path = json.dumps(str(Path(file).resolve()))
         text = TASK.format(name=json.dumps(name), file=path)

@@ -39,7 +39,7 @@ cut at the ends of the text may be encoded differently."""
 def write_tasks(
     folder: Path, config: Config, tokenizer_file: Path, saved: Mapping[str, Any]
 ) -> list[str]:
-    """Write a task per validation set of a run's config to `folder`; return the tasks' names.
+    """Write a task per validation set of a run's config to `folder`. Return the tasks' names.
 
     `saved` is the entry `data` of a checkpoint's identity. Raises InputError if there is no
     validation set, if a set has another tokenizer, or if a set has changed since the checkpoint.

@@ -259,7 +259,7 @@ def over_flattening(
 
 
 class Layer(nn.Module):
-    """gamma W, or gamma s g(W / s) with a tracked top singular pair."""
+    """The weight gamma W, or gamma s g(W / s) with a tracked top singular pair."""
 
     def __init__(self, start: Tensor, level: Level | None) -> None:
         super().__init__()
@@ -280,8 +280,9 @@ class Layer(nn.Module):
 def train(
     layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
-    """Train; return the loss before each step, |effective W - T|_F^2 / |T|_F^2, which is the error
-    on isotropic inputs."""
+    """Train. Return the loss before each step, |effective W - T|_F^2 / |T|_F^2, which is the error
+    on isotropic inputs.
+    """
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
     for _ in range(steps):

@@ -1,5 +1,6 @@
-"""Random features A = f(V X) in the criterion paper: their stable rank, and gradient and spectral
-descent on |W A - Y|_F^2 / (2 n)."""
+"""Random features A = f(V X) of the criterion paper, with their stable rank, and gradient and
+spectral descent on |W A - Y|_F^2 / (2 n).
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -65,8 +66,8 @@ class Regression:
 def drawn(
     draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """Return the problem with A = feature(V X) and Y = W# A; `feature` has `maps` arguments, each
-    with its own V.
+    """Return the problem with A = feature(V X) and Y = W# A. `feature` has `maps` arguments, each
+    with a separate V.
 
     `sizes` are the numbers of inputs, features and samples; rows of V and W# have a mean squared
     length of 1.

@@ -31,7 +31,7 @@ from spectral.batching import grouped
 
 
 class Experiment(NamedTuple):
-    """An experiment: its function, the seed of its published run, and sizes for tests."""
+    """An experiment, with its function, the seed of its published run, and sizes for tests."""
 
     run: Callable[..., Outcome]
     seed: int
@@ -194,8 +194,9 @@ def room(check: Check) -> float:
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """Yield the table rows of an experiment (columns `HEADINGS`); passed checks of a series share
-    one row, which shows the worst check."""
+    """Yield the table rows of an experiment (columns `HEADINGS`). Passed checks of a series share
+    one row, which shows the worst check.
+    """
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:
@@ -208,7 +209,7 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def recorded(name: str, data: Any) -> list[Check]:
-    """Compare an experiment's JSON data with recorded.yaml; return the checks."""
+    """Compare an experiment's JSON data with recorded.yaml. Return the checks."""
     numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
     return list(compared(numbers.get(name, {}), data, ()))
 

@@ -46,8 +46,8 @@ def muon_gap(
     side: int = 128,
     steps: int = 300,
 ) -> Outcome:
-    """Muon++: a step shorter than the spectral gap preserves the norm, a longer step may change it,
-    and over many steps only the rescaling algorithm preserves the norm.
+    """Muon++: a step shorter than the spectral gap preserves the norm, and a longer step may change
+    it. Over many steps only the rescaling algorithm preserves the norm.
 
     The experiment measures the spectral gaps of `repeats` initial matrices of each shape, the norm
     after single steps shorter and longer than the gap, and the norm over many steps of a `side` x

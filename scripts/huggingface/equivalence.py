@@ -75,8 +75,8 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     """Return the folder's tokenizer as loaded by transformers.
 
-    Raises InputError if the loaded tokenizer encodes or decodes text differently from the
-    folder's tokenizer.json; see `check_tokens`.
+    Raises InputError if the loaded tokenizer encodes or decodes text differently from the folder's
+    tokenizer.json. See `check_tokens`.
     """
     from transformers import AutoTokenizer
 

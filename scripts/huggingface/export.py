@@ -48,7 +48,7 @@ def export(
     without_tokenizer: bool = False,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
-    """Export a checkpoint as a Hugging Face model to a new folder `target`; return the checkpoint.
+    """Export a checkpoint as a Hugging Face model to a new folder `target`. Return the checkpoint.
 
     Raises InputError if the source, the model or the target cannot be used.
 
@@ -180,9 +180,9 @@ def write_settings(
 def export_consolidated(
     source: Path, target: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> CheckpointInfo:
-    """Write whole parameters and buffers to a new folder `target`; return the checkpoint.
+    """Write whole parameters and buffers to a new folder `target`. Return the checkpoint.
 
-    For `dtype` and `shard_bytes` see `export`. Tensors have megatron-core's shapes on one rank; PC
+    For `dtype` and `shard_bytes` see `export`. Tensors have megatron-core's shapes on one rank. PC
     layers are merged into weights. Raises InputError if the source or target cannot be used.
     """
     info, weights = opened(source)
@@ -208,8 +208,9 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Group consecutive tensors into files of at most `limit` bytes; a larger tensor has its own
-    file."""
+    """Group consecutive tensors into files of at most `limit` bytes. A larger tensor gets a
+    separate file.
+    """
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:

@@ -45,7 +45,7 @@ IGNORED = "rotary_emb.inv_freq"
 def import_model(
     source: Path, target: Path, config_file: Path, overrides: Sequence[str] = ()
 ) -> str:
-    """Write the weights of `source` to a new checkpoint folder `target`; return their dtype.
+    """Write the weights of `source` to a new checkpoint folder `target`. Return their dtype.
 
     A run can be initialized from this checkpoint (`checkpoint.initialize_from`) but cannot resume
     from it. Only one parameter is in memory at a time. Raises InputError if the config's model
@@ -238,7 +238,7 @@ def _other_weights(source: Path) -> str:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """Copy the tokenizer files to `folder`; return the tokenizer's entry in the checkpoint's
+    """Copy the tokenizer files to `folder`. Return the tokenizer's entry in the checkpoint's
     identity, or {} without a tokenizer.
 
     Raises InputError for a link that leads out of `source`, or a file that cannot be parsed.

@@ -1,5 +1,5 @@
-"""The text of docs/papers.md, from introduction.md, papers.yaml and gpu_hours.json, and its
-figures, drawn from committed results.
+"""The text and figures of docs/papers.md. The text is from introduction.md, papers.yaml and
+gpu_hours.json. Figures are drawn from committed results.
 """
 
 from collections import Counter
@@ -24,8 +24,7 @@ def figure_file(paper: str, key: str) -> Path:
 
 
 def draw(item: Item) -> Figure:
-    """Draw a measured item's committed results: its series or, without series, its study's
-    losses."""
+    """Draw the committed series of a measured item or, without series, its study's losses."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
     if item.measure.series:

@@ -51,8 +51,9 @@ BITS = ("val/bpb", "bits per byte")
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return the metric by which runs are sorted: nats per token, or bits per byte if tokenizers
-    differ and all validated runs logged bits per byte."""
+    """Return the metric by which runs are sorted. It is nats per token, or bits per byte if
+    tokenizers differ and all validated runs logged bits per byte.
+    """
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
@@ -76,8 +77,9 @@ def unlike_measurements(
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return each run's config with a key `content` in each dataset: the dataset's hash, or its
-    path if any of the runs has no hashes because an earlier version wrote it."""
+    """Return each run's config with a key `content` in each dataset. It is the dataset's hash, or
+    its path if an earlier version, which stored no hashes, wrote any of the runs.
+    """
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -95,7 +97,7 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's row in the table; `settings` are `key value` of the keys in which runs differ."""
+    """A run's row in the table. `settings` are `key value` of the keys in which runs differ."""
 
     run: RunData
     settings: list[str]
@@ -114,8 +116,9 @@ class Compared:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key: the metric, else the training loss; runs with the metric are first, runs with
-        neither are last."""
+        """Sort key: the metric or, without it, the training loss. Runs with the metric are first,
+        runs with neither are last.
+        """
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:

@@ -112,8 +112,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 def signal(run: RunData) -> Figure | None:
     """Signal and noise in gradients of one step's micro-batches and in updates of the last steps.
     SNR is the common part of these samples divided by their deviations. TopShare is the share of
-    the deviations in their top direction; the dotted line is its minimum. Alignment is the cosine
-    with the previous step."""
+    the deviations in their top direction. The dotted line is its minimum. Alignment is the cosine
+    with the previous step.
+    """
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -162,8 +163,9 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio: by how much the most loaded expert exceeds the mean load, relative to the mean, in
-    the worst layer; 0 is perfect balance."""
+    """MaxVio in the worst layer: (largest - mean) / mean of the experts' loads. 0 is perfect
+    balance.
+    """
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
@@ -194,7 +196,7 @@ def penalty(runs: Sequence[RunData]) -> Figure | None:
 
 
 def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False) -> Figure | None:
-    """Draw one metric over tokens with a colour per run; return None if no run logged it."""
+    """Draw one metric over tokens with a colour per run. Return None if no run logged it."""
     runs = [run for run in runs if run.series(metric)]
     if not runs:
         return None

@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw one run; return None if the run has no data for the figure."""
+        """Draw one run. Return None if the run has no data for the figure."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None
@@ -69,7 +69,7 @@ FIGURES = (
 
 
 def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
-    """Write every figure for which any of `runs` has data; return the paths.
+    """Write every figure for which any of `runs` has data. Return the paths.
 
     `suffix` is .svg, .png or .pdf.
     """

@@ -1,4 +1,4 @@
-"""The page about a run: status, progress, figures, text samples, data and config.
+"""The page about a run, with status, progress, figures, text samples, data and config.
 
 Pages are self-contained HTML and need no network.
 """

@@ -41,7 +41,8 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 
 def evolution(run: RunData) -> Figure | None:
     """Median, middle 80% and full range of the singular values, averaged over the matrices of each
-    role; bars and a point if only one step was monitored."""
+    role. If only one step was monitored, they are drawn as bars and a point.
+    """
     return _evolution(run, WEIGHT)
 
 
@@ -101,7 +102,8 @@ def criterion_map(run: RunData) -> Figure | None:
 
 def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -> Figure | None:
     """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
-    units; the colours of a ratio are centred on 1."""
+    units. The colours of a ratio are centred on 1.
+    """
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -158,7 +160,7 @@ def deciles(
 ) -> np.ndarray | None:
     """Return the deciles `[11]` of singular values, averaged over the units of a role.
 
-    `names` are keys in order of preference; returns None if no unit has any of these keys.
+    `names` are keys in order of preference. Returns None if no unit has any of these keys.
     """
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]

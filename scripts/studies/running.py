@@ -29,7 +29,7 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune the variants, train all seeds, then train the curve; return the content of results.json.
+    """Tune the variants, train all seeds, then train the curve. Return the content of results.json.
 
     results.json is updated after each part. After the tuning, `begin_runs` is called with all
     remaining runs, so that no processor or GPU is idle between parts.
@@ -109,7 +109,7 @@ def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Load the configs of all candidates; return the config of each variant's first candidates.
+    """Load the configs of all candidates. Return the config of each variant's first candidates.
 
     Raises InputError if a config is invalid.
     """

@@ -20,7 +20,7 @@ Train = Callable[[Iterable[Run]], Results]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate trained in one rung of a stage; `loss` is None if the run failed."""
+    """A candidate trained in one rung of a stage. `loss` is None if the run failed."""
 
     variant: str
     stage: str
@@ -44,7 +44,7 @@ def search(
     train: Train,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Tune every variant, starting from its overrides in `start`; `extra` applies to every run.
+    """Tune every variant, starting from its overrides in `start`. `extra` applies to every run.
 
     `report` is called with the results so far after every rung.
     """

@@ -172,8 +172,9 @@ def refused(ended: Sequence[str]) -> str:
 def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) -> str:
     """Return the verdict on a difference.
 
-    It is `higher` or `lower` if the 95% interval does not contain 0, else `level` if the interval
-    is within `level_within` of 0, else `cannot tell`; or a reason for no verdict.
+    It is `higher` or `lower` if the 95% interval does not contain 0, otherwise `level` if the
+    interval is within `level_within` of 0, otherwise `cannot tell`. It may also be a reason for no
+    verdict.
     """
     if ended:
         return refused(ended)
@@ -255,7 +256,7 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     """Return, for each variant, the tokens that the curve's variant needs to reach the same loss,
     relative to the tokens of a full run.
 
-    The curve of loss over the logarithm of tokens is interpolated linearly; beyond its ends, values
+    The curve of loss over the logarithm of tokens is interpolated linearly. Beyond its ends, values
     are NaN. The interval is the 95% interval of the variant's loss, converted to tokens by the mean
     curve.
     """
@@ -321,7 +322,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Format a number with its standard error; a missing number becomes an empty string."""
+    """Format a number with its standard error. A missing number becomes an empty string."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):

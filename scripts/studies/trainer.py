@@ -40,7 +40,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its name, its config file and all overrides, including the seed."""
+    """A run, with its name, its config file and all overrides, including the seed."""
 
     label: str
     config: str
@@ -157,7 +157,7 @@ class RunFailedError(InputError):
 class Trainer:
     """Trainer of a study's runs, with run folders in `output` and records in `book`.
 
-    Several processes, on one or several nodes, may share the folders: each run is trained by one
+    Several processes, on one or several nodes, may share the folders. Each run is trained by one
     process, and all processes read its record.
     """
 
@@ -200,7 +200,7 @@ class Trainer:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
-        """Train the runs without a record; return the records of all runs in order.
+        """Train the runs without a record. Return the records of all runs in order.
 
         Raises RunFailedError if a run cannot be trained.
         """
@@ -235,7 +235,7 @@ class Trainer:
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
-        """Train a run unless it has a record; return False if another process is training it.
+        """Train a run unless it has a record. Return False if another process is training it.
 
         Such a process may have been started by a study that was killed.
         """
@@ -275,7 +275,7 @@ class Trainer:
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Run pretrain.py in a free place; return the exit code and total processor seconds."""
+        """Run pretrain.py in a free place. Return the exit code and total processor seconds."""
         place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
@@ -328,5 +328,5 @@ def lines_of(log: Path) -> list[str]:
 
 
 def is_error(line: str) -> bool:
-    """Return whether a line of a log belongs to an error; a command prefixes all its lines."""
+    """Return whether a line of a log belongs to an error. A command prefixes all its lines."""
     return line.startswith("error: ")
