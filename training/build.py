@@ -1,6 +1,5 @@
 """Construction of a run's model, optimizer and trainer from its config. To continue or rewind a
-run, a checkpoint is loaded into them.
-"""
+run, a checkpoint is loaded into them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

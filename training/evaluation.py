@@ -243,8 +243,7 @@ def log_likelihoods(
 
 def lengths(layout: Layout, window: int) -> list[int]:
     """Return the lengths to which sequences are padded, ascending. They are a window divided by 1,
-    2, 4 and so on, as long as the layout can split the length.
-    """
+    2, 4 and so on, as long as the layout can split the length."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -266,8 +265,7 @@ class Scorer:
 
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
         """Add the losses of the requests `indices` to `losses`, in passes of `rows` sequences of
-        `length` tokens. Return False if `stop` returned True.
-        """
+        `length` tokens. Return False if `stop` returned True."""
         share = -(-len(indices) // (rows * self.groups.data.size))
         count = whole_rounds(share, self.groups)
 

@@ -53,8 +53,7 @@ KERNEL: Final = ("/proc", "/sys")
 
 def real_path(path: str | Path) -> Path:
     """Return `path` with links resolved. Unlike `Path.resolve`, accept a loop of links. Opening the
-    returned path then raises OSError.
-    """
+    returned path then raises OSError."""
     return Path(os.path.realpath(path))
 
 

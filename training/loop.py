@@ -183,8 +183,7 @@ class Loop:
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Validate if due, report `metrics`, and return the validation metrics. The result is {} if
-        no validation was due, and None if a stop interrupted the validation.
-        """
+        no validation was due, and None if a stop interrupted the validation."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -206,8 +205,7 @@ class Loop:
 
     def due(self, interval: int, step: int) -> bool:
         """Return whether work is due after `step`. Unless `interval` is 0, it is due after every
-        `interval` steps and after the last step.
-        """
+        `interval` steps and after the last step."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:

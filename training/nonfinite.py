@@ -22,8 +22,7 @@ class NonFiniteError(RuntimeError):
 
 class SpikeDetector:
     """Detector of losses far above the last losses. Its result is on the device and equal on all
-    ranks.
-    """
+    ranks."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare each loss with the losses of the last `window` steps that were taken.
@@ -74,8 +73,7 @@ class NonFiniteGuard:
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
         """Record whether `step`, counted from 1, was taken. `samples` is [first, end) of the step's
-        samples.
-        """
+        samples."""
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()

@@ -152,8 +152,7 @@ class Trainer:
 
     def compute_gradients(self, index: int) -> Tensor:
         """Compute the gradient shards. Return the metrics of `mean_loss`, averaged over the global
-        batch.
-        """
+        batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups, self.data.borders) for window in windows]

@@ -177,8 +177,7 @@ class CoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Return the largest scaled, unmasked score `[]` of this rank's queries, for monitored
-        steps. `forward` describes the arguments.
-        """
+        steps. `forward` describes the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -414,8 +413,7 @@ def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
     """Return the mask `[rows, keys]` of keys outside the causal mask or window of a block's
-    queries. Query 0 is at position `offset`.
-    """
+    queries. Query 0 is at position `offset`."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query

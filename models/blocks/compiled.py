@@ -101,8 +101,7 @@ class Fused:
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
         """Fuse the residual sum `name` of `layer` into the next norm, if `norm` supports it. Return
-        whether the sum is fused.
-        """
+        whether the sum is fused."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False

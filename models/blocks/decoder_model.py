@@ -150,8 +150,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`. Under sequence
-        parallelism s is this rank's part of the sequence.
-        """
+        parallelism s is this rank's part of the sequence."""
         embedded: Tensor = super().forward(*arguments, **options)
         return embedded * self.scale
 

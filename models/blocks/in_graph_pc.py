@@ -140,8 +140,7 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """Return this rank's piece `[*local axes]` of a whole unit. The backward pass gathers
-    gradients.
-    """
+    gradients."""
     if unit.shard_axis is None:
         return whole.view(unit.axes)
     last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()

@@ -129,8 +129,7 @@ class LatentAttention(torch.nn.Module):
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
         """Return the rotary keys of the whole sequence. The backward pass sums gradients over all
-        heads.
-        """
+        heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

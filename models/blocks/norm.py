@@ -65,8 +65,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
         """Return the normalised `x`. If `stream` is given, return `x + stream` instead. The next
-        call with this sum returns the normalised sum.
-        """
+        call with this sum returns the normalised sum."""
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -80,8 +79,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class NormedRowParallelLinear(RowParallelLinear):
     """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks. Under sequence
-    parallelism the norm is applied to this rank's part of the sequence.
-    """
+    parallelism the norm is applied to this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any

@@ -55,8 +55,7 @@ def heads_gradients(
 
 class HeadFunctions(NamedTuple):
     """`turned_heads` and `heads_gradients`, compiled or not. spectral/kernels/heads.py contains a
-    kernel of `heads_gradients`.
-    """
+    kernel of `heads_gradients`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients
@@ -138,8 +137,7 @@ class RotatedSelfAttention(SelfAttention):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return Megatron's output. `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the result of
-        `RotaryEmbedding`.
-        """
+        `RotaryEmbedding`."""
         self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options

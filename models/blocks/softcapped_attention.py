@@ -147,8 +147,7 @@ def hidden_scores(
     documents: DocumentRange | None,
 ) -> Tensor:
     """Return the mask of excluded scores, broadcastable to a block's `[batch, n, rows, keys]`.
-    `hidden_keys` and `other_documents` describe the arguments.
-    """
+    `hidden_keys` and `other_documents` describe the arguments."""
     hidden = hidden_keys(rows, seen, offset, window, scores.device)
     if documents is None:
         return hidden

@@ -127,8 +127,7 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
     """Return a snapshot of the momenta (0 for rules without momentum). For PC layers, `whole`
-    contains the momentum of W.
-    """
+    contains the momentum of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {

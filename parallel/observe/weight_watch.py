@@ -1,6 +1,5 @@
 """Detection of weights that change between steps, for instance by bit flips in memory or in a
-transfer, and of copies of weights that differ between ranks.
-"""
+transfer, and of copies of weights that differ between ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence

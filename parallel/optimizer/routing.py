@@ -46,8 +46,7 @@ class Penalty:
 
     def cost(self, shape: Sequence[int]) -> float:
         """Return the FLOPs of the gradient, which are those of the smaller Gram matrix and its
-        product with W.
-        """
+        product with W."""
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 

@@ -51,8 +51,7 @@ class UnitTransfer(Transfer):
 
     def logical(self, pieces: Tensor) -> Tensor:
         """View flattened pieces `[elements]` in the matrix's order. The sharded axis is split into
-        two axes.
-        """
+        two axes."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 

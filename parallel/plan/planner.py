@@ -221,8 +221,7 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
     """Return the plan of a stage from the units of its tensor-parallel ranks. `completed` adds
-    activations and traffic.
-    """
+    activations and traffic."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):

@@ -183,8 +183,7 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
     """Return the seconds of a weight's product with the inputs of one micro-batch. For an expert's
-    weight, include the products of all experts on a rank.
-    """
+    weight, include the products of all experts on a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)

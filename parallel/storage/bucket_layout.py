@@ -316,8 +316,7 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 def layer_of(parameter: str) -> str | None:
     """Return the prefix of the layer, e.g. `layers.3` for `layers.3.mlp.down`, or None outside
-    layers.
-    """
+    layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 

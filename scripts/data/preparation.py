@@ -144,8 +144,7 @@ def _begin(
     shards: Shards | None = None,
 ) -> tuple["Pipeline", TokenizerEntry]:
     """Write the tokenizer. Return the pipeline, which resumes saved progress, and the tokenizer's
-    manifest entry.
-    """
+    manifest entry."""
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())

@@ -281,8 +281,7 @@ def train(
     layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
     """Train. Return the loss before each step, |effective W - T|_F^2 / |T|_F^2, which is the error
-    on isotropic inputs.
-    """
+    on isotropic inputs."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
     for _ in range(steps):

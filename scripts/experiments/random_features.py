@@ -1,6 +1,5 @@
 """Random features A = f(V X) of the criterion paper, with their stable rank, and gradient and
-spectral descent on |W A - Y|_F^2 / (2 n).
-"""
+spectral descent on |W A - Y|_F^2 / (2 n)."""
 
 import math
 from collections.abc import Callable, Sequence

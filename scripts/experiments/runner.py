@@ -195,8 +195,7 @@ def room(check: Check) -> float:
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
     """Yield the table rows of an experiment (columns `HEADINGS`). Passed checks of a series share
-    one row, which shows the worst check.
-    """
+    one row, which shows the worst check."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:

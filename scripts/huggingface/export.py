@@ -209,8 +209,7 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
     """Group consecutive tensors into files of at most `limit` bytes. A larger tensor gets a
-    separate file.
-    """
+    separate file."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:

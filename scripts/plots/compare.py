@@ -52,8 +52,7 @@ BITS = ("val/bpb", "bits per byte")
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
     """Return the metric by which runs are sorted. It is nats per token, or bits per byte if
-    tokenizers differ and all validated runs logged bits per byte.
-    """
+    tokenizers differ and all validated runs logged bits per byte."""
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
@@ -78,8 +77,7 @@ def unlike_measurements(
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return each run's config with a key `content` in each dataset. It is the dataset's hash, or
-    its path if an earlier version, which stored no hashes, wrote any of the runs.
-    """
+    its path if an earlier version, which stored no hashes, wrote any of the runs."""
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -117,8 +115,7 @@ class Compared:
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """Sort key: the metric or, without it, the training loss. Runs with the metric are first,
-        runs with neither are last.
-        """
+        runs with neither are last."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:

@@ -113,8 +113,7 @@ def signal(run: RunData) -> Figure | None:
     """Signal and noise in gradients of one step's micro-batches and in updates of the last steps.
     SNR is the common part of these samples divided by their deviations. TopShare is the share of
     the deviations in their top direction. The dotted line is its minimum. Alignment is the cosine
-    with the previous step.
-    """
+    with the previous step."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -164,8 +163,7 @@ def rule_reports(run: RunData) -> Figure | None:
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
     """MaxVio in the worst layer: (largest - mean) / mean of the experts' loads. 0 is perfect
-    balance.
-    """
+    balance."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 

@@ -41,8 +41,7 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 
 def evolution(run: RunData) -> Figure | None:
     """Median, middle 80% and full range of the singular values, averaged over the matrices of each
-    role. If only one step was monitored, they are drawn as bars and a point.
-    """
+    role. If only one step was monitored, they are drawn as bars and a point."""
     return _evolution(run, WEIGHT)
 
 
@@ -102,8 +101,7 @@ def criterion_map(run: RunData) -> Figure | None:
 
 def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -> Figure | None:
     """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
-    units. The colours of a ratio are centred on 1.
-    """
+    units. The colours of a ratio are centred on 1."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None

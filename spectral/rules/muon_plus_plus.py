@@ -187,8 +187,7 @@ class MuonPlusPlusRule(RadiusRule):
 
     def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:
         """Report the updated weight's `correlation`. With correlation_rescale, rescale once where
-        `gate` `[batch]`.
-        """
+        `gate` `[batch]`."""
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:

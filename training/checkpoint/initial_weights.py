@@ -102,8 +102,7 @@ def chosen_weights(
 ) -> tuple[CheckpointInfo, str, bool]:
     """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for a
     `checkpoint.initialize_from` that is not null. For arguments and errors see `initial_weights`.
-    Without a vocabulary size, the models are not compared.
-    """
+    Without a vocabulary size, the models are not compared."""
     assert config.checkpoint.initialize_from is not None
     info = read_checkpoint(config.checkpoint.initialize_from)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()

@@ -1,6 +1,5 @@
 """The checkpoint from which a run continues, and the run's identity. The identity consists of the
-facts that must be equal in the checkpoint and the continued run.
-"""
+facts that must be equal in the checkpoint and the continued run."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -94,8 +94,7 @@ class AveragedCheckpoints:
 @dataclass(frozen=True)
 class AverageMeta(Meta):
     """Required entries of meta.json in an average. `progress` is the progress of its last
-    checkpoint.
-    """
+    checkpoint."""
 
     averaged: AveragedCheckpoints
     progress: Progress

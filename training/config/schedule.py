@@ -211,8 +211,7 @@ class ScheduleConfig(Section):
 
     def length(self, train: TrainConfig) -> float:
         """Return the length of a run in steps or, with unit tokens, in batches of
-        `train.global_batch`.
-        """
+        `train.global_batch`."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:

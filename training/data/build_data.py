@@ -215,8 +215,7 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
     """Return a message with the sets that `data.verify` cannot check because no manifest states
-    their hashes, or None if all sets can be checked. `sets` contains opened sets by kind.
-    """
+    their hashes, or None if all sets can be checked. `sets` contains opened sets by kind."""
     if data.mock or data.verify == "none":
         return None
     names = [

@@ -305,8 +305,7 @@ class TrainingData(Dataset[Tensor]):
 
     def read(self, samples: int) -> dict[str, SetCount]:
         """Return each set's counts in the first `samples` samples of a run. The last sample must be
-        in this phase.
-        """
+        in this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -363,8 +362,7 @@ class TrainingData(Dataset[Tensor]):
 
     def fingerprint(self) -> str:
         """Return a sha256 of everything that determines a phase's samples except the sets' counts.
-        Paths do not affect it.
-        """
+        Paths do not affect it."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -127,8 +127,7 @@ def decoded_bytes(
 
 def open_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, without the file's truncation and padding. Raise
-    DataError if `tokenizers` cannot read it.
-    """
+    DataError if `tokenizers` cannot read it."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception

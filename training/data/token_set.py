@@ -93,8 +93,7 @@ class TokenSet:
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
         """Return `window(index)` or, if borders are needed, `[2, sequence_length + 1]`: the tokens,
-        and the position in the window at which the document of each token starts.
-        """
+        and the position in the window at which the document of each token starts."""
         window = self.window(index)
         if not borders.needed:
             return window
@@ -115,8 +114,7 @@ class TokenSet:
 
     def documents(self) -> int:
         """Return the number of documents that contain tokens. Raise DataError if the index is
-        corrupt.
-        """
+        corrupt."""
         try:
             return self._documents.count()
         except ValueError as error:
@@ -141,8 +139,7 @@ class TokenSet:
     @cached_property
     def attended_length(self) -> float:
         """Length of equal documents with the same mean number of keys per token as this set's
-        documents. The mean is measured on evenly spaced windows.
-        """
+        documents. The mean is measured on evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -225,8 +222,7 @@ class TokenSet:
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
         """Compare the parts that `verify` selects. Return the block hashes, or None if there are
-        none.
-        """
+        none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":

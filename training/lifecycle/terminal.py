@@ -23,8 +23,7 @@ GONE: Final = (errno.EIO, errno.EPIPE)
 
 class LastingFile(io.FileIO):
     """A file that drops output if its reader is gone. During `training` it drops all output that
-    cannot be written.
-    """
+    cannot be written."""
 
     training = False
 
@@ -40,8 +39,7 @@ class LastingFile(io.FileIO):
 
 def outlive_readers() -> None:
     """Replace stdout and stderr with streams that escape characters that cannot be encoded. The
-    streams drop output if its reader is gone.
-    """
+    streams drop output if its reader is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A notebook uses its own stream, and a stream with a closed descriptor is None.

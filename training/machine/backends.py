@@ -36,8 +36,7 @@ def exchange_dtype(config: Config) -> torch.dtype:
 
 def check_backends(config: Config, device: torch.device) -> None:
     """Raise ConfigError, with all problems, if the installed packages or the device do not support
-    the config. Raise DeviceError if Triton kernels cannot be launched on the device.
-    """
+    the config. Raise DeviceError if Triton kernels cannot be launched on the device."""
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))

@@ -44,8 +44,7 @@ class ExpertBalance:
 
     def violations(self) -> dict[int, float]:
         """Return MaxVio of the last step by layer ({} for a dense model). This waits like
-        `metrics`.
-        """
+        `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}

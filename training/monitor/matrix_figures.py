@@ -205,8 +205,7 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
     """Return the inner products of the steps' updates, `[units, steps, steps]`, float64. For the
-    arguments see `updates`.
-    """
+    arguments see `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
     for each in updates(weights, kept):

@@ -191,8 +191,7 @@ def score_seconds(shape: StepShape) -> float:
 
 def task_cost(config: Config, planned: Plan) -> str | None:
     """Return a text about the cost of scoring the config's tasks, or why the cost is unknown.
-    Without tasks, return None.
-    """
+    Without tasks, return None."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

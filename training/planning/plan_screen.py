@@ -147,8 +147,7 @@ def balance_table(planned: Plan) -> str:
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
     """Return a table with a row per quantity and a column per pipeline stage. The heaviest stage is
-    marked.
-    """
+    marked."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]

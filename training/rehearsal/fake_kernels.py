@@ -44,8 +44,7 @@ class LowerRight:
 def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> None:
     """Replace attention and its kernel choice, norms, compiled functions, Triton kernels, expert
     routing and `Module.to` until this process ends. If `compiled` is true, compile each
-    specialisation of Spectrain's Triton kernels for the simulated device.
-    """
+    specialisation of Spectrain's Triton kernels for the simulated device."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -269,8 +268,7 @@ class HostArgumentError(RuntimeError):
 
 def install_triton(trace: Trace, *, compiled: bool) -> None:
     """Record launches of Spectrain's Triton kernels until this process ends. If `compiled` is true,
-    compile each specialisation for the simulated device.
-    """
+    compile each specialisation for the simulated device."""
     if not has_triton():
         return
     from spectral.kernels import launches

@@ -193,8 +193,7 @@ def share_of(
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
     """Return the seconds of an eigenvalue or singular value decomposition, which processes columns
-    in sequence. For other operations, return 0.
-    """
+    in sequence. For other operations, return 0."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])

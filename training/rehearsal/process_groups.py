@@ -242,8 +242,7 @@ def _install_exchanges(trace: Trace) -> None:
 
     def note(name: str, group: Any = None) -> None:
         """Record an exchange. Over NCCL, the device sends the values, and the host waits for their
-        sizes.
-        """
+        sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:

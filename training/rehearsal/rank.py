@@ -105,8 +105,7 @@ def with_known_kernels(config: Config) -> Config:
 
 def last_step(config: Config) -> int:
     """Return the last step, which is monitored. It follows at least one plain step and, with a CUDA
-    graph, one replay.
-    """
+    graph, one replay."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

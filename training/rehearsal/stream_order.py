@@ -42,8 +42,7 @@ class Access:
 @dataclass
 class Memory:
     """State of one storage: the stream that allocated it, and the accesses of its parts. Accesses
-    that later accesses cover are dropped.
-    """
+    that later accesses cover are dropped."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -63,8 +62,7 @@ class StreamOrder:
 
     def clock(self, stream: int) -> Clock:
         """Return the clock of a stream. A new stream starts after the work for which the host has
-        waited.
-        """
+        waited."""
         return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
@@ -77,8 +75,7 @@ class StreamOrder:
 
     def synchronize(self, stream: int | None = None) -> None:
         """Record that the host waits for `stream`, or for all streams if it is None. All later work
-        is ordered after the work for which the host waits.
-        """
+        is ordered after the work for which the host waits."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))

@@ -85,8 +85,7 @@ class Counts:
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
     """Combine two numbers by `number`, or two records or mappings entry by entry. Drop zeros in
-    counters.
-    """
+    counters."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):
@@ -185,8 +184,7 @@ class Allocations:
 
     def storage(self, tensor: Tensor, stream: int) -> int:
         """Return the id of a tensor's storage, and count its bytes until it is freed. `stream` is
-        the current stream.
-        """
+        the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._known:
