@@ -29,33 +29,23 @@ from spectral import Muon, split_parameters
 from spectral.division import Division, narrowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim"), 32),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "moe_intermediate_size"), 48
-    ),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_key_value_heads", "num_kv_heads"), 2),
-    **{
-        "vocab_size": 99,
-        "head_dim": 8,
-        "d_kv": 8,
-        "image_size": 32,
-        "patch_size": 8,
-        "rotary_dim": 4,
-    },
-    **{"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
-    **{"v_head_dim": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "state_size": 4},
-    **{"max_position_embeddings": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "embedding_size": 32},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
-    "o_groups": 2,
+VALUES = {
+    32: "hidden_size d_model n_embd embed_dim dim hidden_dim embedding_size image_size",
+    4: "num_attention_heads n_head num_heads n_heads encoder_attention_heads rotary_dim state_size"
+    " decoder_attention_heads num_experts num_local_experts n_routed_experts qk_rope_head_dim"
+    " linear_num_value_heads",
+    2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers o_groups"
+    " num_decoder_layers num_experts_per_tok num_key_value_heads num_kv_heads eos_token_id"
+    " linear_num_key_heads",
+    48: "intermediate_size ffn_dim d_ff n_inner moe_intermediate_size encoder_ffn_dim"
+    " decoder_ffn_dim shared_expert_intermediate_size",
+    8: "head_dim d_kv patch_size qk_nope_head_dim linear_key_head_dim linear_value_head_dim",
+    12: "q_lora_rank kv_lora_rank",
+    1: "n_group topk_group first_k_dense_replace bos_token_id",
+    **{99: "vocab_size", 64: "max_position_embeddings", 6: "v_head_dim", 0: "pad_token_id"},
 }
+SIZES = {name: value for value, names in VALUES.items() for name in names.split()}
+SIZES["use_cache"] = False
 """Settings that make models of transformers small, if a config has them."""
 
 ACCEPTED = {
@@ -95,15 +85,10 @@ def transformer(name: str, kind: str) -> tuple[nn.Module, Any]:
     model = model_class(config).eval()
     if "IMAGE" in kind:
         side = getattr(config, "image_size", 32)
-        side = side if isinstance(side, int) else side[0]
-        return model, {
-            "pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)
-        }
+        shape = getattr(config, "num_channels", 3), *([side] * 2 if isinstance(side, int) else side)
+        return model, {"pixel_values": torch.randn(2, *shape)}
     ids = torch.randint(3, 90, (2, 16))
-    inputs = {"input_ids": ids}
-    if "SEQ_TO_SEQ" in kind:
-        inputs["decoder_input_ids"] = ids
-    return model, inputs
+    return model, {"input_ids": ids} | ({"decoder_input_ids": ids} if "SEQ_TO_SEQ" in kind else {})
 
 
 def transformers_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
@@ -138,64 +123,40 @@ def timm_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
 
 def diffusers_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
     diffusers = pytest.importorskip("diffusers")
-    blocks = {
-        "diffusers.models.attention:BasicTransformerBlock": (
-            lambda c: c(32, 4, 8),
-            lambda: torch.randn(2, 6, 32),
-        ),
-        "diffusers.models.resnet:ResnetBlock2D": (
+    unet: dict[str, Any] = {"block_out_channels": (32, 64), "norm_num_groups": 8}
+    unet |= {"sample_size": 16, "layers_per_block": 1}
+    plain = unet | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D")}
+    plain |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    cross = unet | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
+    cross |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+    cross |= {"cross_attention_dim": 24, "attention_head_dim": 4}
+    dit = {"num_attention_heads": 4, "attention_head_dim": 8, "sample_size": 8, "num_layers": 2}
+    dit |= {"in_channels": 4, "out_channels": 4, "norm_num_groups": 4}
+    draw, time = torch.randn, torch.tensor([3])
+    labels = {"timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])}
+    blocks: dict[str, tuple[Callable[[Any], nn.Module], Callable[[], Any]]] = {
+        "attention:BasicTransformerBlock": (lambda c: c(32, 4, 8), lambda: draw(2, 6, 32)),
+        "resnet:ResnetBlock2D": (
             lambda c: c(in_channels=32, temb_channels=24),
-            lambda: (torch.randn(2, 32, 8, 8), torch.randn(2, 24)),
+            lambda: (draw(2, 32, 8, 8), draw(2, 24)),
         ),
-        "diffusers.models.attention:FeedForward": (
+        "attention:FeedForward": (
             lambda c: nn.Sequential(c(32, activation_fn="geglu"), nn.Linear(32, 4)),
-            lambda: torch.randn(2, 6, 32),
+            lambda: draw(2, 6, 32),
         ),
-        "diffusers.models.unets.unet_2d:UNet2DModel": (
-            lambda c: c(
-                sample_size=16,
-                block_out_channels=(32, 64),
-                layers_per_block=1,
-                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-                norm_num_groups=8,
-            ),
-            lambda: (torch.randn(1, 3, 16, 16), torch.tensor([3])),
+        "unets.unet_2d:UNet2DModel": (lambda c: c(**plain), lambda: (draw(1, 3, 16, 16), time)),
+        "unets.unet_2d_condition:UNet2DConditionModel": (
+            lambda c: c(**cross),
+            lambda: (draw(1, 4, 16, 16), time, draw(1, 6, 24)),
         ),
-        "diffusers.models.unets.unet_2d_condition:UNet2DConditionModel": (
-            lambda c: c(
-                sample_size=16,
-                block_out_channels=(32, 64),
-                layers_per_block=1,
-                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-                cross_attention_dim=24,
-                attention_head_dim=4,
-                norm_num_groups=8,
-            ),
-            lambda: (torch.randn(1, 4, 16, 16), torch.tensor([3]), torch.randn(1, 6, 24)),
-        ),
-        "diffusers.models.transformers.dit_transformer_2d:DiTTransformer2DModel": (
-            lambda c: c(
-                num_attention_heads=4,
-                attention_head_dim=8,
-                sample_size=8,
-                num_layers=2,
-                in_channels=4,
-                out_channels=4,
-                norm_num_groups=4,
-            ),
-            lambda: {
-                "hidden_states": torch.randn(2, 4, 8, 8),
-                "timestep": torch.tensor([1, 2]),
-                "class_labels": torch.tensor([1, 2]),
-            },
+        "transformers.dit_transformer_2d:DiTTransformer2DModel": (
+            lambda c: c(**dit),
+            lambda: {"hidden_states": draw(2, 4, 8, 8), **labels},
         ),
     }
-    assert diffusers
     for path, (build, example) in blocks.items():
         module, name = path.split(":")
-        kind = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(f"{diffusers.__name__}.models.{module}"), name)
         yield name, lambda b=build, k=kind, e=example: (b(k).eval(), e())
 
 
@@ -226,9 +187,8 @@ def vit_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
     package = pytest.importorskip("vit_pytorch")
     common = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2}
     common |= {"heads": 4, "mlp_dim": 48, "dim_head": 8}
-    names = (
-        "vit.ViT simple_vit.SimpleViT deepvit.DeepViT parallel_vit.ViT vit_for_small_dataset.ViT"
-    )
+    names = "vit.ViT simple_vit.SimpleViT deepvit.DeepViT parallel_vit.ViT"
+    names += " vit_for_small_dataset.ViT"
     names += " vit_with_patch_dropout.ViT vit_with_patch_merger.ViT normalized_vit.nViT rvt.RvT"
     names += " simple_vit_with_qk_norm.SimpleViT simple_vit_with_register_tokens.SimpleViT"
     names += " simple_vit_with_value_residual.SimpleViT learnable_memory_vit.ViT cait.CaiT"
@@ -257,17 +217,15 @@ def peft_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
         yield f"LoRA of {name}", build
 
 
-LIBRARIES = {
-    f.__name__.removesuffix("_models"): f
-    for f in (
-        transformers_models,
-        timm_models,
-        diffusers_models,
-        torchvision_models,
-        vit_models,
-        peft_models,
-    )
-}
+MADE = (
+    transformers_models,
+    timm_models,
+    diffusers_models,
+    torchvision_models,
+    vit_models,
+    peft_models,
+)
+LIBRARIES = {function.__name__.removesuffix("_models"): function for function in MADE}
 SMALL = re.compile(
     r"test_|tiny|nano|pico|femto|atto|micro|mini|xxs|_xs|small|_s(_|$)|_b0|_s0|_m0|ti_|_t(_|$)|_n_|18"
 )
@@ -331,6 +289,10 @@ def heads_of(calls: list[tuple[Tensor, ...]], call: int) -> list[list[Tensor]]:
     return heads
 
 
+def differ(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return not all(map(torch.equal, a, b))
+
+
 def compared_heads(
     model: nn.Module, example: Any, found: dict[str, Any], why: dict[str, str]
 ) -> tuple[int, list[str]]:
@@ -367,26 +329,17 @@ def compared_heads(
                 part += torch.rand_like(part)
                 after = calls_of()
                 part.copy_(saved)
-                first = next(
-                    (
-                        i
-                        for i, pair in enumerate(zip(before, after, strict=True))
-                        if any(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
-                    ),
-                    None,
-                )
-                if first is None:
+                moved = [differ(*pair) for pair in zip(before, after, strict=True)]
+                if True not in moved:
                     continue
+                first = moved.index(True)
+                old, new = heads_of(before, first), heads_of(after, first)
                 changed = [
-                    sum(not any(torch.equal(a, b) for b in new) for a in old)
-                    for old, new in zip(
-                        heads_of(before, first), heads_of(after, first), strict=True
-                    )
+                    sum(not any(torch.equal(a, b) for b in now) for a in own)
+                    for own, now in zip(old, new, strict=True)
                 ]
                 # In later layers' attention, all heads may change.
-                full = [
-                    c == len(own) for c, own in zip(changed, heads_of(before, first), strict=True)
-                ]
+                full = [c == len(own) for c, own in zip(changed, old, strict=True)]
                 parent = model.get_submodule(name.rsplit(".", 2)[0])
                 normed = any(
                     "Norm" in type(m).__name__
