@@ -216,7 +216,7 @@ def decoder_units(
     """Return the units of a chunk on one rank, in forward order.
 
     `post_norms` adds a norm after attention and a norm after the feed-forward block. Gains are
-    initially `gain_start`. A tied embedding is one unit; in a chunk with the head but without the
+    initially `gain_start`. A tied embedding is one unit. In a chunk with the head but without the
     embedding, the head's parameter contains a copy of the embedding.
     """
 

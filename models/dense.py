@@ -1,4 +1,4 @@
-"""The builder of the dense families: a pre-norm decoder with RMSNorm, rotary positions,
+"""The builder of the dense families, which are pre-norm decoders with RMSNorm, rotary positions,
 grouped-query attention with or without query-key norms, and a feed-forward block.
 
 `transformer_config` returns Megatron's config of a model, `build` creates the Megatron model, and
@@ -199,7 +199,7 @@ def attention_spec(
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the Megatron model of a chunk; `options` are keyword arguments of `assemble`."""
+    """Return the Megatron model of a chunk. `options` are keyword arguments of `assemble`."""
     if model.attention_backend == "transformer_engine":
         spec = transformer_engine_layer(model.qk_norm)
     else:

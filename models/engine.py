@@ -1,4 +1,4 @@
-"""Differences between releases of megatron-core, and the C compiler that Triton requires.
+"""Support of several releases of megatron-core, and the search for Triton's C compiler.
 
 Features are detected, not inferred from the version. Releases older than `TESTED` cause an
 error, newer releases a warning.
@@ -69,11 +69,11 @@ def import_engine() -> None:
     """Import megatron-core silently and in half the usual time. Call this function before any other
     import of megatron-core.
 
-    Three messages are suppressed: warnings about missing optional packages; the message of
-    PyTorch's CUDA builds about a missing CUDA toolkit on machines without a GPU, such as login
-    nodes; and the warning of newer torch releases about the old names of collectives that
+    Three messages are suppressed. The first is about missing optional packages. The second, by
+    PyTorch's CUDA builds on machines without a GPU such as login nodes, is about a missing CUDA
+    toolkit. The third, by newer torch releases, is about the old names of collectives that
     megatron-core uses. Functions of megatron-core with the decorator torch.compile are compiled at
-    their first call: compiling at import would load the compiler for functions that most models
+    their first call. Compiling at import would load the compiler for functions that most models
     never call. megatron-core's inference code is prevented from importing wandb, which is not
     needed. Raises EngineError if megatron-core is not installed.
     """

@@ -1,6 +1,6 @@
 """The model families: their options, the modules that build them, and the sizes of their models.
 
-A family is one record in `FAMILIES`; no other file names families. Records do not depend on
+A family is one record in `FAMILIES`. No other file names families. Records do not depend on
 megatron-core. Builder modules depend on megatron-core and are imported when a model is built, not
 when a config is read.
 """
@@ -101,7 +101,7 @@ class Family:
         head: bool = True,
         **split: Any,
     ) -> list[Unit]:
-        """Return the units of `layers` and, if requested, of the embedding and the head; `split`
+        """Return the units of `layers` and, if requested, of the embedding and the head. `split`
         are fields of `Split`."""
         chunk = ChunkSpec(tuple(layers), embedding, head)
         gain_start = 0.0 if self.zero_centered_gains else 1.0
@@ -217,7 +217,7 @@ class ModelSize:
 
 
 def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
-    """Return the units of the whole model; `split` are fields of `Split`."""
+    """Return the units of the whole model. `split` are fields of `Split`."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
 
 
@@ -226,7 +226,7 @@ def declare_stage_units(
 ) -> list[list[Unit]]:
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
-    `chunks` are the chunks of the stage's ranks, in forward order; `split` are other fields of
+    `chunks` are the chunks of the stage's ranks, in forward order. `split` are other fields of
     `Split`, such as this rank's `expert_rank`.
     """
     family = FAMILIES[model.family]

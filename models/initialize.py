@@ -1,4 +1,5 @@
-"""Initial weights, which do not depend on the layout: a unit's name seeds its random numbers."""
+"""Initial weights, which do not depend on the layout because a unit's name seeds its random
+numbers."""
 
 import hashlib
 import math

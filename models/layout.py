@@ -1,9 +1,9 @@
 """Layouts of a model over ranks: parallel sizes, layers of a chunk, positions of a sequence.
 
 Context parallelism splits a sequence into `2 * size` chunks, and rank r processes chunks r and `2 *
-size - 1 - r`. Later chunks cost more under the causal mask, so pairing an early chunk with a late
-one gives every rank the same amount of work. Megatron splits batches and rotary embeddings in the
-same way.
+size - 1 - r`. Later chunks cost more under the causal mask. Each rank therefore gets an early and a
+late chunk, so that all ranks do the same amount of work. Megatron splits batches and rotary
+embeddings in the same way.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 
 
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """Return the part of `whole` on context rank `rank` of `size`; dimension `dim` is the sequence.
+    """Return the part of `whole` on context rank `rank` of `size`. Dimension `dim` is the sequence.
 
     If `size` is 1, the result is `whole` itself. Raises ValueError if the length is not divisible
     by `2 * size`.

@@ -1,7 +1,7 @@
 """The builder of mixture-of-experts models.
 
-After the first dense layers, each feed-forward block consists of a router, routed experts, of which
-a token uses `top_k`, and shared experts, which process every token.
+After the first dense layers, each feed-forward block consists of a router, routed experts and
+shared experts. A token uses `top_k` routed experts and all shared experts.
 
 Each expert has separate parameters, with sequential and with grouped matrix products. No tokens are
 dropped. Attention, embedding and head are the same as in the dense families.
@@ -42,7 +42,7 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 def transformer_config(
     model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
-    """Return Megatron's config of `model`; `options` are options of `dense.transformer_config`."""
+    """Return Megatron's config of `model`. `options` are options of `dense.transformer_config`."""
     moe = model.moe
     assert moe is not None
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}

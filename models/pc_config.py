@@ -42,7 +42,7 @@ class PolynomialConfig(Section):
 
 
 class PCOverride(Section):
-    """Level of some PC layers; if several overrides match a PC layer, the last override applies."""
+    """Level of some PC layers. If several overrides match a PC layer, the last override applies."""
 
     roles: list[str] | None = None
     """Roles of `blocks` that the override matches; null = all."""

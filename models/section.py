@@ -2,7 +2,7 @@
 
 pydantic checks the types of fields strictly, and their bounds (`Annotated`, `Field`). The sentences
 are the source of docs/configuration.md (training/config/manual.py). A section's `checks` test
-conditions between its fields; training/config/checks.py tests conditions between sections.
+conditions between its fields. training/config/checks.py tests conditions between sections.
 """
 
 import difflib
@@ -58,7 +58,7 @@ class Section:
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each wrong key of a section; `, got VALUE` is omitted if the
+    """Yield `KEY RULE, got VALUE` for each wrong key of a section. `, got VALUE` is omitted if the
     rule contains it. `path` is the path of the section in the config."""
     for key, wrong, rule in checks:
         if wrong:
@@ -67,7 +67,7 @@ def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterat
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
-    """Check that keys without effect have their default values; `when` states the condition, such
+    """Check that keys without effect have their default values. `when` states the condition, such
     as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)

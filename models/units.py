@@ -1,10 +1,10 @@
 """Units: the matrices, gains and biases that a model's parameters consist of.
 
-A matrix unit is the smallest matrix that a spectral operation treats as a whole: q, k or v of one
-attention head, or a gate, up or down projection. Megatron fuses several such matrices into one
-parameter, and shards parameters over tensor-parallel ranks. A unit describes its view of the local
-parameter, and how the pieces of all ranks form the whole matrix. Initialisation, optimizers and
-monitors use only units, so no other file depends on the fusion of weights.
+A matrix unit is the smallest matrix that a spectral operation treats as a whole, such as q, k or v
+of one attention head, or a gate, up or down projection. Megatron fuses several such matrices into
+one parameter, and shards parameters over tensor-parallel ranks. A unit describes its view of the
+local parameter, and how the pieces of all ranks form the whole matrix. Initialisation, optimizers
+and monitors use only units, so no other file depends on the fusion of weights.
 
 Units are declared by pure functions of the config, without a model, process groups or memory.
 """
@@ -107,12 +107,13 @@ class Unit:
         return self.partial_over_tensor or by_tokens
 
     def counts_on(self, tensor_rank: int) -> bool:
-        """Return whether a tensor-parallel rank saves and measures its part of the unit; ranks with
+        """Return whether a tensor-parallel rank saves and measures its part of the unit. Ranks with
         other copies do not."""
         return not self.is_copy and (not self.replicated or tensor_rank == 0)
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return this rank's piece of the unit: a strided view of `parameter`, never a copy."""
+        """Return this rank's piece of the unit, which is a strided view of `parameter`, never a
+        copy."""
         return parameter.view(self.view_shape)[self.index]
 
     def piece(self, whole: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
@@ -139,7 +140,7 @@ def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[li
 def gated_mlp_units(
     layer: int, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
 ) -> list[Unit]:
-    """Return the gate, up and down units of layer `layer`; gate and up share one parameter."""
+    """Return the gate, up and down units of layer `layer`. Gate and up share one parameter."""
     prefix = f"layers.{layer}."
     split = split_gate_up
     indices: dict[str, Index] = {"gate": (0,), "up": (1,)} if split else {"gate_up": (ALL,)}
@@ -213,7 +214,7 @@ def vector_unit(
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """Check that every element of every parameter is in exactly one unit.
 
-    Raises ValueError otherwise; the message names the unit or parameter.
+    Raises ValueError otherwise. The message names the unit or parameter.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:

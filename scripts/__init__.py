@@ -1,4 +1,4 @@
-"""Command-line tools, which may import every package; no package imports them.
+"""Command-line tools. They may import every package; no package imports them.
 
-Each .py file except command.py (shared code) is a command; folders contain the commands' parts.
+Each .py file except command.py (shared code) is a command. Folders contain the commands' parts.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the average; print used and unused checkpoints, and how to start from the average."""
+    """Write the average. Print used and unused checkpoints, and how to start from the average."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
@@ -57,8 +57,8 @@ def chosen(
     """Return the checkpoints to average, sorted by step, and descriptions of the other checkpoints.
 
     Raises InputError if a requested step has no checkpoint, if the output is in a run's checkpoint
-    folder, or if fewer than two checkpoints remain; BrokenCheckpointError if a requested checkpoint
-    is broken.
+    folder, or if fewer than two checkpoints remain. Raises BrokenCheckpointError if a requested
+    checkpoint is broken.
     """
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
@@ -93,7 +93,7 @@ def chosen(
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield each checkpoint's factor in the average; the factors sum to 1.
+    """Yield each checkpoint's factor in the average. The factors sum to 1.
 
     Without `decay` all factors are equal. With `decay` the average is a moving average, which
     starts as the first checkpoint and then becomes `decay` times the average plus 1 - `decay` times

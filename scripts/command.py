@@ -47,7 +47,7 @@ def warn_replaced(overrides: Sequence[str]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`: the script then also writes its results as JSON."""
+    """Add `--json FILE`, with which the script also writes its results as JSON."""
     parser.add_argument(
         "--json", type=output_path, help="also write all results as JSON to this file"
     )
@@ -75,8 +75,8 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 def output_path(text: str) -> Path:
     """Parse the path of an output as an argparse type.
 
-    Raises argparse.ArgumentTypeError for a URL, and for ~ and variables, which the shell expands
-    unless they are quoted.
+    Raises argparse.ArgumentTypeError for a URL, and for ~ and variables (the shell expands these
+    unless they are quoted).
     """
     _, wrong, rule = local_path("", text)
     if wrong:
@@ -129,7 +129,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     """Turn errors that the user can fix into lines on stderr and exit codes.
 
     `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
-    EngineError print `error: ...` and return 2; Ctrl-C returns 130. Other exceptions are bugs and
+    EngineError print `error: ...` and return 2. Ctrl-C returns 130. Other exceptions are bugs and
     show their traceback. Characters that stdout or stderr cannot encode are escaped.
     """
 

@@ -116,8 +116,8 @@ def score_checkpoint(
     Runs in this process. Returns the metrics by task, as input of `rows`.
 
     `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for another
-    dtype, or if the tokenizer differs from the run's; BrokenCheckpointError if the checkpoint is
-    damaged.
+    dtype, or if the tokenizer differs from the run's. Raises BrokenCheckpointError if the
+    checkpoint is damaged.
     """
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
-    """Return `name` if it is in `names`; otherwise raise InputError with the closest name."""
+    """Return `name` if it is in `names`. Otherwise raise InputError with the closest name."""
     if name in names:
         return str(name)
     raise InputError(f"{what} must be {named(name or '', names)}")

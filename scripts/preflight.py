@@ -158,7 +158,7 @@ def copy_check(device: torch.device, size: int) -> Check:
 
 
 def numbers(device: torch.device, size: int, offset: int) -> Tensor:
-    """Return `size` bytes of int32 that depend on the position; `offset` makes ranks differ."""
+    """Return `size` bytes of int32 that depend on the position. `offset` makes ranks differ."""
     return torch.arange(size // 4, dtype=torch.int32, device=device) % 1021 + offset
 
 
@@ -181,7 +181,7 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
 
 
 def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield checks of training's collectives over all ranks; rates count the bytes that each rank
+    """Yield checks of training's collectives over all ranks. Rates count the bytes that each rank
     sends in a ring algorithm."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)

@@ -302,15 +302,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="NAME[:KEY]=INPUT",
-        help="NAME is the name of a set, INPUT a file, a folder, a quoted glob or "
-        "hf:DATASET[:CONFIG][:SPLIT], KEY the field that contains the text (default: --text-key). "
-        f"Several inputs may have the same name. File suffixes: {SUFFIXES}",
+        help="NAME is the name of a set. INPUT is a file, a folder, a quoted glob or "
+        "hf:DATASET[:CONFIG][:SPLIT]. KEY is the field that contains the text (default: "
+        f"--text-key). Several inputs may have the same name. File suffixes: {SUFFIXES}",
     )
     parser.add_argument("--output", required=True, help="output folder")
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace damaged data, or data from other inputs or options, in the output folder",
+        help="replace data that is damaged or was made from other inputs or options",
     )
     parser.add_argument(
         "--demo", action="store_true", help="prepare the embedded corpus in examples/data"
@@ -330,7 +330,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="maximum number of tokens per set, such as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: the corpus's number, else no limit)",
+        "(default: the corpus's number or, without --corpus, no limit)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
@@ -343,8 +343,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     tokenizer.add_argument(
         "--eod",
-        help="end-of-document token of --tokenizer (default: its EOS token, else its sole special "
-        "token)",
+        help="end-of-document token (default: the EOS token of --tokenizer or, without one, its "
+        "only special token)",
     )
     tokenizer.add_argument(
         "--allow-lossy",
@@ -381,7 +381,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--shard",
         type=_shard,
         metavar="K/N",
-        help="encode only shard K of N, on any node that can access OUTPUT; when all N shards are "
+        help="encode only shard K of N, on any node that can access OUTPUT. When all N shards are "
         "done, the same command without --shard joins them",
     )
     parser.add_argument(

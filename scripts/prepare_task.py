@@ -136,8 +136,8 @@ def examples(source: str, name: str) -> Iterator[Example]:
             missing = isinstance(error, KeyError)
             got = f"no key {error} among {', '.join(row)}" if missing else f"{row!r:.200}"
             raise DataError(
-                f"{where}: the row must have the format {name}, with an answer (some test splits "
-                f"contain no answers), got {got}"
+                f"{where}: the row must have the format {name}, including an answer (some test "
+                f"splits contain no answers), got {got}"
             ) from None
         yield example_of(dict(zip(KEYS, values, strict=True)), where)
 

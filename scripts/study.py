@@ -99,8 +99,8 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="use N GPUs per run, with one rank per GPU; without --jobs, as many runs at a time as "
-        "fit on this node's GPUs",
+        help="use N GPUs per run, with one rank per GPU; without --jobs, as many runs as fit on "
+        "this node's GPUs are trained at a time",
     )
 
 

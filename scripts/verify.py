@@ -150,7 +150,7 @@ def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[s
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Read every tensor of a checkpoint; yield a message per problem."""
+    """Read every tensor of a checkpoint. Yield a message per problem."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)

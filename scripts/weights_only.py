@@ -54,7 +54,7 @@ def write_checkpoint(
     """Write a checkpoint without optimizer state to a new folder `target`.
 
     `read` must return each parameter in its units' `view_shape`. `buffers` contains the shape of
-    each buffer. `meta` is called with the folder after all weights are written; it may add files,
+    each buffer. `meta` is called with the folder after all weights are written. It may add files,
     and returns the first entries of meta.json, including `step`. Raises InputError if `target`
     exists, if the disk is too small, or if `read` or `meta` raises InputError.
     """

@@ -43,7 +43,9 @@ class _StoreOnce(argparse._StoreAction):
     ) -> None:
         line, before = self.given or (None, values)
         if option_string is not None and line is namespace and before != values:
-            raise argparse.ArgumentError(self, f"must be given once, got {before}, then {values}")
+            raise argparse.ArgumentError(
+                self, f"must be given only once, got {before}, then {values}"
+            )
         self.given = namespace, values
         super().__call__(parser, namespace, values, option_string)
 

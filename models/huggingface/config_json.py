@@ -29,7 +29,7 @@ def architecture(model: ModelConfig) -> Architecture:
     """Return the class of transformers that can represent `model`.
 
     Raises InexpressibleError if the family has no class, or if no class supports all settings of
-    `model`; the message then lists the settings that the closest class does not support.
+    `model`. The message then lists the settings that the closest class does not support.
     """
     family = FAMILIES.get(model.family)
     if family is None:
@@ -126,7 +126,7 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    `dtype` is torch's name of the weights' dtype; `positions` is the training sequence length;
+    `dtype` is torch's name of the weights' dtype. `positions` is the training sequence length.
     `end_token` is the id of the token that ends a document.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)

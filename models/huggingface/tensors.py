@@ -21,7 +21,7 @@ SCORE_BIAS = ".e_score_correction_bias"
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of the Hugging Face model, which is a part of one of this project's parameters.
+    """A tensor of the Hugging Face model, as a part of a parameter of this project.
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`

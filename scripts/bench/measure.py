@@ -1,8 +1,8 @@
 """Timing, records and tables of all benchmarks.
 
-On a GPU, CUDA events measure device time. On a CPU, times are processor time of this process, which
-other work on the machine disturbs less than wall time. The compared variants run alternately in one
-process; compare only times of the same run.
+On a GPU, CUDA events measure device time. On a CPU, times are processor times of this process.
+Other work on the machine disturbs them less than wall times. The compared variants run alternately
+in one process. Compare only times of the same run.
 """
 
 import json
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
     """Return the milliseconds until the device finishes a call, and until the call returns.
 
-    Both times start after `before` was called. On a GPU, events measure the first time; on a CPU,
+    Both times start after `before` was called. On a GPU, events measure the first time. On a CPU,
     both times are the same processor time, and `before` is not called.
     """
     if device.type != "cuda":
@@ -78,7 +78,7 @@ def record(
 ) -> dict[str, Any]:
     """Return `figures` with the command, date, device and versions needed to reproduce them.
 
-    `script` is a path in the repository; `arguments` are the arguments of the script's `main`, or
+    `script` is a path in the repository. `arguments` are the arguments of the script's `main`, or
     None for `sys.argv`.
     """
     words = sys.argv[1:] if arguments is None else arguments

@@ -6,20 +6,20 @@
 
 Each argument of `--sets` is a set of matrices: COUNTxROWSxCOLS, or several of these, separated by
 commas. With `--config` the matrices are those of the rank with the most work, for each number of
-ranks in `--shares`; our rules then use the recipe's settings and msign, bfloat16 weights and
-float32 master weights. Without `--config` our rules use the library's defaults and float32 weights;
-rows named "equal" use five steps of msign in bfloat16, the default of the other libraries. All
+ranks in `--shares`. Our rules then use the recipe's settings and msign, bfloat16 weights and
+float32 master weights. Without `--config` our rules use the library's defaults and float32 weights.
+Rows named "equal" use five steps of msign in bfloat16, the default of the other libraries. All
 other optimizers update float32 weights.
 
-`--peers` is a folder with checkouts of other projects in subfolders of these names, any of which
-may be missing: dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
+`--peers` is a folder with checkouts of other projects. Its subfolders, of which any may be missing,
+are dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
 (NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon with
 torch's matrix products). On a GPU each project uses its own kernels.
 
-All optimizers step equal weights with equal gradients, alternately, on one thread. The table shows
-the median processor time, or on a GPU the median device time and the median host time. Under
+All optimizers update equal weights with equal gradients, alternately, on one thread. The table
+shows the median processor time, or on a GPU the median device time and the median host time. Under
 torchrun the weights are sharded by rows over all ranks, as in FSDP2. Only our optimizers and dion's
-can step sharded weights; each row then shows the mean processor time per rank and the bytes that
+can update sharded weights. Each row then shows the mean processor time per rank and the bytes that
 all ranks send.
 """
 
@@ -131,7 +131,7 @@ def torch_optimizers(msign_steps: int) -> dict[str, Make]:
 
 
 def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
-    """Return the Muon factory of each checkout in `folder`; print which libraries are missing."""
+    """Return the Muon factory of each checkout in `folder`. Print which libraries are missing."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
@@ -317,21 +317,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of matrices")
-    parser.add_argument("--config", type=Path, help="YAML file of a recipe, used instead of --sets")
+    parser.add_argument("--config", type=Path, help="recipe to measure instead of --sets")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument(
         "--shares",
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="rank counts for which to measure the recipe (default: 1 8)",
+        help="measure the share of one of N ranks, for each N (default: 1 8)",
     )
     parser.add_argument("--peers", type=Path, help="folder with other libraries' checkouts")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument(
         "--repeats", type=whole_number(), default=10, help="steps to time (default: 10)"
     )
-    parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
+    parser.add_argument("--graph", action="store_true", help="capture our steps as CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
@@ -339,7 +339,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all optimizers; print a table per set and write the JSON file."""
+    """Measure all optimizers. Print a table per set and write the JSON file."""
     options = parse(arguments)
     ranks, device = int(os.environ.get("WORLD_SIZE", "1")), torch.device(options.device)
     if ranks > 1 and device.type != "cpu":

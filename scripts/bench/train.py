@@ -8,17 +8,17 @@
 The script measures pretrain.py's trainer, built from the config and its `key=value` overrides,
 without checkpoints and validation. `--synthetic` trains on random tokens instead of data.
 
-Each `--variant` adds overrides to the config; quote several overrides as one argument. The config
+Each `--variant` adds overrides to the config. Quote several overrides as one argument. The config
 and its variants take steps alternately. Column `x` is a variant's step time divided by the
-config's; `x by update` is this ratio if data, forward and backward took equal time in both. With
-variants, phases on a CPU are measured in processor time. The phase `data` reads tokens and checks
-their hashes; `--variant data.verify=none` omits the check.
+config's. `x by update` is the ratio that would result if data, forward and backward took equal time
+in both. With variants, phases on a CPU are measured in processor time. The phase `data` reads
+tokens and checks their hashes. `--variant data.verify=none` omits the check.
 
 MFU is model FLOPs per token, times tokens per second and device, divided by the device's dense
 bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix plus those of
 causal attention, without recomputation. The peaks (parallel/plan/devices.py) come from NVIDIA's
-data sheets, such as 989e12 for H100 SXM and H200. Devices without a listed peak need --peak-flops;
-otherwise MFU is null. On a GPU, phases are timed by CUDA events, which do not block the step. Steps
+data sheets, such as 989e12 for H100 SXM and H200. Devices without a listed peak need --peak-flops.
+Otherwise MFU is null. On a GPU, phases are timed by CUDA events, which do not block the step. Steps
 include the logging that the config requests.
 
 In a training run `log.profile` writes a trace of steps. A rehearsal prints the lines at which the
@@ -78,9 +78,9 @@ PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Timer of phases: CUDA events, which do not block, on a GPU; `clock` on a CPU.
+    """Timer of phases, by CUDA events (which do not block) on a GPU and by `clock` on a CPU.
 
-    Phases may be nested; time counts for the innermost phase.
+    Phases may be nested. Time counts for the innermost phase.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the config and its variants; rank 0 prints and writes the result."""
+    """Measure the config and its variants. Rank 0 prints and writes the result."""
     options = parse(arguments)
     configs = variants(options)
     groups = start(configs[CONFIG])

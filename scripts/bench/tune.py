@@ -5,7 +5,7 @@
 
 A problem is BATCHxROWSxCOLUMNS. For each problem, dtype and operation, CUDA events time the library
 and every tile. The fastest becomes the device's entry in spectral/kernels/table.json, with date and
-versions; entries of other devices do not change. A tile whose result differs from the library's by
+versions. Entries of other devices do not change. A tile whose result differs from the library's by
 more than rounding is never chosen, and the script then exits with 1. Times are medians of single
 calls with a cold L2 cache.
 """
@@ -87,7 +87,7 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile, None for the library; the last argument of `by_kernel` is the tile."""
+    """Return calls by tile (None for the library). The last argument of `by_kernel` is the tile."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
@@ -105,9 +105,9 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem; yield (table entry, whether all tiles computed correct results).
+    """Measure one problem. Yield (table entry, whether all tiles computed correct results).
 
-    `only` contains the tiles to measure; None means all candidates.
+    `only` contains the tiles to measure. None means all candidates.
     """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Decompression of text files, whose format is detected from the content because file names can be
+"""Decompression of text files. The format is detected from the content, because file names can be
 wrong."""
 
 import gzip
@@ -45,7 +45,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def compression(path: Path) -> str | None:
-    """Detect the compression of a file from its first bytes; None means not compressed."""
+    """Detect the compression of a file from its first bytes (None: not compressed)."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)

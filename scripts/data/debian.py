@@ -79,7 +79,7 @@ def read_texts(
 ) -> Iterator[tuple[str, str]]:
     """Yield path and decompressed text of the files of a .deb that match `patterns`, by path.
 
-    Files whose names match one of `leave_out` are skipped.
+    Files that match one of `leave_out` are skipped.
 
     Raises:
         DataError: dpkg-deb cannot read the package, a pattern matches no file, or a text is not
@@ -161,7 +161,7 @@ def read_corpus(path: Path) -> Corpus:
 def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
     """Write `output`/NAME.jsonl, one line `{"text": ..., "source": ...}` per document.
 
-    Packages are downloaded to `output`/packages; file paths are relative to `root`. Returns a
+    Packages are downloaded to `output`/packages. File paths are relative to `root`. Returns a
     report: a line with the hash of the written file, and a line per source.
 
     Raises:

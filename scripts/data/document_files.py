@@ -1,9 +1,9 @@
 """Reading documents from text, JSON lines and Parquet files, compressed or not.
 
 pyarrow reads Parquet files, and `datasets` reads the hub. This module parses text and JSON lines,
-because `datasets` silently changes or loses text: it converts line ends to `\\n` and strings that
-look like dates to dates, and reads a truncated .zst file without an error. `datasets` also
-rejects fields that appear late or change their type, and restarts line numbers in each block.
+because `datasets` silently changes or loses text. It converts line ends to `\\n` and strings that
+look like dates to dates, and reads a truncated .zst file without an error. It also rejects fields
+that appear late or change their type, and restarts line numbers in each block.
 """
 
 from collections import Counter
@@ -242,8 +242,8 @@ def row_text(row: object, where: str, key: str) -> str:
     """Return the value of `key` in a row.
 
     Raises:
-        DataError: the key is missing, its value is not a string, or UTF-8 cannot encode the value
-            because of an unpaired surrogate.
+        DataError: the key is missing, its value is not a string, or the value contains an unpaired
+            surrogate, which UTF-8 cannot encode.
     """
     if not isinstance(row, Mapping) or key not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"

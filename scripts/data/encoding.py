@@ -1,4 +1,4 @@
-"""Encoding of documents in several processes, in order; some documents are decoded as a check.
+"""Encoding of documents in several processes, in order. Some documents are decoded as a check.
 Workers import this module and the main script, so neither of them imports torch.
 """
 
@@ -200,7 +200,7 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Reject a tokenizer that changes text; check only after `DECODED` documents or if `final`.
+        """Reject a tokenizer that changes text. Check only after `DECODED` documents or if `final`.
 
         Raises:
             DataError: `allowed` is False and the share of changed documents exceeds `LARGEST`.

@@ -1,4 +1,4 @@
-"""An output folder that appears only when complete; a killed preparation can be resumed."""
+"""An output folder that appears only when complete. A killed preparation can be resumed."""
 
 import fcntl
 import json
@@ -22,8 +22,8 @@ PROGRESS = "progress.json"
 class AtomicFolder:
     """Context manager that writes a folder atomically: the folder is built as `output.preparing`.
 
-    Inside the context manager, write to `path`. `commit` syncs `path` and renames it to `output`;
-    without a commit everything is deleted. After a kill, `output.preparing` remains until the next
+    Inside the context manager, write to `path`. `commit` syncs `path` and renames it to `output`.
+    Without a commit everything is deleted. After a kill, `output.preparing` remains until the next
     run removes it. A run locks `output.preparing.lock` until it has cleaned up, so two runs never
     write the same folder. If `output.preparing` exists without a lock file, another program wrote
     it, and it is not touched.
@@ -92,7 +92,7 @@ class AtomicFolder:
             self.state.mkdir(exist_ok=True)
 
     def save(self, progress: Any) -> None:
-        """Save `progress` as JSON; from now on the written files are kept without a commit.
+        """Save `progress` as JSON. From now on the written files are kept without a commit.
 
         All files that `progress` counts must be synced to disk.
         """

@@ -1,4 +1,5 @@
-"""Reading datasets and tokenizers of the Hugging Face hub. Only this module imports `datasets`."""
+"""Reading of datasets and tokenizers from the Hugging Face hub. Only this module imports
+`datasets`."""
 
 import logging
 import sys
@@ -32,7 +33,7 @@ class HubInput:
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows: always true for datasets."""
+        """Whether documents are fields of rows, which is always true for datasets."""
         return True
 
     @property
@@ -121,7 +122,7 @@ def _newest(name: str) -> str | None:
 
 
 def parse_hub_input(source: str) -> HubInput:
-    """Parse `hf:NAME[:CONFIG][:SPLIT]`; `hf:NAME::SPLIT` omits the config.
+    """Parse `hf:NAME[:CONFIG][:SPLIT]`. `hf:NAME::SPLIT` omits the config.
 
     Raises:
         DataError: the name is missing or there are too many parts.

@@ -163,7 +163,7 @@ class Preparation:
     ) -> list[str]:
         """Return the identity of each input's content, or "" for inputs that `shard` does not read.
 
-        A file's identity is its sha256, a hub dataset's its name and commit. `cached` contains
+        A file is identified by its sha256, a hub dataset by its name and commit. `cached` contains
         identities that need not be computed.
         """
         inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
@@ -207,7 +207,7 @@ class Preparation:
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`; if there are fewer inputs, they are cut."""
+        """Return shard `number` (from 0) of `count`. If there are fewer inputs, they are cut."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:

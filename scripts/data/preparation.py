@@ -1,4 +1,4 @@
-"""Writing a preparation: one atomic folder with tokenizer, token sets and manifest.
+"""Writing of a preparation, which is one atomic folder with tokenizer, token sets and manifest.
 
 A killed preparation can be resumed. Work can be split: `prepare_shard` encodes one shard of the
 documents, and `prepare` joins the shards.
@@ -247,7 +247,7 @@ class Pipeline:
     blank: Counter[str] = field(default_factory=Counter)
 
     def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input; print how many
+        """Yield the remaining portions, each with the number of its first input. Print how many
         blank documents of a portion were skipped."""
         for plan, portion, first in self.progress.portions(self.preparation):
             resumed = self.progress.position != Position()

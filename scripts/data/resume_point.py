@@ -73,7 +73,7 @@ class Progress:
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress saved by `Saver`; None means no progress."""
+    """Return the progress saved by `Saver`, or None without progress."""
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}

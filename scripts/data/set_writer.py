@@ -1,4 +1,4 @@
-"""Writing documents one by one to Megatron .bin and .idx files."""
+"""Writing of documents, one by one, to Megatron .bin and .idx files."""
 
 import os
 import struct
@@ -57,7 +57,8 @@ class DocumentFile:
         self._records = _opened(records, written.documents * RECORD.itemsize)
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
-        """Append a document: its tokens, including EOD, and the `size` of its text in bytes."""
+        """Append a document with its tokens, including EOD. `size` is the size of its text in
+        bytes."""
         self._tokens.write(tokens.data)
         self._records.write(_PACK(len(tokens), size))
         written = self.written

@@ -1,4 +1,4 @@
-"""Shards of a preparation: encoded documents that one process joins into sets.
+"""Shards of a preparation. They contain encoded documents, which one process joins into sets.
 
 OUTPUT.shards/K-of-N/ contains `tokens.bin`, `documents` (one record per document), the tokenizer,
 and `shard.json` with the document and token counts of each input.
@@ -59,7 +59,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
     """Return the key of a shard of the preparation (see `ShardEntry`).
 
-    `identities` are the identities of all inputs; only those that the shard reads affect the key.
+    `identities` are the identities of all inputs. Only inputs that the shard reads affect the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"

@@ -38,8 +38,8 @@ class FileInput:
 
     @property
     def kind(self) -> str:
-        """The file's suffix, ignoring any compression suffix; `.jsonl` for all formats with one row
-        per line."""
+        """The file's suffix, ignoring any compression suffix. It is `.jsonl` for all formats with
+        one row per line."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"
@@ -80,8 +80,8 @@ class Listing:
         return f"reads {text}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about files that contain both rows and plain text, such as Parquet files
-        and a README, and about files whose names differ only in the suffix."""
+        """Yield warnings about a mixture of rows and plain text, such as Parquet files and a
+        README, and about files with names that differ only in the suffix."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if text and len(text) < len(files):
@@ -103,7 +103,7 @@ class Listing:
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:
-    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`; files are sorted.
+    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`. Files are sorted.
 
     A folder means all files below it with a known suffix, except hidden files, files behind links
     to folders, and prepared folders. `text_key` is the field that contains the text in files of

@@ -68,8 +68,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
     """Yield the documents, cut after `LONGEST_WORD` consecutive spaces or consecutive nonspaces.
 
-    BPE training treats such a run, for example a line of dashes or of encoded bytes, as one word,
-    and takes a time quadratic in the length of a word.
+    BPE training treats such a run, for example a line of dashes or of encoded bytes, as one word.
+    Its time is quadratic in the length of a word.
     """
     for text in documents:
         start = 0

@@ -97,8 +97,8 @@ class Run:
     def command(self) -> list[str]:
         """Return lm-eval's command line.
 
-        Raises InputError if the model's path contains a comma, at which lm-eval splits arguments,
-        or for options that lm-eval would silently replace.
+        Raises InputError for a comma in the model's path, at which lm-eval would split the
+        argument, and for options that lm-eval would silently replace.
         """
         if "," in str(self.model):
             raise InputError(
@@ -122,8 +122,9 @@ class Run:
 def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence[str]) -> list[str]:
     """Return the names of a user's lm-eval `options`.
 
-    Raises InputError for an option given twice or contained in the command `own`, and for a key of
-    --model_args that is in `settings`, a list of KEY=VALUE: lm-eval would silently replace values.
+    Raises InputError for an option that is given twice or is in the command `own`, and for a key of
+    --model_args that is in `settings`, a list of KEY=VALUE. lm-eval would silently replace such
+    values.
     """
     names: list[str] = []
     fixed = {setting.partition("=")[0] for setting in settings}

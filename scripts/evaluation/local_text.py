@@ -1,7 +1,7 @@
 """lm-eval tasks from a run's own validation sets, which need no network.
 
 Validation during training evaluates windows of the token stream. A task contains the text of the
-same windows, starting with the stream's second token, and each document of the task consists of
+same windows, starting with the stream's second token. Each document of the task consists of
 consecutive windows. lm-eval therefore splits the text at the same tokens as the trainer, and bits
 per byte agree except for the first token of each document. The standard error is computed over
 documents. With `data.document_mask` the task's documents are the documents of the set, which the
@@ -93,8 +93,8 @@ def parts(
 ) -> list[NDArray[np.int64]]:
     """Split the tokens of a set into the documents of a task.
 
-    Documents begin at the positions `starts`; without `starts` they consist of nearly equal numbers
-    of consecutive windows.
+    Documents begin at the positions `starts`. Without `starts`, consecutive windows are divided
+    into documents of nearly equal length.
     """
     if starts is not None:
         return np.split(tokens, starts)

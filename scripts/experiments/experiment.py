@@ -36,8 +36,8 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` is the source of the range: a paper's statement, theory, or `recorded`, an earlier run
-    of the paper's setting with exact decompositions in float64.
+    `source` is the source of the range: a paper's statement, theory, or `recorded`. The latter is
+    an earlier run of the paper's setting with exact decompositions in float64.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the number is in its range; False for NaN."""
+        """Whether the number is in its range (False for NaN)."""
         return self.low <= self.measured <= self.high
 
 
@@ -74,9 +74,9 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a figure with lines, dashed lines and dots; each kind starts with the first color.
+    """A panel of a figure with lines, dashed lines and dots. Each kind starts with the first color.
 
-    `log` contains the names of logarithmic axes, "x", "y" or "xy"; `levels` contains y values of
+    `log` contains the names of logarithmic axes, "x", "y" or "xy". `levels` contains y values of
     horizontal lines by label.
     """
 

@@ -148,7 +148,7 @@ class BlockDescent:
 
 
 def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
-    """Train for `steps` steps with a method; compute ranks every `interval` steps.
+    """Train for `steps` steps with a method. Compute ranks every `interval` steps.
 
     Raises FloatingPointError if the training diverges.
     """
@@ -206,8 +206,8 @@ def sparse_regression(
     spectral_rate: float = 0.1,
 ) -> Outcome:
     """Figures 1 and 4 of the criterion paper: in sparse regression the activations of a relu^2
-    network have a low stable rank throughout, and spectral steps on hidden layers reach a much
-    lower loss.
+    network have a low stable rank throughout. Spectral steps on hidden layers reach a much lower
+    loss.
 
     The network is trained by gradient descent on all layers, then with spectral steps on the two
     hidden layers. Ranks are computed every `interval` steps.
@@ -264,7 +264,7 @@ def gated_batches(
     inputs: int = 128,
     hidden: int = 512,
 ) -> Outcome:
-    """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch;
+    """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch,
     the stable rank of relu^2 activations does not.
 
     The experiment compares st(A1), st(A2) and st(A3) at initialization. All batch sizes use the

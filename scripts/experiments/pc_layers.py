@@ -56,7 +56,7 @@ def deep_linear(
     For every level the experiment trains weights that were preconditioned once, and raw weights in
     PC layers. All levels start from the same raw weights and initial residual. `widths` must
     increase, then decrease. The singular values of a raw weight decrease geometrically from 1 to
-    `smallest`; `residual` is the norm of the initial residual.
+    `smallest`. `residual` is the norm of the initial residual.
     """
     raw = [raw_weight(draws, rows, cols, smallest) for cols, rows in pairwise(widths)]
     x = torch.linalg.qr(draws.normal(widths[0], samples))[0]
@@ -121,8 +121,9 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 
 def definition(draws: Draws) -> list[Check]:
-    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors, and that the
-    gradient of PC(W) is orthogonal to W, because W / s does not depend on the scale of W."""
+    """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors. Also check
+    that the gradient of PC(W) is orthogonal to W, because W / s does not depend on the scale of W.
+    """
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
     right, _ = torch.linalg.qr(draws.normal(cols, cols))
@@ -212,12 +213,12 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
 def over_flattening(
     draws: Draws, *, side: int = 48, steps: int = 300, adamw: float = 1e-2, muon: float = 3e-2
 ) -> Outcome:
-    """A weight whose singular values are all mapped to 1 cannot represent a target with other
-    values.
+    """If all singular values of a weight are mapped to 1, the weight cannot represent a target with
+    other values.
 
     The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here
-    one matrix learns a linear map with singular values 1 / k: as a plain weight, in a PC layer, and
-    with the over-flattening composite, from the same initial weight. The best multiple of an
+    one matrix learns a linear map with singular values 1 / k, from the same initial weight: as a
+    plain weight, in a PC layer, and with the over-flattening composite. The best multiple of an
     orthogonal matrix has the relative error 1 - nr(T) / n for the target T, so the composite is
     worst with any optimizer. This is not evidence about language models, for which the paper
     reports a worse loss at 271M parameters and studies/pc/over_flattening.yaml tests a small model.

@@ -68,7 +68,7 @@ def drawn(
     """Return the problem with A = feature(V X) and Y = W# A. `feature` has `maps` arguments, each
     with a separate V.
 
-    `sizes` are the numbers of inputs, features and samples; rows of V and W# have a mean squared
+    `sizes` are the numbers of inputs, features and samples. Rows of V and W# have a mean squared
     length of 1.
     """
     inputs, features, samples = sizes
@@ -220,9 +220,9 @@ def relu_features(
 ) -> Outcome:
     """Figure 3 of the criterion paper: spectral descent wins on ReLU random features.
 
-    Both descents run on A = relu(V X), and spectral descent also from iterates of gradient descent:
-    the iterate with the highest nuclear rank, and every `restart`-th iterate. For `sizes` see
-    `drawn`.
+    Both descents run on A = relu(V X). Spectral descent also starts from iterates of gradient
+    descent: the iterate with the highest nuclear rank, and every `restart`-th iterate. For `sizes`
+    see `drawn`.
     """
     task = drawn(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))

@@ -100,7 +100,7 @@ class Result:
 
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
-    """Run an experiment; write NAME.json and the figure NAME`suffix` to `output`. If the experiment
+    """Run an experiment. Write NAME.json and the figure NAME`suffix` to `output`. If the experiment
     diverges, its only check fails, and an earlier figure is removed."""
     experiment = EXPERIMENTS[name]
     published = not small and seed in (None, experiment.seed)

@@ -232,8 +232,8 @@ def krylov_norm(w: Tensor) -> float:
 
 
 def strong(phi: Tensor) -> dict[float, dict[str, float]]:
-    """Return two numbers by Z, for rho far above 1 / n: |W|_2 / sqrt(m n rho), whose limit is |Z|,
-    and the stable rank, whose limit is 1 / (Z^2 rho)."""
+    """Return two numbers by Z, for rho far above 1 / n: |W|_2 / sqrt(m n rho), with the limit |Z|,
+    and the stable rank, with the limit 1 / (Z^2 rho)."""
     rho = phi.shape[1] ** -0.5
     errors = {}
     for z in STRONG:

@@ -138,8 +138,8 @@ def settings_of(
 ) -> bytes:
     """Return a tokenizer_config.json for transformers 4 and 5.
 
-    If `trained`, the model was trained on tokens of tokenizer.json, so the class must be
-    PreTrainedTokenizerFast: other classes would change the tokenization.
+    If `trained`, the model was trained on tokens of tokenizer.json. The class must then be
+    PreTrainedTokenizerFast, because other classes would change the tokenization.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

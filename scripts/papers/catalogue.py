@@ -109,7 +109,7 @@ class Item(Section):
         if self.status not in ("not run", "nothing to run") and self.result is None:
             raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("with status 'nothing to run', why must be set, but not tiny or full")
+            raise ValueError("with status 'nothing to run', set why, and neither tiny nor full")
         if self.status == "not run" and self.why is None:
             raise ValueError("why must be set if status is 'not run', got null")
         if self.measure is not None and self.file is None:
@@ -117,7 +117,7 @@ class Item(Section):
 
 
 class Paper(Section):
-    """A paper: title, a note on several items, and the items by name, such as figure_1."""
+    """A paper, with title, a note on several items, and the items by name, such as figure_1."""
 
     title: str
     note: str | None = None
@@ -136,7 +136,7 @@ def read_catalogue() -> dict[str, Paper]:
 
 
 def full_command(run: str, gpus: int) -> list[str]:
-    """Return the command of a full run: on one node or, for more than 8 GPUs, as a SLURM job."""
+    """Return the command of a full run, on one node or, for more than 8 GPUs, as a SLURM job."""
     recipe, *overrides = shlex.split(run)
     config = f"configs/{recipe}.yaml"
     if gpus > 8:

@@ -70,7 +70,7 @@ class Measure:
 
 
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a result file; `commands` are the row's tiny commands.
+    """Return the content of a result file. `commands` are the row's tiny commands.
 
     Raises InputError if a run is missing or unfinished, has another config, or lacks a metric.
     """

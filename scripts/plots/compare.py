@@ -76,8 +76,8 @@ def unlike_measurements(
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return each run's config with a key `content` in each dataset. It is the dataset's hash, or
-    its path if an earlier version, which stored no hashes, wrote any of the runs."""
+    """Return each run's config with a key `content` in each dataset. It is the dataset's hash. If
+    an earlier version without hashes wrote any of the runs, it is the dataset's path."""
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -155,7 +155,7 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
 
 
 def comparison(around: Path, folders: Sequence[Path]) -> str:
-    """Return the page about all runs in `folders`; `around` contains all folders."""
+    """Return the page about all runs in `folders`. `around` contains all folders."""
     found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
     runs = [found_in[name] for name in sorted(found_in)]
     metric, heading = measure(runs)

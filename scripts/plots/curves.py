@@ -72,8 +72,8 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Largest singular value divided by the mean of the smallest 10% of the singular values; lower
-    is better conditioned. The lines are the mean of each role and the geometric mean of all
+    """Largest singular value divided by the mean of the smallest 10% of the singular values. Lower
+    values are better conditioned. The lines are the mean of each role and the geometric mean of all
     matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -229,7 +229,7 @@ def _per_run(
 
 
 def look(i: int) -> dict[str, Any]:
-    """Return colour and line style of the i-th line; the style changes when colours repeat."""
+    """Return colour and line style of the i-th line. The style changes when colours repeat."""
     round_, place = divmod(i, len(COLORS))
     return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
 

@@ -64,7 +64,7 @@ BEYOND = 1.2
 def plot_maps() -> Figure:
     """Draw the polynomial g of each level, its target, and the factor g(x) / x.
 
-    The interval of the polynomials ends at `DOMAIN`; the grey area is beyond it.
+    The polynomials are valid up to `DOMAIN`. The grey area is beyond this limit.
     """
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)

@@ -60,12 +60,12 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Name of the run in figures: its label or the name of its folder."""
+        """Name of the run in figures, which is its label or the name of its folder."""
         return self.label or self.folder.resolve().name
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """Hashes of datasets and tokenizer in data.json; {} for runs of earlier versions."""
+        """Hashes of datasets and tokenizer in data.json ({} for runs of earlier versions)."""
         found = _content(self.folder / "data.json").get("contents")
         named = found.items() if isinstance(found, dict) else ()
         return {name: each for name, each in named if isinstance(each, str)}
@@ -82,7 +82,7 @@ class RunData:
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """Return the points (`x(line)`, value) of a metric; by default x is the token count."""
+        """Return the points (`x(line)`, value) of a metric. By default x is the token count."""
         place = x or self.tokens
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
@@ -144,7 +144,7 @@ class RunData:
 
 
 def read_run(folder: Path, label: str | None = None) -> RunData:
-    """Read a run folder; metrics.jsonl may be empty.
+    """Read a run folder. metrics.jsonl may be empty.
 
     Raises InputError if metrics.jsonl or config.yaml is missing, or if a file contains unexpected
     values.
@@ -248,7 +248,7 @@ def alive(run: RunData) -> bool:
     """Return whether a run's process is alive.
 
     On the run's host, its process is looked up by id and start time, because the id may have been
-    reused. On another host, the last heartbeat must be recent; clocks may differ by seconds.
+    reused. On another host, the last heartbeat must be recent. Clocks may differ by seconds.
     """
     lock = _content(run.folder / LOCK)
     complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)

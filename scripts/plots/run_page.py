@@ -62,7 +62,7 @@ def page(
     cards: Iterable[tuple[str, str]] = (),
     sections: Sequence[PageSection],
 ) -> str:
-    """Return the HTML of a page; `cards` are (name, value) pairs shown at the top."""
+    """Return the HTML of a page. `cards` are (name, value) pairs shown at the top."""
     text = TEMPLATES.get_template("page.html").render(
         title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
@@ -72,7 +72,7 @@ def page(
 def figure_sections(
     figures: Iterable[tuple[RunFigure, Figure | None]], more: str = ""
 ) -> list[PageSection]:
-    """Return a section per figure that is not None; `more` is appended to each caption."""
+    """Return a section per figure that is not None. `more` is appended to each caption."""
     return [
         PageSection(
             kind.name, kind.title, kind.about + more, "figure", drawn(figure, kind.name), kind.half
@@ -159,7 +159,7 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Yield name and value of each card for which the run has data; `measure` is the validation
+    """Yield name and value of each card for which the run has data. `measure` is the validation
     metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
@@ -212,7 +212,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def event_text(event: Line) -> str:
-    """Return an event's text; for a failure, with the error's type, rank and host."""
+    """Return an event's text. For a failure it includes the error's type, rank and host."""
     if "error" not in event:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")

@@ -25,7 +25,7 @@ WEIGHT = ("effective_quantiles", "quantiles")
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Singular values at the last monitored step, divided by the largest; for PC layers, of PC(W).
+    """Singular values at the last monitored step, divided by the largest (in PC layers, of PC(W)).
 
     Monitors store only the deciles of a spectrum, so the values between two deciles are assumed to
     be uniformly distributed.
@@ -245,7 +245,7 @@ def residual(run: RunData) -> Figure | None:
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
     """Largest unmasked attention logit after scaling. The thick line is the maximum over all
-    layers; thin lines are single layers."""
+    layers. Thin lines are single layers."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None

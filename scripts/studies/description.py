@@ -28,7 +28,7 @@ def first_key(keys: str) -> str:
 
 
 def settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Return a list of overrides as a dict; the last value of a key wins."""
+    """Return a list of overrides as a dict. The last value of a key is used."""
     return dict(override.split("=", 1) for override in overrides)
 
 
@@ -63,7 +63,7 @@ class Stage(Section):
             raise ValueError("exactly one of grid, factors and choices must be set")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """Return the overrides of each candidate; `tuned` contains the values that `factors`
+        """Return the overrides of each candidate. `tuned` contains the values that `factors`
         multiply."""
         if self.choices:
             return self.choices
@@ -186,7 +186,7 @@ class Study(Section):
 
 
 def read_study(path: Path, given: Sequence[str] = ()) -> Study:
-    """Read a study from a file; `given` are overrides from the command line.
+    """Read a study from a file. `given` are overrides from the command line.
 
     Raises InvalidConfigError with all problems of the file and of `given`.
     """

@@ -112,7 +112,7 @@ class RecordBook:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Claim `folder` within a context; yield False if another thread or process has claimed it.
+    """Claim `folder` within a context. Yield False if another thread or process has claimed it.
 
     The claim is a file lock, which the operating system releases even if the process is killed. A
     file system shared by several nodes must support locks.

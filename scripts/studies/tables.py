@@ -108,8 +108,8 @@ def markdown(results: Results) -> str:
 def comparison(results: Results) -> pd.DataFrame:
     """Return a row per variant with its loss and its difference from its reference `against`.
 
-    Losses and differences are means over seeds in nats per token; differences are paired by seed.
-    `error` is the standard error of a mean; `low` and `high` are the ends of Student's 95%
+    Losses and differences are means over seeds in nats per token. Differences are paired by seed.
+    `error` is the standard error of a mean. `low` and `high` are the ends of Student's 95%
     interval. A variant with a failed run has NaN as loss.
     """
     losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
@@ -150,7 +150,7 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study; there are none until the first seed has been trained."""
+    """Return the rows of a study. There are none until the first seed has been trained."""
     return results.get("rows", ())
 
 

@@ -142,7 +142,7 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def visible_gpus() -> Sequence[str]:
-    """Return the names of visible GPUs; as in CUDA, the list ends at the first invalid name."""
+    """Return the names of visible GPUs. As in CUDA, the list ends at the first invalid name."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         names = (name.strip() for name in named.split(","))

@@ -51,7 +51,7 @@ class UpdateHistory:
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """Store the weights before a step that is `steps_left` steps before a monitored step."""
+        """Store the weights before a step, `steps_left` steps before a monitored step."""
         if steps_left >= self.depth:
             self.forget()
             return

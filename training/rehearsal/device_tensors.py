@@ -48,7 +48,7 @@ def efficient_attention_backward(
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros whose host memory is allocated when it is first accessed.
+    """Return zeros in host memory that is allocated at the first access.
 
     Copies from the device that are never read therefore need no memory.
     """

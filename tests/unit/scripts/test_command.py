@@ -104,7 +104,7 @@ def test_an_option_with_two_values_is_refused(capsys: pytest.CaptureFixture[str]
     ):
         with pytest.raises(SystemExit, match="2"):
             read(given)
-        assert re.search("must be given once, got .*, then ", capsys.readouterr().err)
+        assert re.search("must be given only once, got .*, then ", capsys.readouterr().err)
     assert sub.parse_args(["a", "--steps", "6", "--steps", "6"]).steps == 6
     assert sub.parse_args(["a", "--steps", "7"]).steps == 7
 
