@@ -71,9 +71,10 @@ def attention_units(
 ) -> list[Unit]:
     """Return the units of grouped-query attention in layer `layer` on one rank.
 
-    Megatron's fused weight consists of one part per KV head, which contains its query heads, the
-    key head and the value head. `model.qk_norm` adds two gains `[head_size]`, one for all query
-    heads and one for all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    Megatron's fused weight consists of one part per KV head. The part contains the query heads of
+    the group, the key head and the value head. `model.qk_norm` adds two gains `[head_size]`, one
+    for all query heads and one for all key heads. Raises ValueError if `split.qkv_units` is not in
+    QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}

@@ -229,7 +229,7 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         claims.setdefault(unit.parameter, []).append(unit)
     for name, parameter in parameters.items():
         if name not in claims:
-            raise ValueError(f"parameter {name} must be in a unit, got none")
+            raise ValueError(f"parameter {name} must belong to at least one unit")
         # One byte per element in host memory: GPU memory is scarce, and counting there would wait
         # for the GPU.
         count = torch.zeros(parameter.shape, dtype=torch.uint8)

@@ -95,9 +95,9 @@ def chosen(
 def shares(count: int, decay: float | None) -> Iterator[float]:
     """Yield each checkpoint's factor in the average. The factors sum to 1.
 
-    Without `decay` all factors are equal. With `decay` the average is a moving average, which
-    starts as the first checkpoint and then becomes `decay` times the average plus 1 - `decay` times
-    the next checkpoint.
+    Without `decay` all factors are equal. With `decay` the average is an exponential moving
+    average. It starts as the first checkpoint and then becomes `decay` times the average plus 1 -
+    `decay` times the next checkpoint.
     """
     for i in range(count):
         if decay is None:

@@ -166,8 +166,8 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
     """Raise InputError if the run, model or tokenizer of the checkpoints differ."""
     if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
         raise InputError(
-            f"{info.path} must be from the same run as {last.path}, whose run_id is "
-            f"{last.meta.get('run_id')}, got run_id {run}"
+            f"{info.path} must be from the same run as {last.path} (run_id "
+            f"{last.meta.get('run_id')}), got run_id {run}"
         )
     different = list(changes(*map(_model, (info, last))))
     if different:

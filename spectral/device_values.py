@@ -21,8 +21,8 @@ def constant_result(function: Callable[P, R]) -> Callable[P, R]:
     """Cache a function's results and mark it like `torch.compiler.assume_constant_result`.
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing
-    torch. Tensors in the results are copied to their device once, because a step that copied them
-    would wait for the copy and could not be captured as a CUDA graph. Do not modify these tensors.
+    torch. Tensors in the results are copied to their device once. A step that copied them would
+    wait for the copy and could not be captured as a CUDA graph. Do not modify these tensors.
     """
     cached = lru_cache(MOST_RESULTS)(function)
 

@@ -140,7 +140,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Reshape a matrix to its part of a parameter; `shape` is the part's shape."""
+        """Reshape a matrix to its part of a parameter. `shape` is the part's shape."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]

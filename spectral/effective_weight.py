@@ -117,7 +117,7 @@ class Preconditioner:
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
         """Compute PC(W) in the shape and dtype of `w`, differentiable once in `w` and `gamma`.
 
-        Raises ValueError for shapes that do not fit; differentiating twice raises RuntimeError.
+        Raises ValueError for shapes that do not fit. Differentiating twice raises RuntimeError.
         """
         wide = _checked(w, u, v)
         out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
@@ -184,7 +184,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def initial_gamma(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Compute the initial gamma `[batch]`; 1 for a zero matrix."""
+        """Compute the initial gamma `[batch]`, which is 1 for a zero matrix."""
         one = w.new_ones(w.shape[0])
         if not self.init_compensation:
             return one

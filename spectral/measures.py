@@ -143,7 +143,7 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
 
 
 class Noise(NamedTuple):
-    """Signal and noise of M gradients, each `[...]`; see `noise_of`."""
+    """Signal and noise of M gradients, each `[...]`. See `noise_of`."""
 
     snr: Tensor  # signal / noise
     signal_share: Tensor  # signal / (signal + noise) = snr / (1 + snr), the paper's A

@@ -52,7 +52,7 @@ def complete_numbers(
 def entry_problems(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], parameter: Tensor, name: str
 ) -> Iterator[str]:
-    """Yield the problems of the state entries that the rule uses for the parameter `name`."""
+    """Yield the errors in the state entries that the rule uses for the parameter `name`."""
     local = local_of(parameter).shape
     for key in (key for key in shapes if key in state):
         value, shape = state[key], tuple(shapes[key])

@@ -3,9 +3,9 @@
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
 (docs/numerics.md contains measurements):
 
-1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`, valid for every lambda, is built
-   from a few resolvents of `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). Its root
-   is the first guess.
+1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>` is built from a few resolvents of
+   `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). It is valid for every lambda. Its
+   root is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation is less exact than the model's root, because msign's rounding errors

@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 def near_name(path: Path) -> str:
-    """Return `; did you mean PATH?` for a missing path, '' if the path exists or no name is close.
+    """Return `; did you mean PATH?` for a missing path, or '' if it exists or no name is close.
 
     PATH is the path with the closest name among files with the same suffix in the same folder.
     """

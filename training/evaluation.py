@@ -41,7 +41,7 @@ def evaluate(
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, `val/<set>/bpb` is in
     bits per byte of text. `val/loss` and `val/bpb` are results of `mean_over_sets` with the weights
-    `mixture` of the training sets. All ranks call `stop` at intervals; if it returns True, the
+    `mixture` of the training sets. All ranks call `stop` at intervals. If it returns True, the
     result is None.
     """
     metrics: dict[str, float] = {}
@@ -186,7 +186,7 @@ def score(
     `task/acc` and `task/acc_norm`; equal on all ranks.
 
     `vocab_size` is the vocabulary size without padding. A pass has at most `most_tokens` tokens, or
-    one sequence. All ranks call `stop` at intervals; if it returns True, the result is None.
+    one sequence. All ranks call `stop` at intervals. If it returns True, the result is None.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(

@@ -40,7 +40,7 @@ def ignore(*_: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Optional parts of a run around its steps; without hooks, the loop only trains.
+    """Optional parts of a run around its steps. Without hooks, the loop only trains.
 
     report     called with metrics (equal on all ranks) and step, for steps with metrics
     record     called with the monitors' metrics and the step

@@ -319,7 +319,7 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the metrics of the last step, computed from the weights before the step; `loss` is
+        """Return the metrics of the last step, computed from the weights before the step. `loss` is
         the mean loss of the step.
 
         penalty/on              1 if the penalty was active, else 0

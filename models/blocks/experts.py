@@ -152,8 +152,8 @@ def take_balancing_losses() -> dict[str, Tensor]:
 
     The losses do not include coefficients, and are summed over micro-batches since the last call.
 
-    The parts must be added over the ranks that share a sequence for the sequence loss, added over
-    all ranks of a stage for the global loss, and averaged over all ranks of a stage for the z-loss.
+    The sequence loss is the sum of the parts over the ranks that share a sequence. The global loss
+    is the sum over all ranks of a stage. The z-loss is the mean over all ranks of a stage.
     """
     return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 

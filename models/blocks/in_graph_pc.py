@@ -1,10 +1,10 @@
 """PC layers in the graph: every forward pass computes the effective weight PC(W).
 
 This file is the readable reference. By default, training uses the materialized evaluator, which
-computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). A PC
-layer in the graph is a parametrization of a linear layer's weight, as in the library
-(spectral/pc_layers.py), so Megatron's column-parallel, row-parallel and expert layers need no
-change. Activation recomputation is safe, because forward passes do not change state.
+computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). As in the
+library (spectral/pc_layers.py), a PC layer in the graph is a parametrization of a linear layer's
+weight. Megatron's column-parallel, row-parallel and expert layers therefore need no change.
+Activation recomputation is safe, because forward passes do not change state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

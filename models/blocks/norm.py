@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + epsilon) * gain` for `x` `[..., d]` and `gain` `[d]`; the mean
+    """Return `x / sqrt(mean(x^2) + epsilon) * gain` for `x` `[..., d]` and `gain` `[d]`. The mean
     is over d."""
     return F.rms_norm(x, gain.shape, gain, epsilon)
 

@@ -22,8 +22,8 @@ def turned_heads(
 ) -> tuple[Tensor, Tensor]:
     """Normalise heads, if queries and keys have gains, and rotate them by their positions.
 
-    `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`, `key` `[s, b, groups,
-    1, d]` becomes `[s, b, groups, d]`; `turns` is `[s, 1 or b, 1, 1, 2 d]`.
+    `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`. `key` `[s, b, groups,
+    1, d]` becomes `[s, b, groups, d]`. `turns` is `[s, 1 or b, 1, 1, 2 d]`.
     """
     if gains:
         query, key = rms_norm(query, gains[0], epsilon), rms_norm(key, gains[1], epsilon)

@@ -53,7 +53,7 @@ class StatePlanner(DefaultSavePlanner):
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
     Planning sends every rank's list of tensors to rank 0 and takes about 0.2 ms of processor time
-    per tensor (longer on many ranks), so only the first save is planned.
+    per tensor (longer on many ranks). Therefore only the first save is planned.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 A step processes the step groups in forward order. In each group, `step_regions` first applies
 elementwise rules to this rank's shards and replaces gradients of matrices with momentum. Then
-`step_matrices` sends sharded matrices to their owners; each owner updates its units in stacks of
+`step_matrices` sends sharded matrices to their owners. Each owner updates its units in stacks of
 equal shape and sends the updates back. The all-gather of the group's new weights runs during the
 next step group. The rules of `spectral.rules` are used unchanged.
 """

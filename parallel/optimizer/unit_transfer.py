@@ -27,7 +27,7 @@ rank updates its piece as a separate matrix, with a different result."""
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Positions of a unit's pieces, and the unit's owner; the same on every rank of a stage.
+    """Positions of a unit's pieces, and the unit's owner, the same on every rank of a stage.
 
     A part maps a range of a bucket's shard to a range of the unit's concatenated, flattened pieces.
 

@@ -188,8 +188,8 @@ def _as_text(path: Path, program: str) -> str:
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
     """Split text into documents whose concatenation is the same text, byte for byte.
 
-    A document of at least `document_bytes` bytes ends after the next blank lines, or, if no blank
-    line follows, at the first line end after 16 times `document_bytes`. 0 means one document.
+    A document of at least `document_bytes` bytes ends after the next blank lines. If no blank line
+    follows, it ends at the first line end after 16 times `document_bytes`. 0 means one document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False

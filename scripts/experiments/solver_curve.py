@@ -29,8 +29,8 @@ def solver_curve(
     shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024)),
     repeats: int = 5,
 ) -> Outcome:
-    """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root
-    is near 0 for independent Gaussian matrices, and the solver computes this root.
+    """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone. For
+    independent Gaussian matrices its root is near 0. The solver computes this root.
 
     The experiment computes f on a grid and the roots of several draws for each shape, and the
     multipliers of small matrices to nine digits.

@@ -107,6 +107,6 @@ def product_flops(rows: int, inner: int, cols: int) -> float:
 
     A multiply-add is two FLOPs. The costs of algorithms count the products that the code runs. The
     small dense algebra of Krylov spaces is not counted; it matters only below about 100 rows.
-    Placement balances FLOPs; parallel/plan/devices.py models the time.
+    Placement balances FLOPs. parallel/plan/devices.py models the time.
     """
     return 2.0 * rows * inner * cols

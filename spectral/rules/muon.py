@@ -132,7 +132,7 @@ class MsignRule(Rule):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of msign's products; None means the weight's dtype."""
+        """Dtype of msign's products (None: the weight's dtype)."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
     def cost(self, shape: Sequence[int]) -> float:

@@ -85,11 +85,11 @@ class MuonPlusPlusRule(RadiusRule):
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then step along the projected or tangent direction. See `Rule.update`.
 
-        Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
-        (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
-        than sigma_1 - sigma_2, so that the norm may change. project_rescale also reports norm,
-        which is ||W||_2 of the updated weight before rescaling; dual also reports multiplier,
-        residual, evaluations and converged.
+        Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is (sigma_1 -
+        sigma_2) / sigma_1 before the update. gap_exceeded is 1 where the step is longer than
+        sigma_1 - sigma_2, so that the norm may change. project_rescale also reports norm, which is
+        ||W||_2 of the updated weight before rescaling. dual also reports multiplier, residual,
+        evaluations and converged.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -169,9 +169,9 @@ class MuonPlusPlusRule(RadiusRule):
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
         """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`, and report ||W||_2.
 
-        The update has not changed the triplet (u, v, sigma), so iterations that start from it would
-        never find a singular value that has become larger than sigma. ||W||_2 is the larger of
-        sigma and the top singular value of W - sigma u v^T.
+        The update has not changed the triplet (u, v, sigma). Iterations that start from it would
+        never find a singular value that has become larger than sigma. Therefore ||W||_2 is computed
+        as the larger of sigma and the top singular value of W - sigma u v^T.
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]

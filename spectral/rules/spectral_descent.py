@@ -79,7 +79,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Step one matrix by spectral descent in plain code, as `SpectralDescentRule` does.
+    """Update one matrix by spectral descent in plain code, as `SpectralDescentRule` does.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), with
     lr = 1 / L.

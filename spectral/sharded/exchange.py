@@ -107,7 +107,7 @@ class Side:
 class Exchange:
     """The two all-to-alls of a set of matrices, planned once for one rank.
 
-    A whole matrix is a tensor; the field `whole` of a part is the part's slice of that tensor.
+    A whole matrix is a tensor. The field `whole` of a part is the part's slice of that tensor.
     `owned_matrices` contains the names of the matrices that this rank owns.
     """
 

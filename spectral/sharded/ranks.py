@@ -33,7 +33,7 @@ class RankGroup:
         self.sent = 0
 
     def all_to_all(self, send: Tensor, receive_counts: list[int], send_counts: list[int]) -> Tensor:
-        """Exchange elements between all pairs of ranks; see `exchange.AllToAll`."""
+        """Exchange elements between all pairs of ranks. See `exchange.AllToAll`."""
         received = send.new_empty(sum(receive_counts))
         self.sent += (send.numel() - send_counts[self.rank]) * send.element_size()
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=self.group)
@@ -86,7 +86,7 @@ def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -
     for mesh in meshes:
         if not ranks.issuperset(mesh.mesh.flatten().tolist()):
             raise ValueError(
-                "device meshes of one optimizer must be parts of the largest mesh, got "
+                "device meshes of one optimizer must be submeshes of the largest mesh, got "
                 f"{mesh} and {largest}"
             )
     return RankGroup(group_of(largest))
@@ -120,7 +120,7 @@ class TensorLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of one copy."""
+        """Number of elements in one copy of the parameter."""
         return sum(
             numel_of(box)
             for box, copy in zip(self.boxes, self.copies, strict=True)

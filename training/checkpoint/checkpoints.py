@@ -301,9 +301,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    The `keep_last` newest complete checkpoints are kept; None keeps all. Checkpoints at multiples
-    of `keep_every` steps, if not None, are also kept. Broken checkpoints are not removed. First,
-    the leftovers of an interrupted call are removed.
+    The `keep_last` newest complete checkpoints are kept (None: all). Checkpoints at multiples of
+    `keep_every` steps, if not None, are also kept. Broken checkpoints are not removed. First, the
+    leftovers of an interrupted call are removed.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)

@@ -100,9 +100,9 @@ def data_facts(
     validation: Iterable[ValidationData],
     manifest: Manifest | None,
 ) -> Identity:
-    """Return the kinds `data` and `tokenizer` of a run's identity: the facts that determine the
-    tokens of training samples and validation sets, and the sha256 of the tokenizer, None if
-    unknown."""
+    """Return the kinds `data` and `tokenizer` of a run's identity. `data` contains the facts that
+    determine the tokens of training samples and validation sets. `tokenizer` is the sha256 of the
+    tokenizer, or None if unknown."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)

@@ -157,9 +157,9 @@ def check_not_read(path: Path, option: str, output: Path) -> None:
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the source that sets the value of the key `names` (outermost first): `FILE, line N` or
-    `the override KEY=VALUE`; None if all sources omit the key or set it to null. `path` and
-    `overrides` are the arguments of `read_merged`."""
+    """Return the source that sets the value of the key `names` (outermost first), as `FILE, line N`
+    or `the override KEY=VALUE`. The result is None if all sources omit the key or set it to null.
+    `path` and `overrides` are the arguments of `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]

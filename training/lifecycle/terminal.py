@@ -84,7 +84,7 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Install the SIGINT handler; called once, by the main thread."""
+        """Install the SIGINT handler. The main thread calls this once."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)

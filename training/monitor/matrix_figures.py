@@ -245,7 +245,7 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     """Return the stable rank and the root mean square `[]` of a weight's inputs.
 
     `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The embedding's inputs are one-hot
-    vectors: `gram` is then the diagonal `[rows]` of their Gram matrix, and the only metric is the
+    vectors. `gram` is then the diagonal `[rows]` of their Gram matrix. The only metric is the
     stable rank, 1 / (share of the most frequent token).
     """
     gram = gram.double()

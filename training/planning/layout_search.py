@@ -1,8 +1,8 @@
 """Search for the fastest layout of a model on a given number of GPUs.
 
 Lower bounds of memory and time of a legal layout are cheap to compute. Layouts are planned in
-ascending order of the time bound until no remaining layout can be among the best, so the result is
-the optimum over all legal layouts.
+ascending order of the time bound until no remaining layout can be among the best. The result is
+therefore the optimum over all legal layouts.
 """
 
 import math
@@ -70,7 +70,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner for variants of a config; variants with equal stages share the plan of a stage.
+    """Planner for variants of a config. Variants with equal stages share the plan of a stage.
 
     gpus     number of GPUs of all variants
     """

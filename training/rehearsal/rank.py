@@ -42,7 +42,7 @@ micro-batches are assumed to be equal."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config, changed for a rehearsal; its last step is monitored, validated and saved.
+    """A config, changed for a rehearsal. Its last step is monitored, validated and saved.
 
     microbatches   number of micro-batches per step and rank in the real run
     rehearsed      number of rehearsed micro-batches per step and rank

@@ -29,7 +29,7 @@ BACKWARD: Final = 0.66
 
 @dataclass
 class Report:
-    """The report of a rehearsal; for several ranks, every value is the maximum over the ranks.
+    """The report of a rehearsal. For several ranks, every value is the maximum over the ranks.
 
     error      first error with its place, None if the run would succeed
     phases     counts of a step without periodic work (forward_backward and optimizer), of the
@@ -280,8 +280,8 @@ def rehearse(
 
     If `ranks` is None, the first rank of each pipeline stage is rehearsed. If all ranks are
     rehearsed, their collectives are compared. If `compiled` is true, Triton kernels are compiled.
-    Raises GuardError if this machine cannot rehearse, RehearsalError if a process ended without a
-    report."""
+    Raises GuardError if this machine cannot rehearse, and RehearsalError if a process ended without
+    a report."""
     ranks = chosen(config, None, world) if ranks is None else ranks
     planned = plan_run(with_known_kernels(config), world, device)
     reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])

@@ -54,7 +54,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
         ValueError, match="cover .*attention.qkv exactly once, got [1-9].* and 0 with"
     ):
         check_coverage([u for u in units if u.name != "layers.0.k.1"], parameters)
-    with pytest.raises(ValueError, match="must be in a unit, got none"):
+    with pytest.raises(ValueError, match="must belong to at least one unit"):
         check_coverage([u for u in units if u.role != "head"], parameters)
     with pytest.raises(
         ValueError, match="must cover parameter head .* got 0 elements .* and [1-9]"
