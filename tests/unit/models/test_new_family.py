@@ -19,12 +19,8 @@ from training.run import train
 
 pytestmark = pytest.mark.slow
 
-RECORD = Family(
-    name="sandwich",
-    about="Llama with norms after each block too",
-    builder="sandwich_builder",
-    post_norms=True,
-)
+RECORD = Family(name="sandwich", about="Llama with norms after each block too",
+                builder="sandwich_builder", post_norms=True)  # fmt: skip
 BUILDER = """
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 

@@ -123,20 +123,17 @@ def test_shards_hold_parts_of_matrices(name: str) -> None:
             assert torch.equal(covered, torch.ones_like(shard))
 
 
-@pytest.mark.parametrize(
-    ("units", "shape", "message"),
-    [
-        ({"stride": 0}, (4, 4), "stride of units must be a positive integer, got 0"),
-        ({"groups": True}, (4, 4), "groups of units must be a positive integer, got True"),
-        ({"transposed": "yes"}, (4, 4), "transposed of units must be True or False, got 'yes'"),
-        ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
-        ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
-        ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
-        ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
-        ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
-        ({"columns": [3]}, (4, 4), "units has no key columns"),
-    ],
-)
+@pytest.mark.parametrize(("units", "shape", "message"), [
+    ({"stride": 0}, (4, 4), "stride of units must be a positive integer, got 0"),
+    ({"groups": True}, (4, 4), "groups of units must be a positive integer, got True"),
+    ({"transposed": "yes"}, (4, 4), "transposed of units must be True or False, got 'yes'"),
+    ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
+    ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
+    ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
+    ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
+    ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
+    ({"columns": [3]}, (4, 4), "units has no key columns"),
+])  # fmt: skip
 def test_what_cannot_be_divided_is_refused(units, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
         Division.of(units).boxes(shape)

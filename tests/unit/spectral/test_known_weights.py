@@ -666,45 +666,42 @@ def followed(*cuts: nn.Module) -> nn.Module:
 CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
-        branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
-        branch(interleaved, 4),
-        branch(heads),
-        branch(heads_in_a_loop),
-        branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
-        branch(kept, 4, cut=lambda y: y.split(4, -1)),
-        module("Branch:", positions, **CONVOLUTIONS),
-        branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
-        branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
-        branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
-        branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
-        branch(called(functools.lru_cache(gated))),
-        branch(called(lambda y: gated(y))),
-        branch(called(torch.jit.script(gated))),
-        branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
-        branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
-        branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
-        branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
-        branch(imported),
-        inherited(),
-        followed(Gated(), linear(8, 8)),
-        # Functions of torch, whose code is not read.
-        followed(nn.GLU(), linear(4, 8)),
-        branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
-        followed(Next()),
-        branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
-        branch(lambda m, x: m.out(serialize(m.wide(x)))),
-        branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
-        branch(called(part)),
-        branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
-        branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
-        branch(not_imported),
-        module("Gate: wide 8 8", gated_halves),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
+    branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
+    branch(interleaved, 4),
+    branch(heads),
+    branch(heads_in_a_loop),
+    branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
+    branch(kept, 4, cut=lambda y: y.split(4, -1)),
+    module("Branch:", positions, **CONVOLUTIONS),
+    branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
+    branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
+    branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
+    branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
+    branch(called(functools.lru_cache(gated))),
+    branch(called(lambda y: gated(y))),
+    branch(called(torch.jit.script(gated))),
+    branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
+    branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
+    branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
+    branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
+    branch(imported),
+    inherited(),
+    followed(Gated(), linear(8, 8)),
+    # Functions of torch, whose code is not read.
+    followed(nn.GLU(), linear(4, 8)),
+    branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
+    followed(Next()),
+    branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
+    branch(lambda m, x: m.out(serialize(m.wide(x)))),
+    branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
+    branch(called(part)),
+    branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
+    branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
+    branch(not_imported),
+    module("Gate: wide 8 8", gated_halves),
+])  # fmt: skip
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(layer: nn.Module) -> None:
     why = "(splits channels|calls code that cannot be read)"
     with pytest.raises(ValueError, match=f"1.wide.weight looks like .*{why}"):
@@ -717,15 +714,11 @@ def test_slices_of_tokens_do_not_divide_a_layer() -> None:
     assert found["1.wide"].reason == "one matrix"
 
 
-@pytest.mark.parametrize(
-    "container",
-    [
-        lambda layer: nn.Sequential(layer),
-        lambda layer: nn.ModuleList([layer]),
-        lambda layer: nn.ModuleDict({"0": layer}),
-        lambda layer: nn.Sequential(nn.Sequential(nn.SiLU(), layer)),
-    ],
-)
+@pytest.mark.parametrize("container", [
+    lambda layer: nn.Sequential(layer), lambda layer: nn.ModuleList([layer]),
+    lambda layer: nn.ModuleDict({"0": layer}),
+    lambda layer: nn.Sequential(nn.Sequential(nn.SiLU(), layer)),
+])  # fmt: skip
 def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) -> None:
     inner: Any = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
     inner.wide = container(inner.wide)
@@ -901,17 +894,14 @@ def test_one_output_a_head_is_a_gate() -> None:
         split_parameters(trunk({"attention": biased}))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        trunk({"offsets": linear(8, 20)}),  # of deformable attention
-        trunk({"shared_keys": linear(8, 2)}),
-        trunk(shift_and_scale=linear(8, 16), last=linear(8, 3)),
-        trunk(boxes=nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)])),
-        module("context 8 10", update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
-        trunk(patches_out=linear(8, 16), smooth=nn.Conv2d(4, 4, 3)),  # U-ViT
-    ],
-)
+@pytest.mark.parametrize("model", [
+    trunk({"offsets": linear(8, 20)}),  # of deformable attention
+    trunk({"shared_keys": linear(8, 2)}),
+    trunk(shift_and_scale=linear(8, 16), last=linear(8, 3)),
+    trunk(boxes=nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)])),
+    module("context 8 10", update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
+    trunk(patches_out=linear(8, 16), smooth=nn.Conv2d(4, 4, 3)),  # U-ViT
+])  # fmt: skip
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"no layer uses its.*example=.*elementwise"):
         split_parameters(model)

@@ -151,26 +151,14 @@ def test_a_wrapped_model_s_head_is_one(wrap: Any) -> None:
 MODEL = nn.Sequential(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
-    [
-        (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
-        (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* of anot"),
-        (
-            MODEL,
-            {"units": ["0.weight"]},
-            TypeError,
-            r"units must be a mapping .* got \['0.weight'\]",
-        ),
-        (
-            MODEL,
-            {"units": {"0*": {"row": []}}},
-            ValueError,
-            r"units of '0\*': .* key row; its keys are rows",
-        ),
-        (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "error", "message"), [
+    (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
+    (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* of anot"),
+    (MODEL, {"units": ["0.weight"]}, TypeError, r"units must be a mapping .* got \['0.weight'\]"),
+    (MODEL, {"units": {"0*": {"row": []}}}, ValueError,
+     r"units of '0\*': .* key row; its keys are rows"),
+    (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
+])  # fmt: skip
 def test_a_split_of_something_else_is_refused(model, options, error, message) -> None:
     with pytest.raises(error, match=message):
         split_parameters(model, **options)
