@@ -1,17 +1,20 @@
 """Runs whose ranks are killed at random moments, and their differences from undisturbed runs."""
 
-import contextlib
+import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import run
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.launch import environment, run_on_ranks
+import pretrain
+from tests.launch import FORKS, run_on_ranks, start_forks
 from tests.paths import ROOT
 from tests.run_results import metrics_of, same_state, state_of
 
@@ -37,27 +40,44 @@ def settings(folder: Path, steps: int, interval: int) -> list[str]:
     return [CONFIG, *SMALL, *changes, f"run.dir={folder}"]
 
 
-def start(arguments: list[str], output: Path, restarts: int) -> subprocess.Popen[bytes]:
-    """Start a run under torchrun with its output in a file."""
+def start(arguments: list[str], output: Path, restarts: int, *, forks: bool) -> BaseProcess:
+    """Start a run under torchrun with its output in a file; see `torchrun` for `forks`."""
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
-        "pretrain.py", "--config", *arguments,
+        "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}",
+        "--monitor-interval=0.1", "pretrain.py", "--config", *arguments,
     ]  # fmt: skip
-    with output.open("wb") as said:
-        return subprocess.Popen(
-            words, cwd=ROOT, env=environment(), stdout=said, stderr=subprocess.STDOUT
-        )
+    start_forks()
+    agent = FORKS.Process(target=torchrun, args=(words, str(output), forks))
+    agent.start()
+    return agent
 
 
-def ranks_of(agent: int) -> list[psutil.Process]:
-    """Return the ranks of a torchrun agent."""
-    found = []
-    for child in psutil.Process(agent).children():
-        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
-            if "pretrain.py" in child.cmdline():
-                found.append(child)
-    return found
+def torchrun(words: list[str], output: str, forks: bool) -> None:
+    """Run torchrun's command line; ranks are programs or, which saves their imports, forks of this
+    process."""
+    said = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.chdir(ROOT)
+    if forks:
+        run.elastic_launch = forking
+    run.main(words)
+
+
+def forking(config: LaunchConfig, entrypoint: str) -> Callable[..., Any]:
+    """Return torchrun's launcher of a command, with forks of this process as ranks."""
+    config.start_method = "fork"
+    return lambda *command: elastic_launch(config, rank)(command[command.index("--config") :])
+
+
+def rank(arguments: list[str]) -> None:
+    """Run pretrain.py on a forked rank."""
+    sys.exit(pretrain.main(arguments))
+
+
+def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
+    """Return the ranks of a torchrun agent, its only children."""
+    return psutil.Process(agent.pid).children()
 
 
 def last_step(folder: Path) -> int:
@@ -67,32 +87,28 @@ def last_step(folder: Path) -> int:
     return sum(line.endswith(b"\n") and b'"train/loss"' in line for line in lines)
 
 
-def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], what: str, agent: BaseProcess) -> None:
     """Wait until `condition()` is true.
 
     Raises RuntimeError if the run ends first, or after `PATIENCE`.
     """
     end = time.monotonic() + PATIENCE
     while not condition():
-        if agent.poll() is not None:
-            raise RuntimeError(f"{what}: the run has ended with {agent.returncode}")
+        if not agent.is_alive():
+            raise RuntimeError(f"{what}: the run has ended with {agent.exitcode}")
         if time.monotonic() > end:
             agent.terminate()
             raise RuntimeError(f"{what}: not after {PATIENCE:g} s")
         time.sleep(0.01)
 
 
-def kill_one(
-    agent: subprocess.Popen[bytes], folder: Path, chance: random.Random, interval: int
-) -> int:
+def kill_one(agent: BaseProcess, folder: Path, chance: random.Random, interval: int) -> int:
     """Kill a rank at a random moment within `interval` new steps, wait until the run continues, and
     return the last step before."""
     past = last_step(folder) + chance.randrange(interval)
-    wait_for(
-        lambda: last_step(folder) > past and len(ranks_of(agent.pid)) == RANKS, "a step", agent
-    )
+    wait_for(lambda: last_step(folder) > past and len(ranks_of(agent)) == RANKS, "a step", agent)
     time.sleep(chance.random() * 0.5)
-    ranks = ranks_of(agent.pid)
+    ranks = ranks_of(agent)
     step = last_step(folder)
     chance.choice(ranks).kill()
     _, left = psutil.wait_procs(ranks, timeout=PATIENCE)
@@ -113,8 +129,10 @@ def trained(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if not key.startswith("val/")}
 
 
-def killed_run(folder: Path, kills: int, *, interval: int = 2) -> tuple[list[str], list[int], int]:
-    """Kill ranks of a run, with `interval` steps between checkpoints.
+def killed_run(
+    folder: Path, kills: int, *, forks: bool, interval: int = 2
+) -> tuple[list[str], list[int], int]:
+    """Kill ranks of a run, with `interval` steps between checkpoints; see `torchrun` for `forks`.
 
     Returns the differences from an undisturbed run, the steps before each kill, and the last step.
     """
@@ -122,10 +140,13 @@ def killed_run(folder: Path, kills: int, *, interval: int = 2) -> tuple[list[str
     killed, whole = folder / "killed", folder / "whole"
     # Enough steps that the run does not end before the last kill.
     steps = 40 * kills
-    with start(settings(killed, steps, interval), folder / "killed.txt", kills) as agent:
+    agent = start(settings(killed, steps, interval), folder / "killed.txt", kills, forks=forks)
+    try:
         found = [kill_one(agent, killed, chance, interval) for _ in range(kills)]
         (killed / "STOP").touch()
-        agent.wait(PATIENCE)
+        agent.join(PATIENCE)
+    finally:
+        agent.terminate()
     end = last_step(killed)
     config, *changes = [*settings(whole, steps, interval), f"train.exit_step={end}"]
     arguments = {"config": config, "overrides": [changes] * RANKS}

@@ -23,7 +23,7 @@ FIRST = (
     "tests/distributed/test_layouts.py", "tests/distributed/test_runs.py",
     "tests/distributed/test_state.py", "tests/rehearsal/test_programs.py",
     "tests/rehearsal/test_rehearsed_layouts.py", "tests/distributed/test_interrupts.py",
-    "tests/distributed/test_faults.py", "tests/smoke/test_restart.py",
+    "tests/distributed/test_faults.py", "tests/distributed/test_restart.py",
     "tests/unit/training/checkpoint/test_checkpoint.py", "tests/unit/training/test_survival.py",
     "tests/unit/spectral/test_kernels.py",
 )  # fmt: skip

@@ -37,7 +37,7 @@ UNITS = {
     "*.down.*weight*": {"groups": 2, "transposed": True},
 }
 """Divisions whose matrices are in every other row, and in parts of both axes."""
-HALF, STEPS = 2, 4
+HALF, STEPS = 1, 2
 
 
 class Attention(nn.Module):
@@ -201,7 +201,7 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """Return the weights after four steps, and the matrices that this rank steps in the last step,
+    """Return the weights after two steps, and the matrices that this rank steps in the last step,
     for each (how, rules, PC layers) and rule.
 
     Matrices are exchanged in two step groups. The workspace fits one square matrix.
@@ -223,7 +223,7 @@ def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
 
 
 def save(how: str, rules: list[str], folder: str) -> None:
-    """Train two steps by each rule, and save by torch.distributed.checkpoint to FOLDER/RULE."""
+    """Train `HALF` steps by each rule, and save by torch.distributed.checkpoint to FOLDER/RULE."""
     for rule in rules:
         model = build(how)
         optimizer = optimizer_of(model, rule)
@@ -233,7 +233,7 @@ def save(how: str, rules: list[str], folder: str) -> None:
 
 
 def resume(how: str, rules: list[str], folder: str) -> list[dict[str, Tensor]]:
-    """Return the weights after two more steps from each checkpoint."""
+    """Return the weights after further steps from each checkpoint."""
     found = []
     for rule in rules:
         model = build(how)
