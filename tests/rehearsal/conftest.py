@@ -1,9 +1,9 @@
 """Rehearsals in tests: forks of one process for all tests of a pytest process."""
 
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib import import_module
 from multiprocessing import get_context
 
 import pytest
@@ -15,8 +15,8 @@ from training.rehearsal.rank import Job, RankReport
 
 @pytest.fixture(scope="session")
 def apart() -> Iterator[ProcessPoolExecutor]:
-    """A process whose fork server rehearsals prepare; the fork server of this process may belong to
-    tests/launch.py, which has imported torch.
+    """A process without torch whose fork server rehearsals prepare; the fork server of this process
+    may belong to tests/launch.py, which has imported torch.
 
     If there is no C++ compiler, the test is skipped with the reason.
     """
@@ -24,8 +24,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         fake_driver.built()
     except fake_driver.GuardError as error:
         pytest.skip(str(error))
-    first = import_module, ("tests.import_engine",)
-    with ProcessPoolExecutor(1, get_context("spawn"), *first) as executor:
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
         yield executor
 
 
@@ -36,7 +35,8 @@ def perform(apart: ProcessPoolExecutor) -> Iterator[Perform]:
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
 
     def performed(jobs: Sequence[Job]) -> list[RankReport]:
-        return apart.submit(processes.perform, jobs, most).result()
+        given = [pickle.dumps(job) for job in jobs]
+        return [*map(pickle.loads, apart.submit(processes.performed, given, most).result())]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.rehearsal.rehearse.perform", performed)

@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import pickle
 import time
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -55,16 +56,13 @@ def test_a_rank_whose_device_fails_says_so_and_waits_for_nobody(perform, tmp_pat
     called(perform, device_error, config)
 
 
-def one_dies() -> None:
-    """Fail unless the other jobs end if one job has no report."""
-    began = time.monotonic()
-    with pytest.raises(RehearsalError, match="ended with exit code 3: the last words"):
-        processes.perform([TracedCall(time.sleep, (60,)), TracedCall(dies)], side_by_side=2)
-    assert not multiprocessing.active_children() and time.monotonic() - began < 50
-
-
 def test_a_job_without_a_report_ends_the_others(apart, perform):
-    apart.submit(one_dies).result()
+    began, jobs = time.monotonic(), [TracedCall(time.sleep, (60,)), TracedCall(dies)]
+    given = [pickle.dumps(job) for job in jobs]
+    with pytest.raises(RehearsalError, match="ended with exit code 3: the last words"):
+        apart.submit(processes.performed, given, 2).result()
+    assert not apart.submit(multiprocessing.active_children).result()
+    assert time.monotonic() - began < 50
     called(perform, time.sleep, 0)
 
 

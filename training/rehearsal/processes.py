@@ -39,6 +39,12 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
     Raises GuardError if this machine cannot rehearse, RehearsalError if a job ends without a
     report.
     """
+    reports = performed([pickle.dumps(job) for job in jobs], side_by_side)
+    return [pickle.loads(report) for report in reports]
+
+
+def performed(jobs: Sequence[bytes], side_by_side: int | None = None) -> list[bytes]:
+    """Return the pickled reports of pickled jobs, whose modules this process does not import."""
     fake_driver.built()
     context = multiprocessing.get_context("forkserver")
     start_server()
@@ -52,7 +58,7 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
                 while waiting or running:
                     while waiting and len(running) < most:
                         job, path = waiting.popleft()
-                        process = context.Process(target=rehearse, args=(pickle.dumps(job), path))
+                        process = context.Process(target=rehearse, args=(job, path))
                         process.start()
                         running[process.sentinel] = process, path
                     for sentinel in wait(list(running)):
@@ -61,7 +67,7 @@ def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["Ran
             for process, _ in running.values():
                 process.kill()
                 process.join()
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        return [path.read_bytes() for path in paths]
 
 
 def places(paths: Sequence[Path]) -> str:
