@@ -85,9 +85,6 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
             return
     check_replaceable(output, options.overwrite)
     say(preparation, warnings)
-    from models.engine import import_engine  # imported here because the import takes seconds
-
-    import_engine()
     _check_export(preparation.tokenizer)
     from scripts.data.preparation import prepare, prepare_shard
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from numpy.typing import NDArray
 
 from training.data.document_index import (
+    CODES,
     HEADER,
     MAGIC,
     Borders,
@@ -373,7 +374,7 @@ def _check_files(name: str, prefix: str) -> None:
     _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
-    if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
+    if code not in CODES.values():
         raise DataError(f"{corrupt}: dtype code must be of an integer type, got {code}")
     expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:

@@ -28,6 +28,7 @@ from tests.text_files import (
     write_jsonl,
     zstd_frames,
 )
+from training.data import document_index
 from training.data.manifest import Manifest, read_manifest
 
 SCRIPT = "scripts/prepare_data.py"
@@ -189,6 +190,8 @@ def test_a_byte_order_mark_is_no_text(tokenizer: Path, tmp_path: Path, name: str
 @pytest.mark.parametrize("vocab_size", [1, 65_499, 65_500, 200_000])
 def test_integer_type_is_megatrons(vocab_size: int) -> None:
     assert token_dtype(vocab_size) == DType.optimal_dtype(vocab_size).__name__
+    integers = {kind.name: kind.value for kind in DType if "int" in kind.name}
+    assert integers == document_index.CODES
 
 
 # --- tokenizers ---------------------------------------------------------------------------------
