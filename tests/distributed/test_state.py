@@ -21,8 +21,8 @@ ONE, FOUR = "ranks1", "ranks4 tensor2"
 DATA, TENSOR, PIPELINE, EXPERT, CUT = ("ranks2", "ranks2 tensor2", "ranks2 pipeline2",
                                        "ranks2 expert2", "ranks2 expert_tensor2")  # fmt: skip
 
-# float32: after loading on another layout, sums over ranks have another order. The loss of the
-# second step has passed one update; msign amplifies rounding in directions that hardly occur.
+# float32: after loading on another layout, sums over ranks have another order; msign amplifies
+# rounding in directions that hardly occur.
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3
 
