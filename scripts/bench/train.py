@@ -230,7 +230,7 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: allocated on the GPU since the last reset, or resident on a CPU."""
+    """Return the peak of memory allocated on the GPU since the last reset, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,8 +24,9 @@ TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Loss in nats per token. Lines show training batches, dots the mean over the validation sets,
-    weighted like the training mixture if training and validation sets have the same names."""
+    """Loss in nats per token. Lines show training batches, dots the mean over the validation sets.
+    If training and validation sets have the same names, the mean is weighted like the training
+    mixture."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None

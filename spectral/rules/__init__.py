@@ -118,7 +118,7 @@ def register_rule(name: str, rule: type[Rule]) -> None:
 
     Raises:
         ValueError: if another rule has the name.
-        TypeError: if `rule` is not a subclass of `Rule`, or does not satisfy a rule's requirements.
+        TypeError: if `rule` is not a subclass of `Rule`, or violates a requirement of this class.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")

@@ -183,9 +183,10 @@ class PolarRule(MomentumRule, MsignRule):
     ) -> list[Report]:
         """Compute `weight -= lr scale direction`, after weight decay if `decays`.
 
-        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. A unit that
-        is not `sound` `[sum of batches]`, or with a direction that did not stay bounded, keeps its
-        weight, bit for bit. Reports `update_rms` and `refused`, `[batch]`, of each stack.
+        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. The weight
+        of a unit does not change, bit for bit, if the unit is not `sound` `[sum of batches]` or its
+        direction did not stay bounded. Reports `update_rms` and `refused`, `[batch]`, of each
+        stack.
         """
         weights = [stack.weight for stack in stacks]
         active = stacks[0].step.active

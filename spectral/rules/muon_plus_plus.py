@@ -127,8 +127,8 @@ class MuonPlusPlusRule(RadiusRule):
         """Refresh both singular pairs.
 
         Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and a mask
-        `[batch]` of units whose squared norm and cached vectors are finite. The vectors of other
-        units are reset.
+        `[batch]` of sound units. A unit is sound if its squared norm and cached vectors are finite.
+        The vectors of other units are reset.
         """
         weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
