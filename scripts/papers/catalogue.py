@@ -109,7 +109,7 @@ class Item(Section):
         if self.status not in ("not run", "nothing to run") and self.result is None:
             raise ValueError(f"result must be set if status is {self.status!r}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
-            raise ValueError("with status 'nothing to run', set why, and neither tiny nor full")
+            raise ValueError("why must be set, and tiny and full empty, with status nothing to run")
         if self.status == "not run" and self.why is None:
             raise ValueError("why must be set if status is 'not run', got null")
         if self.measure is not None and self.file is None:
