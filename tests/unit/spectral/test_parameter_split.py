@@ -177,12 +177,12 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
     model[1].weight.requires_grad_(True)
     optimizer.step()  # without a gradient
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.weight, because"):
+    with pytest.warns(UserWarning, match=r"^1.weight will not be updated, because"):
         optimizer.step()
     optimizer.step()
     model[1].bias.requires_grad_(True)
     model(batch).sum().backward()
-    with pytest.warns(UserWarning, match=r"^no step uses .* of 1.bias, because"):
+    with pytest.warns(UserWarning, match=r"^1.bias will not be updated, because"):
         optimizer.step()
     optimizer.step()
     later = Muon(split)

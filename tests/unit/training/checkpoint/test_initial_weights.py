@@ -92,7 +92,9 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
     # The initial draw has no effect.
     assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
     begin = configured("new", data__tokenizer=str(tmp_path / "y"), **source)
-    with pytest.raises(ResumeError, match=r"different tokenizer \(sha256 .*allow_change="):
+    with pytest.raises(
+        ResumeError, match=r"the tokenizer of .* \(sha256 .* differs .*allow_change="
+    ):
         train(begin, world)
     allowed = replace(begin.checkpoint, allow_change=("tokenizer",))
     train(replace(begin, checkpoint=allowed), world)
