@@ -1,8 +1,5 @@
 """Fixtures of this folder: the cluster, and the clone that tests run in."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
@@ -10,7 +7,7 @@ from tests.commands import copy_repository
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """A SLURM cluster of two nodes; skips if it is impossible."""
     if reason := missing():
         pytest.skip(reason)
@@ -19,7 +16,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory: pytest.TempPathFactory):
     """The files that git would clone, in a separate folder."""
     folder = tmp_path_factory.mktemp("clone")
     copy_repository(folder)

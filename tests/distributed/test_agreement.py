@@ -1,8 +1,5 @@
 """Ranks with different settings or data report it and end before the first step."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -23,13 +20,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folder(shared_folder) -> Path:
+def folder(shared_folder):
     """Token sets of the same sizes, and a config."""
     tiny_config(str(shared_folder), "adamw")
     return shared_folder
 
 
-def on_two_ranks(function: str, place: Path, **arguments: Any) -> list[Any]:
+def on_two_ranks(function: str, place, **arguments):
     """Return the result of a workers' function on the config of a folder."""
     given = {"config": f"{place}/config.yaml", **arguments}
     return run_on_ranks(2, WORKERS, function, given, timeout=TIMEOUT)
@@ -45,7 +42,7 @@ def test_settings_that_differ_are_named(folder):
     assert not (folder / "run").exists()
 
 
-def prepared(folder: Path, seed: int = 0, word: str = "the", **manifest: Any) -> None:
+def prepared(folder, seed: int = 0, word: str = "the", **manifest) -> None:
     """Write the set `a`, a tokenizer and a manifest without their hashes."""
     folder.mkdir(parents=True)
     write_token_set(folder / "a", tokens=1_000, vocab=120, seed=seed)

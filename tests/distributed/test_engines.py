@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
-def newest() -> Path:
+def newest():
     """The folder of the newest tested engine."""
     folder = ROOT / ".engines" / NEWEST
     if not folder.is_dir():
@@ -37,7 +36,7 @@ def newest() -> Path:
     return folder
 
 
-def trained(engine: Path | None, version: str, run: Path, last: int) -> list[float]:
+def trained(engine, version: str, run, last: int) -> list[float]:
     """Return the losses of a run up to a step, by an engine or the installed one. The run continues
     from its checkpoint if it has one."""
     variables = environment()
@@ -51,7 +50,7 @@ def trained(engine: Path | None, version: str, run: Path, last: int) -> list[flo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_equal_and_checkpoints_cross(family: str, tmp_path: Path, newest: Path) -> None:
+def test_losses_are_equal_and_checkpoints_cross(family: str, tmp_path, newest) -> None:
     """Train ten steps and save with each engine, then train three steps with each from the oldest
     engine's save."""
     write_token_set(tmp_path / "tokens", tokens=4000, vocab=120, seed=3)

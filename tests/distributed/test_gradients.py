@@ -15,13 +15,11 @@ DENSE = [family for family in SETTINGS if family not in MIXTURES]
 BALANCING = {"moe": {"sequence_aux_loss": 1e-2, "global_aux_loss": 1e-2, "z_loss": 1e-3}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"family": "llama", "tie_embeddings": True, "attention_bias": "qkv"},
-    "biases": settings("qwen3")
-    | {
-        "attention_bias": "all",
-        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-    },
+    "biases": settings("qwen3") | {"attention_bias": "all",
+                                   "rope_scaling": {"kind": "yarn", "factor": 4.0,
+                                                    "original_max_position_embeddings": 8}},
     "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
-}
+}  # fmt: skip
 """Models of a family with further settings."""
 ALL = [*SETTINGS, *VARIANTS]
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {

@@ -25,20 +25,16 @@ COMMON: dict[str, Any] = {
     "monitors__interval": 0,
 }
 WATCHED = {
-    "train__global_batch": 8,
-    "train__batch_ramp": "[{batch: 4, until_steps: 1}]",
+    "train__global_batch": 8, "train__batch_ramp": "[{batch: 4, until_steps: 1}]",
     "monitors__interval": 2,
     "monitors__groups": "[weights,gradients,updates,activations,attention,noise,spectra]",
-    "monitors__noise_samples": STEPS,
-    "gram_penalty__coefficient": 0.3,
+    "monitors__noise_samples": STEPS, "gram_penalty__coefficient": 0.3,
     "gram_penalty__horizon": 0.5,
-}
+}  # fmt: skip
 EXPERTS = {
-    **ROUTED,
-    **WATCHED,
-    "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
+    **ROUTED, **WATCHED, "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
     **{f"model__moe__{name}": 0.1 for name in ("sequence_aux_loss", "global_aux_loss", "z_loss")},
-}
+}  # fmt: skip
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
 DOCUMENTS = {

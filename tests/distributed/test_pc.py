@@ -3,8 +3,6 @@
 test_layouts compares runs with PC layers with one process.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
+def found():
     """Return gradients and the effect of unsound weights, on one rank and by layout of two."""
     found = run_on_ranks(1, WORKERS, "gradients", {"layouts": [{}]})[0]
     for rank in run_on_ranks(2, WORKERS, "gradients", {"layouts": LAYOUTS}):

@@ -44,11 +44,9 @@ def trained() -> dict[str, Any]:
         max_grad_norm=1.0, use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
     state = Accelerator(cpu=True).state
     for each in (PartialState(), state):
         each.distributed_type = DistributedType.FSDP

@@ -8,7 +8,6 @@ from multiprocessing import get_context
 
 import pytest
 
-from tests.rehearsal.programs import Perform
 from training.rehearsal import fake_driver, processes
 from training.rehearsal.rank import Job, RankReport
 
@@ -29,7 +28,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.fixture(scope="session")
-def perform(apart: ProcessPoolExecutor) -> Iterator[Perform]:
+def perform(apart: ProcessPoolExecutor):
     """`processes.perform`, also for `rehearse`; with several pytest processes it runs one job at a
     time."""
     most = 1 if "PYTEST_XDIST_WORKER" in os.environ else None

@@ -58,7 +58,7 @@ def test_waits_of_the_host_are_found(mutant, place, changes, perform, tmp_path):
 @pytest.mark.parametrize(
     ("mutant", "found"), [SLOW("user_wants_tf32", 0), ("optimizer_in_tf32", 1)]
 )
-def test_products_of_the_optimizer_are_ieee_whatever_the_forward_pass_has(
+def test_products_of_the_optimizer_are_ieee_under_any_forward_pass(
     mutant, found, perform, tmp_path
 ):
     config = program(tmp_path, 2, rule="spectral_sphere", pc__level=2, train__precision="fp32")

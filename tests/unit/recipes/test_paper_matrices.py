@@ -5,11 +5,8 @@ decomposes them in float64, so it shares no code with the units.
 """
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil, exp, log, sqrt
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from training.monitor.matrix_figures import global_figures
 from training.step import Trainer
 
 
-def large(pattern: str) -> list[Any]:
+def large(pattern: str):
     """Return parameters of the recipes whose full names match."""
     return [each for each in every_recipe() if re.fullmatch(pattern, str(each.values[0]))]
 
@@ -55,16 +52,14 @@ def still(config: Config) -> Config:
     )  # fmt: skip
 
 
-def built(
-    name: str, folder: Path, world: Groups, change: Callable[[Config], Config] = still
-) -> tuple[Config, Trainer]:
+def built(name: str, folder, world: Groups, change=still) -> tuple[Config, Trainer]:
     """Build a changed recipe at width 64."""
     write_bytes(folder, 20_000)
     config = change(small_recipe(name, str(folder)))
     return config, build_trainer(config, world, *build_data(config))
 
 
-def matrices(config: Config, trainer: Trainer) -> Iterator[tuple[int, str, Tensor]]:
+def matrices(config: Config, trainer: Trainer):
     """Yield layer, role and float64 value `[out, in]` of the whole matrices of attention and dense
     feed-forward blocks, as in the papers."""
     model = config.model
@@ -98,7 +93,7 @@ def is_normal(weight: Tensor, std: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama271m_adamw", *large("llama1b_(adamw|muon)"), *large(GRAM)])
-def test_initial_weights_are_those_of_the_paper(name: str, tmp_path: Path, world: Groups) -> None:
+def test_initial_weights_are_those_of_the_paper(name: str, tmp_path, world: Groups) -> None:
     """The PC paper's deviation is 0.02, divided by sqrt(2 (l + 1)) for o, up and down of layer l,
     counted from 0. That of the Gram paper is min(1, sqrt(rows / cols)) / sqrt(cols), of whole q, k
     and v."""

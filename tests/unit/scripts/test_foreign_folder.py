@@ -116,16 +116,13 @@ def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
     assert list(kept.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer.json", "root:x:0:0"),
-        ("tokenizer.json", "{}"),
-        ("tokenizer_config.json", "root:x:0:0"),
-        ("generation_config.json", "[" * 100_000),
-        ("generation_config.json", "[]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content"), [
+    ("tokenizer.json", "root:x:0:0"),
+    ("tokenizer.json", "{}"),
+    ("tokenizer_config.json", "root:x:0:0"),
+    ("generation_config.json", "[" * 100_000),
+    ("generation_config.json", "[]"),
+])  # fmt: skip
 def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, source, kept):
     (source / name).write_text(content)
     with pytest.raises(InputError, match=name):

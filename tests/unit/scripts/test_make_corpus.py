@@ -6,7 +6,6 @@ import json
 import lzma
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +18,7 @@ needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpk
 
 
 @pytest.fixture
-def deb(tmp_path: Path) -> Path:
+def deb(tmp_path):
     """A package with three texts and another file, built by Debian's own tool."""
     tree = tmp_path / "tree"
     (tree / "DEBIAN").mkdir(parents=True)
@@ -42,7 +41,7 @@ def deb(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def description(tmp_path: Path, deb: Path) -> Path:
+def description(tmp_path, deb):
     """Return a corpus of the package and an additional file."""
     own = tmp_path / "own.txt.xz"
     own.write_bytes(lzma.compress(b"A\n  a\n\nB\n  b\n"))
@@ -78,9 +77,7 @@ def test_a_corpus_is_made_of_what_was_recorded(description, tmp_path, capsys) ->
 
 
 @needs_dpkg
-def test_other_texts_are_refused_with_the_packages_that_differ(
-    description, tmp_path, refusal
-) -> None:
+def test_other_texts_are_refused_with_the_packages_that_differ(description, tmp_path, refusal):
     output, content = [str(tmp_path / "out")], yaml.safe_load(description.read_text())
     arguments = [*output, "--corpus", str(description)]
     package, own = content["sets"]["texts"]["sources"]

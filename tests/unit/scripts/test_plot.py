@@ -109,21 +109,20 @@ def test_the_picture_of_the_maps_is_what_the_command_writes(root, tmp_path):
 def test_every_polynomial_is_drawn_with_its_target():
     """Each level's polynomial is nearest to its own target, which has the polynomial's colour."""
     left, right = plot_maps().axes
-    dotted = {
-        line.get_color(): line.get_ydata() for line in left.lines if line.get_linestyle() == ":"
-    }
-    curves = {line.get_color(): line for line in left.lines if line.get_linestyle() == "-"}
+    dotted, curves = (
+        {line.get_color(): line for line in left.lines if line.get_linestyle() == style}
+        for style in (":", "-")
+    )
     assert len(dotted) == 4 and len(curves) == len(right.lines) == 5
     for i, (color, line) in enumerate(curves.items()):
         inside = np.array(line.get_xdata()) <= 1
         values = np.array(line.get_ydata())[inside]
-        away = {other: np.abs(values - each[inside]).max() for other, each in dotted.items()}
+        away = {c: np.abs(values - each.get_ydata()[inside]).max() for c, each in dotted.items()}
         assert line.get_label().startswith(f"level {i}")
-        assert i == 0 or min(away, key=lambda other: away[other]) == color
+        assert i == 0 or min(away, key=away.get) == color
         x, factor = (np.array(part) for part in right.lines[i].get_data())
-        assert np.interp(x[x > 0.1], line.get_xdata(), line.get_ydata()) == pytest.approx(
-            (x * factor)[x > 0.1], abs=1e-3
-        )
+        expected = pytest.approx((x * factor)[x > 0.1], abs=1e-3)
+        assert np.interp(x[x > 0.1], line.get_xdata(), line.get_ydata()) == expected
 
 
 def test_an_experiment_states_the_condition_number_of_each_level():

@@ -5,7 +5,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from scripts.plots.run_data import RunData, alive
 from scripts.plots.run_page import SAMPLES, data_use, key_figures, samples
 
 
-def run_of(*lines: dict[str, Any], vocabulary: int = 100) -> RunData:
+def run_of(*lines, vocabulary: int = 100) -> RunData:
     """Return a run with these lines of metrics."""
     train = {"global_batch": 1, "sequence_length": 8}
     config = {"model": {"vocab_size": vocabulary}, "train": train}
@@ -25,10 +24,7 @@ def run_of(*lines: dict[str, Any], vocabulary: int = 100) -> RunData:
 def test_time_is_that_of_steps_not_of_lines() -> None:
     """Intervals between lines with step times vary, and some lines have no time."""
     times = {1: 2.0, 10: 0.5, 12: None, 20: 1.0, 100: 0.25}
-    lines = [
-        {"step": step} | ({} if time is None else {"perf/step_time_s": time})
-        for step, time in times.items()
-    ]
+    lines = [{"step": i} | ({"perf/step_time_s": s} if s else {}) for i, s in times.items()]
     passed = run_of(*lines).seconds()
     assert [passed(line) for line in lines] == [2, 6.5, 6.5, 16.5, 36.5]
     hours = run_of(*lines).seconds(3600)
@@ -42,8 +38,7 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
 def test_losses_are_drawn_over_the_largest_unit_that_passed_twice(seconds, unit, shown) -> None:
     run = run_of({"step": 1, "train/loss": 3.0, "perf/step_time_s": seconds})
     figure = curves.loss([run_of({"step": 1, "train/loss": 3.0}), run])
-    assert figure is not None
-    assert figure.axes[1].get_xlabel() == f"{unit} of training steps"
+    assert figure is not None and figure.axes[1].get_xlabel() == f"{unit} of training steps"
     assert figure.axes[1].lines[1].get_xdata() == [shown]
 
 
@@ -157,9 +152,8 @@ def test_texts_of_a_page_are_the_first_the_last_and_evenly_spaced_ones(count) ->
         assert len(steps) == min(count, SAMPLES) and (steps[0], steps[-1]) == (1, count)
         gaps = [after - before for before, after in itertools.pairwise(steps)]
         assert not gaps or 0 < max(gaps) <= min(gaps) + 1
-        assert [row[2:] for row in own] == [
-            (f"{name} prompt {i}", f"{name} text {i}") for i in steps
-        ]
+        texts = [(f"{name} prompt {i}", f"{name} text {i}") for i in steps]
+        assert [row[2:] for row in own] == texts
 
 
 def test_runs_are_ordered_by_their_last_validation_then_by_their_training_loss() -> None:
@@ -187,8 +181,6 @@ def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
     run = replace(run_of(earlier, counted, {"step": 41, "val/loss": 1.0}), folder=tmp_path)
     assert data_use(run) == {
         "header": ["set", "from step 1", "from step 31", "tokens read", "total tokens", "epochs"],
-        "rows": [
-            ["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
-            ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"],
-        ],
-    }
+        "rows": [["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
+                 ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"]],
+    }  # fmt: skip

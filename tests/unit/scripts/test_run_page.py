@@ -58,26 +58,15 @@ def folder(shared_folder):
     return folder
 
 
-def test_time_is_that_of_steps(folder):
-    run = read_run(folder / "pc")
-    _, time = curves.loss([run]).axes
-    seconds = sum(line["perf/step_time_s"] for line in run.metrics)
-    assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds)
-    assert time.get_xlabel() == "seconds of training steps"
-
-
 Curve = tuple[str, list[float]]
 """A text in the label of a curve or the title of its panel, and its values."""
 
 
 def logged(*names: str) -> Callable[[RunData], Iterator[Curve]]:
     """Return a function from a run to its values of metrics."""
-
-    def of(run: RunData) -> Iterator[Curve]:
-        for name in names:
-            yield "", [line[name] for line in run.metrics if name in line]
-
-    return of
+    return lambda run: (
+        ("", [line[name] for line in run.metrics if name in line]) for name in names
+    )
 
 
 def by_role(run: RunData, figure: str, of: Callable[[list], float] = fmean) -> Iterator[Curve]:
@@ -123,15 +112,13 @@ def shares(run: RunData) -> Iterator[Curve]:
 
 def conditions(run: RunData) -> Iterator[Curve]:
     for role, kind in {"q": "", "o": "effective_", "down": "effective_"}.items():
-        name = f"monitor/{kind}condition_number/{role}"
-        yield role, [line[name] for line in run.metrics if name in line]
+        yield from ((role, x) for _, x in logged(f"monitor/{kind}condition_number/{role}")(run))
     yield from logged("monitor/condition_number/geometric_mean")(run)
 
 
 def blocks(run: RunData, figure: str) -> Iterator[Curve]:
     """Yield a figure of each block over the monitored steps."""
-    for place in ("0", "1"):
-        yield "", [line["blocks"][place][figure] for line in run.monitors]
+    yield from (("", [line["blocks"][at][figure] for line in run.monitors]) for at in "01")
 
 
 def residuals(run: RunData) -> Iterator[Curve]:
@@ -159,8 +146,7 @@ def signals(run: RunData) -> Iterator[Curve]:
 
 def norms(run: RunData) -> Iterator[Curve]:
     yield from by_role(run, "pc_norm_error", median)
-    for _, values in by_role(run, "pc_norm_error", max):
-        yield "", values
+    yield from (("", values) for _, values in by_role(run, "pc_norm_error", max))
 
 
 def cells(figure: str) -> Callable[[RunData], Iterator[Curve]]:
@@ -338,8 +324,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert fetched(text) == [] and len(ids(text)) == len(set(ids(text)))
     keys = {figure.name for figure in FIGURES}
     missing = {"maxvio", "rule_reports", "tasks"}  # no experts, no figures of a rule, no tasks
-    assert keys - set(ids(text)) == missing
-    assert text.count("<svg") == len(keys) - len(missing)
+    assert keys - set(ids(text)) == missing and text.count("<svg") == len(keys) - len(missing)
     assert {"events", "config"} <= set(ids(text)) and "Spectra are not available yet" not in text
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = json_lines(folder / "pc" / "metrics.jsonl")[-1]
@@ -354,9 +339,8 @@ def test_the_page_says_why_it_has_no_spectra(folder, tmp_path):
     for event in (event for event in events if "intervals" in event):
         event["intervals"]["monitors"] = 2300
     (copy / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "Spectra are not available yet: monitoring starts at step 2,300." in report(
-        read_run(copy)
-    )
+    said = "Spectra are not available yet: monitoring starts at step 2,300."
+    assert said in report(read_run(copy))
 
 
 def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
@@ -377,8 +361,7 @@ def test_what_a_rule_reports_is_drawn_by_role(folder, tmp_path):
 
 
 def test_damaged_lines_are_warned_of_and_texts_of_models_are_harmless(folder, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(folder / "plain", copy)
+    copy = shutil.copytree(folder / "plain", tmp_path / "run")
     lines = (copy / "metrics.jsonl").read_text().splitlines()
     line = json.loads(lines[1]) | {"sample/a/text": "x\x1b[2J\ud83d y", "sample/a/prompt": "p\x9b"}
     lines[1] = json.dumps(line)
@@ -481,14 +464,12 @@ def test_the_status_of_a_run(folder, tmp_path):
 
 
 HOSTILE = {
-    "metrics.jsonl": [
-        ({"step": 7, "train/loss": "low"}, "train/loss must be of type"),
-        ({"step": 7, "perf/step_time_s": [1]}, "perf/step_time_s must be of type"),
-        ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2"),
-    ],
+    "metrics.jsonl": [({"step": 7, "train/loss": "low"}, "train/loss must be of type"),
+                      ({"step": 7, "perf/step_time_s": [1]}, "perf/step_time_s must be of type"),
+                      ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2")],
     "monitors.jsonl": [({"step": 7, "units": [], "blocks": {}}, "units must be a mapping")],
     "events.jsonl": [({"step": 7, "kind": "failed"}, "must have the key text")],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -512,16 +493,18 @@ def test_what_is_no_json_is_left_out_and_a_name_is_no_mathematics(folder, tmp_pa
     assert "a $_$ b" in (output / "tracked_norms.svg").read_text()
 
 
+def last_loss(run: Path) -> float:
+    """Return the last validation loss of a run."""
+    return json_lines(run / "metrics.jsonl")[-1]["val/loss"]
+
+
 def test_runs_are_compared_by_validation_loss(folder):
     assert main(["compare", str(folder)]) == 0
     page = (folder / "compare.html").read_text()
     row = r"<td data-label=\"run\"><b>(.*?)</b>.*?<tr class=\"about\">(.*?)</tr>"
     rows = re.findall(row, page, re.DOTALL)
-    ends = {
-        name: json_lines(folder / name / "metrics.jsonl")[-1]["val/loss"]
-        for name in ("pc", "plain")
-    }
-    assert [name for name, _ in rows] == [*sorted(ends, key=ends.get), "deep/failed"]
+    best = sorted(("pc", "plain"), key=lambda name: last_loss(folder / name))
+    assert [name for name, _ in rows] == [*best, "deep/failed"]
     said = dict(rows)
     assert "optimizer.matrix.rule muon" in said["plain"]
     assert "pc.level 4" in said["pc"] and "pc.steps" not in said["pc"]
@@ -539,12 +522,7 @@ def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
         return Figure()
 
     monkeypatch.setattr(compare, "FIGURES", [RunFigure("loss", "Loss", draw)])
-    losses = {
-        name: [line["val/loss"] for line in json_lines(folder / name / "metrics.jsonl")
-               if "val/loss" in line]
-        for name in ("pc", "plain")
-    }  # fmt: skip
-    best = [*sorted(losses, key=lambda name: losses[name][-1]), "deep/failed"]
+    best = [*sorted(("pc", "plain"), key=lambda name: last_loss(folder / name)), "deep/failed"]
     for most in (1, 2, 3):
         monkeypatch.setattr(compare, "MOST", most)
         page = compare.comparison(folder, [folder])
@@ -595,5 +573,4 @@ def test_series_of_a_long_run_are_found_at_once():
     lines = [{"step": i, "progress/tokens": 8 * i, "train/loss": 1.0} for i in range(1, 20_001)]
     train = {"global_batch": 2, "sequence_length": 4}
     run, start = RunData(Path(), lines, [], {"train": train}, []), time.process_time()
-    assert run.series("train/loss")[-1] == (160_000, 1.0)
-    assert time.process_time() - start < 5
+    assert run.series("train/loss")[-1] == (160_000, 1.0) and time.process_time() - start < 5

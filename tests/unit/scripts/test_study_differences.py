@@ -1,9 +1,6 @@
 """A study names the keys in which its variants differ, except keys that it tunes or sets."""
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,14 +9,13 @@ from scripts.studies.description import read_study
 from scripts.studies.differences import differences, sentences
 from scripts.studies.records import Record
 from scripts.studies.running import check_candidates, run_study
-from scripts.studies.trainer import Run
 from tests.paths import ROOT
 from training.errors import InputError
 
 ADAMW, SSO = "configs/tiny_adamw.yaml", "configs/tiny_sso.yaml"
 
 
-def found_in(folder: Path, variants: dict[str, Any], **keys: Any) -> dict[str, dict[str, Any]]:
+def found_in(folder, variants, **keys):
     """Return the differences of a study's variants, one sentence each."""
     path = folder / "study.yaml"
     content = {"title": "t", "seeds": [1], "variants": variants} | keys
@@ -30,7 +26,7 @@ def found_in(folder: Path, variants: dict[str, Any], **keys: Any) -> dict[str, d
     return found
 
 
-def searched(key: str) -> dict[str, Any]:
+def searched(key: str):
     return {"rate": {"grid": {key: [0.1, 0.2, 0.3]}}}
 
 
@@ -104,27 +100,23 @@ def test_the_screen_and_the_table_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("training.report.text.FIRST", 0.001)
     path = tmp_path / "study.yaml"
     grid = {"search": {"rate": {"grid": {"optimizer.matrix.lr": [0.01, 0.02]}}}}
-    variants = {
-        "AdamW": {"config": ADAMW} | grid,
-        "SSO": {"config": SSO, "against": "AdamW"} | grid,
-    }
+    variants = {"AdamW": {"config": ADAMW}, "SSO": {"config": SSO, "against": "AdamW"}}
+    variants = {name: variant | grid for name, variant in variants.items()}
     search = {"seed": 0, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
     study = {"title": "t", "seeds": [1], "variants": variants, "search": search}
     path.write_text(yaml.safe_dump(study | {"full": {"train.steps": 40}}))
 
-    def records(runs: Iterable[Run]) -> list[Record]:
+    def records(runs) -> list[Record]:
         figures = {"loss": 1.0, "course": []}
         return [Record(run.key, run.label, [], False, 1.0, figures) for run in runs]
 
-    def stopped(runs: Iterable[Run]) -> list[Record]:
+    def stopped(runs) -> list[Record]:
         raise InputError("stopped")
 
     with pytest.raises(InputError, match="stopped"):
         run_study(read_study(path), tmp_path, stopped, [])
     said = capsys.readouterr().err
-    assert re.search(
-        "[0-4] of 4 candidates\n.*SSO and AdamW also differ in model.init", said, re.DOTALL
-    )
+    assert re.search("(?s)[0-4] of 4 candidates\n.*SSO and AdamW also differ in model.init", said)
     assert "model.init.depth_scaled (False, True), " in said
     run_study(read_study(path), tmp_path, records, [])
     table = (tmp_path / "table.md").read_text()

@@ -12,28 +12,13 @@ from scripts.studies.search import run_of, search, taken_variants
 from training.errors import InputError
 
 RATES = [0.01, 0.02, 0.04, 0.08]
-STUDY = Study(
-    title="t",
-    seeds=[1, 2],
-    variants={
-        name: Variant(
-            config="c.yaml",
-            search={
-                "rate": Stage(grid={"lr": RATES}),
-                "pair": Stage(choices=[["m=0.9", "w=0"], ["m=0.95", "w=0.1"]]),
-            },
-        )
-        for name in ("a", "b")
-    },
-    full={"steps": 80, "warmup": 8},
-    search=Search(
-        seed=7,
-        stages={
-            "rate": [Rung(share=0.25, keep=2), Rung(share=0.5, keep=1)],
-            "pair": [Rung(share=0.25, keep=1)],
-        },
-    ),
-)
+PAIRS = [["m=0.9", "w=0"], ["m=0.95", "w=0.1"]]
+STAGES = {"rate": Stage(grid={"lr": RATES}), "pair": Stage(choices=PAIRS)}
+RUNGS = {"rate": [Rung(share=0.25, keep=2), Rung(share=0.5, keep=1)],
+         "pair": [Rung(share=0.25, keep=1)]}  # fmt: skip
+STUDY = Study(title="t", seeds=[1, 2], full={"steps": 80, "warmup": 8},
+              variants={name: Variant(config="c.yaml", search=STAGES) for name in ("a", "b")},
+              search=Search(seed=7, stages=RUNGS))  # fmt: skip
 BEST = {"a": 0.04, "b": 0.01}
 
 
@@ -41,10 +26,9 @@ def landscape(trained: list):
     """Return invented losses: convex in the rate, lower with w = 0.1, and failed for b at 0.08."""
 
     def train(runs):
-        runs = list(runs)
-        trained.extend(runs)
         records = []
         for run in runs:
+            trained.append(run)
             said = dict(each.split("=") for each in run.overrides)
             name, rate = run.label.split()[0], float(said["lr"])
             loss = abs(rate - BEST[name]) - 0.001 * float(said.get("w", 0)) + 1 / int(said["steps"])
@@ -58,9 +42,7 @@ def landscape(trained: list):
 def test_the_best_candidate_is_found_at_the_stated_cost():
     trained = []
     found = search(STUDY, {}, ["extra=1"], landscape(trained))
-    assert found.chosen == {
-        name: [f"lr={BEST[name]:g}", "m=0.95", "w=0.1"] for name in STUDY.variants
-    }
+    assert found.chosen == {n: [f"lr={best:g}", "m=0.95", "w=0.1"] for n, best in BEST.items()}
     cost = Counter()
     for run in trained:
         said = dict(each.split("=") for each in run.overrides)
@@ -88,12 +70,9 @@ def test_a_section_does_not_shadow_what_is_tuned_after_it():
 def test_a_stage_multiplies_what_was_tuned_elsewhere():
     stage = Stage(factors={"lr": [0.5, 2.0]})
     assert stage.candidates(["lr=0.1", "m=0.9", "lr=0.04"]) == [["lr=0.02"], ["lr=0.08"]]
-    assert stage.count() == 2
-    assert Stage(grid={"x": [1, 2], "y": [3, 4, 5]}).count() == 6
-    assert Stage(grid={"x+z": [1, 2], "y": [3]}).candidates([]) == [
-        ["x=1", "z=1", "y=3"],
-        ["x=2", "z=2", "y=3"],
-    ]
+    assert stage.count() == 2 and Stage(grid={"x": [1, 2], "y": [3, 4, 5]}).count() == 6
+    grid = Stage(grid={"x+z": [1, 2], "y": [3]})
+    assert grid.candidates([]) == [["x=1", "z=1", "y=3"], ["x=2", "z=2", "y=3"]]
     with pytest.raises(ValueError, match="exactly one of"):
         Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
 

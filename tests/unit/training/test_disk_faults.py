@@ -5,8 +5,6 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +14,9 @@ from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import steps
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(compiler() is None, reason="no C compiler cc for tests/failing_disk.c"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600),
+              pytest.mark.skipif(compiler() is None,
+                                 reason="no C compiler cc for tests/failing_disk.c")]  # fmt: skip
 
 END, INTERVAL = 20, 7
 SETTINGS = [f"train.steps={END}", "train.global_batch=2", "train.sequence_length=16",
@@ -42,7 +38,7 @@ Case = tuple[str, int, str, bool]
 class Runs:
     """Runs of one config with faults, and one without."""
 
-    def __init__(self, folder: Path, disk: FailingDisk) -> None:
+    def __init__(self, folder, disk: FailingDisk) -> None:
         self.disk = disk
         self.arguments = ["--config", str(folder / "config.yaml"), *SETTINGS]
         code, said = disk.run("whole", self.arguments)
@@ -95,7 +91,7 @@ class Runs:
                 return
         yield from self.differences(run_dir, exact=not always)
 
-    def differences(self, run_dir: Path, *, exact: bool) -> Iterator[str]:
+    def differences(self, run_dir, *, exact: bool) -> Iterator[str]:
         """Yield differences from the undisturbed run; lines may be lost unless `exact`."""
         if different := same_state(state_of(run_dir, END), self.state):
             yield f"{len(different)} tensors differ"
@@ -108,7 +104,7 @@ class Runs:
             yield "metrics differ"
 
 
-def without_monitors(line: dict[str, Any]) -> dict[str, Any]:
+def without_monitors(line):
     """Return the metrics of a line without comparisons with an earlier step."""
     return {name: value for name, value in line.items() if not name.startswith("monitor/")}
 

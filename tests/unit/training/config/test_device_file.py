@@ -1,7 +1,6 @@
 """Files that describe the planned GPU are read like configs, with all problems at once."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,13 @@ from training.dry_run import device_named, step_shape
 from training.errors import ConfigError
 
 
-def described(folder: Path, text: str) -> str:
+def described(folder, text: str) -> str:
     """The file of a device."""
     (folder / "device.yaml").write_text(text)
     return str(folder / "device.yaml")
 
 
-def test_a_file_replaces_figures_of_its_base(tmp_path: Path) -> None:
+def test_a_file_replaces_figures_of_its_base(tmp_path) -> None:
     file = described(tmp_path, "{base: a100, memory_bytes: 1000, peak: {bf16: 1.0e+12}}")
     device, base = device_named(file), DEVICES["a100"]
     assert (device.memory_bytes, device.copy_rate) == (1000, base.copy_rate)
@@ -26,7 +25,7 @@ def test_a_file_replaces_figures_of_its_base(tmp_path: Path) -> None:
     assert device.name == "device"  # not the name of the base
 
 
-def test_the_name_says_which_figures_are_assumed(tmp_path: Path) -> None:
+def test_the_name_says_which_figures_are_assumed(tmp_path) -> None:
     device = device_named(described(tmp_path, "{name: My GPU, memory_bytes: 1000}"))
     assert device.name == "My GPU (other values: h100's)"
     whole = {key: value for key, value in vars(DEVICES["a100"]).items()}
@@ -44,7 +43,7 @@ def test_the_name_says_which_figures_are_assumed(tmp_path: Path) -> None:
     ("{base: device.yaml}", ["base must be one of h100"]),
     ("- 3", ["device.yaml"]),
 ])  # fmt: skip
-def test_all_problems_of_a_file_are_named(text: str, problems: list[str], tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_named(text: str, problems: list[str], tmp_path) -> None:
     with pytest.raises(InvalidConfigError) as error:
         device_named(described(tmp_path, text))
     for problem in problems:

@@ -67,9 +67,7 @@ def test_bytes_are_not_claimed_for_other_tokenizers(byte_level: Path, tmp_path: 
 
 @pytest.mark.parametrize("side", [("lstrip",), ("rstrip",), ("lstrip", "rstrip")])
 @pytest.mark.parametrize("special", [False, True])
-def test_bytes_are_not_claimed_if_added_tokens_remove_spaces(
-    side, special, byte_level: Path, tmp_path: Path
-) -> None:
+def test_bytes_are_not_claimed_if_added_tokens_remove_spaces(side, special, byte_level, tmp_path):
     tokens = json.loads(byte_level.read_text())["added_tokens"]
     added = tokens[-1] | {"id": 999, "content": "CODE", "special": special}
     folder = edited(byte_level, tmp_path, added_tokens=[*tokens, added | dict.fromkeys(side, True)])

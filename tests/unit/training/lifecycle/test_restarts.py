@@ -32,7 +32,7 @@ def set_variables(monkeypatch, **variables):
     ({JOB: "7", RUN: "a"}, {JOB: "8", RUN: "a", RESTARTS: "1"}, False),
     ({}, {RESTARTS: "1"}, False),
 ])  # fmt: skip
-def test_only_a_counted_restart_of_the_same_command_is_one(
+def test_only_a_counted_start_of_the_same_command_is_one(
     first, later, again, tmp_path, monkeypatch
 ):
     set_variables(monkeypatch, **later)

@@ -35,9 +35,7 @@ def machine(monkeypatch):
     ({"train__compile": "inductor"}, GPU, "gcc", ("inductor", "inductor")),
     ({"train__compile": "inductor"}, GPU, None, ("inductor", "inductor")),
 ])  # fmt: skip
-def test_the_compile_backend_is_stated_with_its_reason(
-    keys, device, missing, backend, machine, tmp_path
-):
+def test_the_compile_backend_has_a_reason(keys, device, missing, backend, machine, tmp_path):
     machine(missing)
     config = tiny_config(str(tmp_path), **keys)
     assert backends.compile_backend(config, device) == backend
@@ -53,9 +51,7 @@ def test_the_compile_backend_is_stated_with_its_reason(
     ({"train__fused_loss": "null"}, GPU, True, False),
     ({"train__fused_loss": "liger"}, GPU, True, True),
 ])  # fmt: skip
-def test_the_loss_is_fused_where_liger_computes_it_whole(
-    keys, device, liger, fused, machine, tmp_path
-):
+def test_the_loss_is_fused_if_liger_computes_all(keys, device, liger, fused, machine, tmp_path):
     machine(liger=liger)
     assert backends.fused_loss(tiny_config(str(tmp_path), **keys), device) is fused
 

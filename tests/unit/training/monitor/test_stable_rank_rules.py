@@ -6,9 +6,7 @@ before it, and the effect of Gaussian weights by (1 + e) / (1 - e). e = 1/4 is f
 rows here: norms of Gaussian matrices of k rows deviate by a multiple of k^-0.5.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -46,8 +44,8 @@ def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
     (chunk,) = trainer.model.chunks
     kept: Kept = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def watch(name: str):
+        def after(module: nn.Module, args, kwargs, output) -> None:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             result = output[0] if isinstance(output, tuple) else output
             if given and given[0].is_floating_point() and isinstance(result, Tensor):
