@@ -828,7 +828,7 @@ def distances_larger_than_those_of_the_example(m: Any, x: Tensor) -> Any:
     return m.out((m.q(x) @ m.k(x).mT + (x @ m.far)[..., :9]).softmax(-1) @ m.v(x))
 
 
-@refused("both.weight: .*: 0-3, 8-11; 4-7, 12-15", "both 12 16, a 8 4, b 8 4")
+@refused("both.weight: .* got 0-3, 8-11; 4-7, 12-15", "both 12 16, a 8 4, b 8 4")
 def sets(m: Any, x: Tensor) -> Any:
     y = m.both(x)
     first = torch.cat([y[..., :4], y[..., 8:12]], -1)
