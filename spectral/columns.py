@@ -101,10 +101,6 @@ class Columns:
         numbers = columns[columns >= 0].long().cpu().unique()
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
-    def join(self, columns: Tensor, others: Iterable[Use | None]) -> None:
-        for use in self.beneath(columns):
-            use.joined.update(others)
-
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
         """Return the numbers of elements that depend on a column of `first` and of `second`.
 

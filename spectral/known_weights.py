@@ -122,7 +122,8 @@ class KnownWeights:
     def answer(self, weight: Weight) -> Seen:
         """Return the division of a weight. Raise ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
-        if GAINS.search(weight.own) or (weight.is_layer and _is_norm(module)):
+        norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
+        if GAINS.search(weight.own) or (weight.is_layer and norm):
             return Seen(None, "a gain or bias by its name or class", decays=False)
         if id(parameter) in self.heads:
             return Seen(None, "an output head")
@@ -536,10 +537,6 @@ def _is_attention(module: nn.Module) -> bool:
     """Return whether a module has a number of heads and contains attention projections."""
     stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
     return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm) or NORMS.search(kind_of(module)) is not None
 
 
 def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> bool:

@@ -29,7 +29,7 @@ sets to a division.
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial, reduce
-from itertools import permutations
+from itertools import chain, permutations
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -124,7 +124,8 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
             with watched:
                 result = _run(model, example)
         finally:
-            watched.put_back()
+            for storage, values in watched.before.items():
+                storage.copy_(values)
         if made := [name for name, _ in model.named_parameters() if name not in known]:
             raise ValueError(
                 f"the forward pass creates {', '.join(made)}: run the model before the split"
@@ -185,12 +186,12 @@ class Side(NamedTuple):
     shape: tuple[int, ...]
     counts: bool  # whether it is an activation, not a position, gain or other constant
     is_parameter: bool
+    is_active: bool  # whether its values depend on the example
 
     @property
     def moving(self) -> list[int]:
         """The axes along which columns change."""
-        sizes = () if self.columns is None else self.columns.shape
-        return [axis for axis, size in enumerate(sizes) if size > 1]
+        return [] if self.columns is None else _moving(self.columns)
 
     def vectors(self, other: "Side") -> list[int]:
         """The axes of vectors, if each element of the other side multiplies a whole vector.
@@ -249,23 +250,14 @@ class Watch(TorchDispatchMode):
             raise ValueError(
                 "the pass runs in inference mode, which hides matrix products: use torch.no_grad"
             )
-        if func._schema.is_mutable:
-            self._keep(tensors_in((args, kwargs)))
+        written = tensors_in((args, kwargs)) if func._schema.is_mutable else []
+        for storage in (t.untyped_storage() for t in written if is_strided(t)):
+            if storage in self.parameters and storage not in self.before:
+                self.before[storage] = storage.clone()
         result = func(*args, **kwargs)
         if not (self.paused or func.is_view):  # views share the shadow of their storage
             self._follow(func, args, kwargs, result)
         return result
-
-    def _keep(self, tensors: Iterable[Tensor]) -> None:
-        """Copy parameters before an operation that may write to them."""
-        for storage in (t.untyped_storage() for t in tensors if is_strided(t)):
-            if storage in self.parameters and storage not in self.before:
-                self.before[storage] = storage.clone()
-
-    def put_back(self) -> None:
-        """Restore parameters that the pass wrote to."""
-        for storage, values in self.before.items():
-            storage.copy_(values)
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
@@ -370,7 +362,7 @@ class Watch(TorchDispatchMode):
         if not distinct:
             terms = [operands[i] for i in whole]
             computed = [t for t in terms if t in self.weights]
-            chosen = any(t.untyped_storage() in self.activations for t in terms)  # by the example
+            chosen = any(sides[i].is_active for i in whole)
             copies = name in COPIES and sum(t.numel() > 1 for t in operands) == 1
             if computed and (not chosen or (copies and len(self._use(computed[0]).shape) > 2)):
                 self.weights.copy(out, computed[0])
@@ -384,8 +376,10 @@ class Watch(TorchDispatchMode):
             for use in (use for columns in computed for use in self.numbers.beneath(columns)):
                 for each in (use, *use.tables):
                     each.hidden = each.hidden or operation
-        # Positions and gains only scale columns; an activation of the full shape multiplies them.
+        # Positions and gains only scale columns; activations multiply vectors or full shapes.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
+        factors = [s for s in sides if s.columns is None and s.counts and s.is_active]
+        scales |= any(side.vectors(factor) for side in sides for factor in factors)
         if scales and name not in ADDITIONS:
             for side, other in permutations(sides, 2):
                 axes = side.vectors(other) or side.moving
@@ -395,8 +389,9 @@ class Watch(TorchDispatchMode):
                 self.numbers.consume(side.columns, axes, PRODUCT)
             distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
-            others = [None] if all(self._is_stream(operands[i], name) for i in whole) else []
-            self.numbers.join(distinct[0], others)
+            streams = all(self._is_stream(operands[i], name) for i in whole)
+            for use in self.numbers.beneath(distinct[0]) if streams else ():
+                use.joined.add(None)
         if name == "mul":
             self.factors[out.untyped_storage()] = sides
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
@@ -427,9 +422,9 @@ class Watch(TorchDispatchMode):
 
     def _choose_weights(self, operands: Iterable[Tensor], sides: list[Side]) -> None:
         """Hide weights whose whole matrices are multiplied by activations, as in a mixture."""
-        for (t, side), (other, factor) in permutations(zip(operands, sides, strict=True), 2):
+        for (t, side), (_, factor) in permutations(zip(operands, sides, strict=True), 2):
             shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
-            chosen = factor.columns is not None or other.untyped_storage() in self.activations
+            chosen = factor.columns is not None or factor.is_active
             if t in self.weights and len(shared) > 1 and chosen:
                 self._hide([t], "a product with activations, which may choose a weight,")
 
@@ -445,7 +440,8 @@ class Watch(TorchDispatchMode):
         live = tensor.untyped_storage() in self.live and not isinstance(tensor, nn.Parameter)
         shape = (*missing, *tensor.shape, *[1] * out.is_complex())
         counts = columns is not None or (live and tensor.numel() > 1)
-        return Side(columns, shape, counts, tensor.untyped_storage() in self.parameters)
+        known = (tensor.untyped_storage() in of for of in (self.parameters, self.activations))
+        return Side(columns, shape, counts, *known)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         """Follow an operation that moves elements, and move columns or numbers likewise."""
@@ -513,9 +509,9 @@ class Watch(TorchDispatchMode):
             inner = axes <= {*first.moving} and first.moving == second.moving
             inner &= any(a < b for a, b in pairs) and any(a > b for a, b in pairs)
             inner |= axes <= {*first.moving} & {*second.moving} and any(
-                self._is_outer(side.columns, side.vectors(other), axes)
+                self._is_outer(side.columns, constant, axes)
                 for side, other in permutations(sides)
-                if side.columns is not None
+                if side.columns is not None and (constant := side.vectors(other))
             )
         for side in sides if inner else ():
             self.numbers.consume(side.columns, axes, INNER)
@@ -523,15 +519,16 @@ class Watch(TorchDispatchMode):
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
         """Return whether one term of the sums changes along `axes` but not along `constant`."""
-        record = self.numbers.record(columns.max())
-        if not constant or not isinstance(record, Sums) or columns.min() < record.start:
-            return False
-        pairs = record.pairs[columns.long().cpu() - record.start].unbind(-1)
-        return any(
-            all(bool((part == part.narrow(a, 0, 1)).all()) for a in constant)
-            and all(bool((part != part.narrow(a, 0, 1)).any()) for a in axes)
-            for part in pairs
-        )
+        terms, seen = [columns], set[int]()
+        for term in terms:
+            moving = {a for a in range(term.ndim) if bool((term != term.narrow(a, 0, 1)).any())}
+            if axes <= moving and moving.isdisjoint(constant):
+                return True
+            record = self.numbers.record(term.max())
+            if isinstance(record, Sums) and record.start not in seen and term.min() >= record.start:
+                seen.add(record.start)
+                terms += record.pairs[term.long().cpu() - record.start].unbind(-1)
+        return False
 
     def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
         """Return the columns of a tensor that is summed along axes."""
@@ -583,7 +580,7 @@ class Watch(TorchDispatchMode):
         layer = weight is not None or any(t.untyped_storage() in self.parameters for t in sides)
         kind = LAYER if layer else INNER
         read = [None if i == weight else self.columns.read(t) for i, t in enumerate(sides)]
-        depthwise = False
+        depthwise, kept = False, list[Tensor]()
         for i, axis in enumerate(summed):
             columns, other = read[i], read[1 - i]
             if columns is None:
@@ -591,18 +588,22 @@ class Watch(TorchDispatchMode):
             by_entry = columns.ndim == 3 and columns[0].numel() == 1 < len(columns)
             if layer and by_entry and out.shape[2 - i] == 1:
                 depthwise = True  # one vector per column only scales the column
-                self.columns.write(out, columns)
+                kept.append(columns)
                 continue
             own = kind
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 axis, own = 2 * columns.ndim - 3 - axis, LAYER if layer else PRODUCT
                 if weight is None and out.ndim == columns.ndim:
-                    self.columns.write(out, columns)
+                    kept.append(columns)
             used = self._mixed(columns, axis, kind)
-            if axis not in used and out.ndim == columns.ndim:
-                self.columns.write(out, self._folded(columns, [axis]))
+            if axis not in chain(*used) and out.ndim == columns.ndim:
+                kept.append(self._folded(columns, [axis]))
             scales = other is not None and self.numbers.adds_matrices(other, summed[1 - i])
-            self.numbers.consume(columns, [] if scales else used, own)
+            for axes in [[]] if scales else used:
+                self.numbers.consume(columns, axes, own)
+        if kept:  # other columns only scale vectors
+            both = (c for c in kept if {*_moving(c)} >= {*_moving(kept[-1])})
+            self.columns.write(out, reduce(self.numbers.joined, both))
         if weight is None or sides[weight].ndim == 1:
             return
         axis = summed[weight] - sides[weight].ndim + 2
@@ -629,24 +630,27 @@ class Watch(TorchDispatchMode):
                 return order * use.strides[0]
         return torch.zeros(1, dtype=torch.long)
 
-    def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[int]:
-        """Return the axes along which a product that sums over `axis` uses columns together.
+    def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[list[int]]:
+        """Return the axes of the vectors that a product that sums over `axis` uses.
 
-        This is `axis`, except if the product is a weighted sum of vectors: all other axes if it
-        adds outputs of different matrices, and the product's other axis if, in a product of
-        activations, consecutive outputs are along that axis. The first of three axes or more counts
-        the entries of a batch, which are separate.
+        They are along `axis`, except if the product is a weighted sum of vectors: along all other
+        axes if it adds outputs of different matrices, and along the product's other axis if, in a
+        product of activations, consecutive outputs are along that axis. A product with a state of
+        outer products uses vectors along both axes. The first of three axes or more counts the
+        entries of a batch, which are separate.
         """
         axes = range(columns.ndim > 2, columns.ndim)
         others = [a for a in axes if columns.shape[a] > 1 and a != axis % columns.ndim]
         if others and self.numbers.adds_matrices(columns, axis):
-            return others
+            return [others]
         other = 2 * columns.ndim - 3 - axis
         if kind == INNER and other in others and columns.shape[axis] > 1:
+            if self._is_outer(columns, [other], {axis % columns.ndim}):
+                return [[axis], [other]]
             steps = [float(columns.diff(dim=a).abs().min()) for a in (other, axis)]
             if 0 < steps[0] < steps[1]:
-                return [other]
-        return [axis]
+                return [[other]]
+        return [[axis]]
 
     def _outputs(
         self, weight: Tensor, summed: Iterable[int], kept: int, apart: bool = False
@@ -688,7 +692,8 @@ class Watch(TorchDispatchMode):
         if depthwise and columns is not None:
             self._channelwise("convolution", source, out)
         elif columns is not None:
-            self.numbers.consume(columns, self._mixed(columns, 1, LAYER), LAYER)
+            for axes in self._mixed(columns, 1, LAYER):
+                self.numbers.consume(columns, axes, LAYER)
         if weight not in self.weights:
             return
         kept, use = int(transposed), self._use(weight)
@@ -707,6 +712,11 @@ class Watch(TorchDispatchMode):
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))
+
+
+def _moving(columns: Tensor) -> list[int]:
+    """Return the axes along which columns change."""
+    return [axis for axis, size in enumerate(columns.shape) if size > 1]
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:

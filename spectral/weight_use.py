@@ -134,7 +134,8 @@ class Use:
         scaled = PRODUCT in self.sets and not self.ended  # other layers use the products
         joined = set() if self.in_loss and not self.returned else self.joined
         reached = scaled or taken & {self, *joined}
-        if reached and self.sets and all(len(s) == 1 for sets in self.sets.values() for s in sets):
+        kinds = [INNER] if {*self.sets} == {INNER, PRODUCT} else [*self.sets]
+        if reached and self.sets and all(len(s) == 1 for kind in kinds for s in self.sets[kind]):
             return Seen(None, "its columns are used one at a time: scalars")
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)
         single = [s[outputs] == 1 < prod(s) for s in sides]

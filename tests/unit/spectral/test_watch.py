@@ -149,6 +149,31 @@ def a_scan_without_a_matrix_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(outputs, 2)
 
 
+def decayed_scan(axis: int, read: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return linear attention whose state decays along its keys (-1) or values (-2)."""
+
+    def scan(m: Any, x: Tensor) -> Tensor:
+        q, k, v, decay = (heads(y)[..., None] for y in m.qkv(x).chunk(4, -1))
+        state, outputs = torch.zeros(len(x), 3, 4, 4), []
+        for t in range(4):
+            factor = decay[:, :, t].sigmoid().transpose(-1, axis)
+            state = factor * state + k[:, :, t] * v[:, :, t].mT
+            outputs.append(read(q[:, :, t], state).flatten(1))
+        return m.out(torch.stack(outputs, 1))
+
+    return scan
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sum": lambda q, state: (q * state).sum(2),
+    "a product": lambda q, state: q.mT @ state,
+}
+for spelling, read in READS.items():
+    for decaying, axis in (("keys", -1), ("values", -2)):
+        name = f"{decaying} that decay, read by {spelling}"
+        case("qkv 12 48 /4, out 12 12 -", name=name)(decayed_scan(axis, read))
+
+
 @case("qkv 12 36 /6, out 12 12 -")
 def rotary_of_the_first_half_of_each_head(m: Any, x: Tensor) -> Any:
     def rotated(y: Tensor) -> Tensor:
@@ -354,6 +379,24 @@ def two_weights_as_one(m: Any, x: Tensor) -> Any:
 @case("a 12 6 =, b 12 6 =, slots 12x4 -")
 def experts_with_several_slots(m: Any, x: Tensor) -> Any:
     return x @ m.slots @ torch.cat([m.a(x[:, :2]), m.b(x[:, 2:4])], 1)
+
+
+@case("inner 12 12 =, a 12 12 =, b 12 12 =, slots 12x4 -, out 12 4 -")
+def experts_of_weighted_means_of_tokens(m: Any, x: Tensor) -> Any:
+    x = m.inner(x)
+    scores = x @ m.slots
+    first, second = (scores.softmax(1).mT @ x).chunk(2, 1)
+    return m.out(x + scores.softmax(-1) @ torch.cat([m.a(first), m.b(second)], 1))
+
+
+@case("a 12 6 =, b 12 6 =, out 6 4 -")
+def a_product_of_tokens_for_each_channel(m: Any, x: Tensor) -> Any:
+    return m.out(torch.einsum("ikc,jkc->ijc", m.a(x), m.b(x)))
+
+
+@case("parts 12 12 /4, out 4 4 -")
+def parts_weighed_by_the_example(m: Any, x: Tensor) -> Any:
+    return m.out((m.parts(x).unflatten(-1, (3, 4)) * x[..., :3, None].exp()).sum(-2))
 
 
 @case("out 12 4 -, mix 3x9x9 /9")
