@@ -56,8 +56,7 @@ def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> No
         with pytest.raises(InputError, match="another process is writing"):
             new(output).__enter__()
     fill(output, "second")
-    assert (output / "file").read_text() == "second"
-    assert beside(output) == ["data"]
+    assert (output / "file").read_text() == "second" and beside(output) == ["data"]
 
 
 def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(output) -> None:

@@ -23,9 +23,8 @@ SET = "2x16x24,1x32x16"
 @pytest.mark.slow
 def test_every_optimizer_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "steps.json"
-    assert (
-        steps.main(["--sets", SET, "--repeats", "1", "--device", "cpu", "--json", str(file)]) == 0
-    )
+    options = ["--sets", SET, "--repeats", "1", "--device", "cpu", "--json", str(file)]
+    assert steps.main(options) == 0
     times = json.loads(file.read_text())["figures"][SET]
     assert set(times) == {*steps.library_options(), *steps.torch_optimizers(5)}
     assert min(row["ms"] for row in times.values()) > 0
@@ -47,11 +46,9 @@ def test_matrices_of_a_recipe_are_stepped_by_its_settings(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_ranks_that_share_weights_send_what_the_exchange_needs(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    output_of(
-        *(sys.executable, *torchrun(2), "scripts/bench/steps.py", "--device", "cpu"),
-        *("--sets", "4x16x24", "--repeats", "1", "--json", str(file)),
-        variables=environment(),
-    )
+    command = [sys.executable, *torchrun(2), "scripts/bench/steps.py", "--device", "cpu"]
+    command += ["--sets", "4x16x24", "--repeats", "1", "--json", str(file)]
+    output_of(*command, variables=environment())
     content = json.loads(file.read_text())
     times = content["figures"]["4x16x24"]
     elements = 4 * 16 * 24
@@ -87,9 +84,8 @@ def test_measured_steps_have_the_full_batch_and_no_report(folder: str, tmp_path:
     options = ["--config", f"{tmp_path}/config.yaml", *few, *options]
     read, made = (train.variants(train.parse([*options, *more])) for more in ([], ["--synthetic"]))
     assert [config.train.z_loss for config in read.values()] == [0, 0.1]
-    assert [config.data.mock for config in (*read.values(), *made.values())] == [False] * 2 + [
-        True
-    ] * 2
+    mock = [config.data.mock for config in (*read.values(), *made.values())]
+    assert mock == [False, False, True, True]
     for config in read.values():
         assert {*map(config.train.batch, range(99), [0] * 99)} == {8}
         assert config.train.last > train.WARM_UP + 9
@@ -135,9 +131,7 @@ def test_time_counts_for_the_innermost_phase() -> None:
         with phases.phase("wait for weights"):  # from 115 to 131
             pass
     spent = {name: seconds for name, seconds in phases.seconds().items() if seconds}
-    assert spent == {
-        "other": 1 + 64, "backward": 2 + 8 + 32, "forward": 4, "wait for weights": 16
-    }  # fmt: skip
+    assert spent == {"other": 1 + 64, "backward": 2 + 8 + 32, "forward": 4, "wait for weights": 16}
 
 
 def test_a_recipe_is_stepped_with_its_overrides() -> None:

@@ -6,7 +6,6 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,8 +31,7 @@ def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert lines == [
         "error: steps must be positive, got 0", "error: seed must be an integer, got x"
     ]  # fmt: skip
-    assert unreadable() == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert unreadable() == 2 and capsys.readouterr().err.count("\n") == 1
 
     @command
     def without_engine() -> int:
@@ -58,8 +56,7 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> N
     def too_large() -> int:
         return len(bytearray(1 << 60))
 
-    assert command(lambda: 1)() == 1
-    assert interrupted() == 130
+    assert command(lambda: 1)() == 1 and interrupted() == 130
     assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
 
 
@@ -131,7 +128,7 @@ def parsers() -> list[argparse.ArgumentParser]:
     """The parsers of all commands and of their subcommands."""
     parsers: list[argparse.ArgumentParser] = []
 
-    def parsed(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+    def parsed(parser: argparse.ArgumentParser, *_, **__) -> None:
         parsers.append(parser)
         raise InputError("only the parser is needed")
 

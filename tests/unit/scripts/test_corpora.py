@@ -1,7 +1,6 @@
 """Every recipe names the command that creates its data, and the command creates this data."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,12 +9,9 @@ from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import parse
 from tests.paths import ROOT
 from training.config import load_config
-from training.errors import DataError
 
 CORPORA = read_corpora()
-RECIPES = sorted(
-    path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("tiny_")
-)
+RECIPES = sorted({*ROOT.glob("configs/*.yaml")} - {*ROOT.glob("configs/tiny_*.yaml")})
 MADE_BY = re.compile(r"scripts/prepare_data\.py (.*) \((\d+) GB, (\d+) core hours\)")
 TOKENS_PER_CORE_SECOND = 0.78e6
 """Measured with the embedded corpus and its tokenizer."""
@@ -23,7 +19,7 @@ TOKENS_PER_CORE_SECOND = 0.78e6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
+def test_the_command_of_a_recipe_makes_its_sets(path) -> None:
     config = load_config(path, [])
     assert config.data.made_by is not None
     said = MADE_BY.fullmatch(config.data.made_by)
@@ -47,7 +43,7 @@ def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
     assert int(said[3]) == pytest.approx(hours, rel=0.05)
 
 
-def test_parts_have_their_shares_of_the_tokens(tmp_path: Path) -> None:
+def test_parts_have_their_shares_of_the_tokens(tmp_path) -> None:
     corpus = CORPORA["olmo_mix"]
     for part in corpus.parts:
         (tmp_path / part).mkdir(parents=True)
@@ -55,13 +51,7 @@ def test_parts_have_their_shares_of_the_tokens(tmp_path: Path) -> None:
     portions = corpus.set_plan(100_000, tmp_path).portions
     tokens = [portion.tokens or 0 for portion in portions]
     assert sum(tokens) == pytest.approx(100_000, abs=7)
-    assert all(
-        str(tmp_path / part) in str(p.inputs[0])
-        for part, p in zip(corpus.parts, portions, strict=True)
-    )
+    for part, portion in zip(corpus.parts, portions, strict=True):
+        assert str(tmp_path / part) in str(portion.inputs[0])
     shares = [float(part.share) for part in corpus.parts.values()]
     assert tokens == pytest.approx([100_000 * share / sum(shares) for share in shares], abs=1)
-    first, *_ = corpus.parts
-    (tmp_path / first).rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"contains no folder for {first}, a part of olmo_mix"):
-        corpus.set_plan(100_000, tmp_path)

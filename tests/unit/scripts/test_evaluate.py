@@ -40,9 +40,8 @@ def prepared(tmp_path_factory) -> Path:
 
 
 def config_of(folder: Path, prepared: Path):
-    keys = {
-        f"data__{kind}__walk__path": f"{prepared}/tokens.train" for kind in ("train", "validation")
-    }
+    sets = ("data__train__walk__path", "data__validation__walk__path")
+    keys = dict.fromkeys(sets, f"{prepared}/tokens.train")
     return tiny_config(str(folder), validation__samples=20, **keys)
 
 
@@ -154,9 +153,7 @@ output.mkdir(parents=True)
 
 
 @pytest.mark.parametrize("standard", [["arc_easy,mmlu", "pc_paper"], []])
-def test_lm_eval_gets_each_task_once_and_its_results_are_kept(
-    standard, prepared, tmp_path, monkeypatch, capsys
-) -> None:
+def test_lm_eval_gets_each_task_once(standard, prepared, tmp_path, monkeypatch, capsys):
     config, loaded = config_of(tmp_path, prepared), []
     monkeypatch.setattr("scripts.evaluate.load_whole", lambda folder, **_: loaded.append(folder))
     monkeypatch.setattr(
@@ -262,20 +259,16 @@ def test_own_options_of_lm_eval_are_passed(tmp_path) -> None:
 def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     sets = {"pc_paper": TASK_SETS["pc_paper"]}
     values = {"acc": 0.5, "acc_stderr": 0.02, "acc_norm": 0.6, "acc_norm_stderr": 0.03}
-    results = {
-        task: {f"{name},none": value for name, value in values.items()}
-        for task in TASK_SETS["pc_paper"]
-    }
+    of_task = {f"{name},none": value for name, value in values.items()}
+    results = dict.fromkeys(TASK_SETS["pc_paper"], of_task)
     listed = rows(results, sets.values())
     found = {row.task: (row.metric, row.value, row.error) for row in listed}
-    assert len(found) == len(listed) == 9
-    assert found["hellaswag"] == ("acc_norm", 0.6, 0.03)
+    assert len(found) == len(listed) == 9 and found["hellaswag"] == ("acc_norm", 0.6, 0.03)
     assert found["piqa"] == ("acc", 0.5, 0.02)
     # Four of the nine by acc_norm.
     error = math.sqrt(4 * 0.03**2 + 5 * 0.02**2) / 9
     line = f"| mean of pc_paper | accuracy | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |"
-    assert line in table(listed, sets)
-    assert "mean" not in table(listed[1:], sets)
+    assert line in table(listed, sets) and "mean" not in table(listed[1:], sets)
 
 
 def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
@@ -283,9 +276,8 @@ def test_an_error_that_lm_eval_does_not_compute_is_that_of_the_task() -> None:
     alone = process_results.error_of_bits([(-2.0, 9.0)])
     for error, shown in ((0.1, 0.1), (alone, None)):
         values = {"bits_per_byte_standard_error,none": error, "bits_per_byte_stderr,none": "N/A"}
-        assert rows({"local_a": {"bits_per_byte,none": 1.5, **values}}) == [
-            Row("local_a", "bits_per_byte", 1.5, shown)
-        ]
+        (row,) = rows({"local_a": {"bits_per_byte,none": 1.5, **values}})
+        assert row == Row("local_a", "bits_per_byte", 1.5, shown)
 
 
 def test_a_module_of_the_working_directory_is_not_lm_eval(tmp_path, monkeypatch) -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def tokens(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tokens, tmp_path_factory) -> Callable[..., Path]:
+def trained(tokens, tmp_path_factory):
     """The folder of a run of one step; equal keywords (config keys with __ for the dot) give the
     same run."""
     found: dict[str, Path] = {}
@@ -67,7 +66,7 @@ def trained(tokens, tmp_path_factory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def run(trained, tmp_path) -> Callable[..., Path]:
+def run(trained, tmp_path):
     """Copies such a folder to tmp_path/run."""
     return lambda **keys: Path(shutil.copytree(trained(**keys), tmp_path / "run"))
 
@@ -128,8 +127,7 @@ def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
     card = (out / "README.md").read_text()
     said = "| tokens | 256 |", "adamw, lr 0.003", "| o weights | lr 0.004 |", "| walk | "
     said = *said, f"| parameters | {sum(sizes.values()):,} |"  # without padding
-    assert all(text in card for text in said)
-    assert not list(tmp_path.glob("out.*"))
+    assert all(text in card for text in said) and not list(tmp_path.glob("out.*"))
 
 
 def test_files_have_as_many_tensors_as_their_limit_allows() -> None:
@@ -257,9 +255,8 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refu
         return {**content, "rope_theta": 9_000.0, "rope_parameters": rope}
 
     monkeypatch.setattr(exporting, "config_json", dishonest)
-    assert "logits must equal the trained model's within 0.0001" in refusal(
-        main(["export", str(folder), str(out)])
-    )
+    said = refusal(main(["export", str(folder), str(out)]))
+    assert "logits must equal the trained model's within 0.0001" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -361,9 +358,8 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
     other.write_text((tokens / "tokenizer.json").read_text() + "\n")
     out = tmp_path / "out"
     assert "sha256" in refused(capsys, run(), out, "--tokenizer", other)
-    assert "does not exist; pass --tokenizer" in refused(
-        capsys, tmp_path / "run", out, "--tokenizer", tmp_path / "no"
-    )
+    said = refused(capsys, tmp_path / "run", out, "--tokenizer", tmp_path / "no")
+    assert "does not exist; pass --tokenizer" in said
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(tokens / "tokenizer.json", folder)

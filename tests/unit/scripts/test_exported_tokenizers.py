@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +14,8 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_stream
 from training.run import train
 
-LINES = [
-    f"A norm is the largest singular value of matrix {i * i}; é is a letter.\n" for i in range(300)
-]
+LINES = [f"A norm is the largest singular value of matrix {i * i}; é is a letter.\n"
+         for i in range(300)]  # fmt: skip
 SPECIAL = ["<unk>", "<s>", "</s>"]
 SIZE = 330
 
@@ -66,7 +63,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, object]]] = {
 """One tokenizer of each kind, with its tokenizer_config.json."""
 
 
-def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
+def tokenizer_in(folder, kind: str) -> Tokenizer:
     """Write the folder of a trained tokenizer."""
     make, settings = KINDS[kind]
     tokenizer = make()
@@ -84,10 +81,10 @@ def tokenizer_in(folder: Path, kind: str) -> Tokenizer:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, world: Any) -> Callable[..., Path]:
+def trained(tmp_path, world):
     """Train a step on data of a kind of tokenizer in tmp_path/NAME, and return the folder."""
 
-    def start(kind: str, name: str = "run", **keys: object) -> Path:
+    def start(kind: str, name: str = "run", **keys: object):
         if not (tmp_path / "source").exists():
             tokenizer = tokenizer_in(tmp_path / "source", kind)
             ids = [tokenizer.encode(line, add_special_tokens=False).ids + [2] for line in LINES]
@@ -114,10 +111,8 @@ def test_an_export_encodes_as_training_did(kind, trained, tmp_path, capsys) -> N
     if kind == "prefix space":
         assert "the tokenizer is lossy: 'In the beginning God' becomes ' In the begin" in said
     else:
-        left_out = (
-            "would add <s>, </s>, because" if kind == "both sides" else "would add <s>, because"
-        )
-        assert left_out in said
+        left_out = "<s>, </s>" if kind == "both sides" else "<s>"
+        assert f"would add {left_out}, because" in said
 
 
 def test_an_import_of_an_export_has_the_tokenizer_of_the_run(trained, tmp_path, capsys) -> None:

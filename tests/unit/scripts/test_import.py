@@ -28,7 +28,7 @@ from models.huggingface.config_json import (
 from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
-from tests.run_results import metrics_of, tensors_of
+from tests.run_results import metrics_of, same_state, tensors_of
 from tests.slow_cases import slow_but
 from training.checkpoint.checkpoints import read_checkpoint
 from training.config import load_config, to_yaml
@@ -126,16 +126,10 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
         again = ["import", str(out), str(tmp_path / "again"), "--config", str(config)]
         assert main([*again, "train.sequence_length=32", "train.sequence_length=64"]) == 0
         said, replaced = capsys.readouterr()
-        assert (
-            f"{dtype} weights" in said
-            and "=64 replaces override train.sequence_length=32" in replaced
-        )
+        assert "=64 replaces override train.sequence_length=32" in replaced
+        assert f"{dtype} weights" in said
         assert "would have 64, because train.sequence_length is 64" in said
-        stored = [
-            tensors_of(read_checkpoint(place), "weight/") for place in (run, tmp_path / "again")
-        ]
-        assert stored[0].keys() == stored[1].keys()
-        assert all(torch.equal(value, stored[1][key]) for key, value in stored[0].items())
+        assert same_state(stored, tensors_of(read_checkpoint(tmp_path / "again"), "weight/")) == []
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -212,9 +206,8 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "contains model.extra, which" in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
-    assert refused(refusal, source, run, config).endswith(
-        "lacks tensors of the config's model: model.norm.weight"
-    )
+    said = "lacks tensors of the config's model: model.norm.weight"
+    assert refused(refusal, source, run, config).endswith(said)
     others = len(tensors) - 2
     norm = tensors["model.norm.weight"]
     for value, wrong in (
@@ -244,7 +237,7 @@ CASES = ["twice", "two sets of files", "another tied head", "a tied head of anot
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
+def test_tensors_that_transformers_takes_from_elsewhere_are_refused(
     case, tokens, tmp_path, refusal
 ) -> None:
     config, source = config_in(tmp_path, tokens), tmp_path / "theirs"
@@ -272,9 +265,7 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
 
 
 @pytest.mark.parametrize("family", slow_but([*READABLE], [*READABLE, "llama 3.2", "all biases"]))
-def test_the_section_of_the_model_is_written_from_config_json(
-    family, tokens, tmp_path, capsys, refusal, monkeypatch
-) -> None:
+def test_the_model_section_is_written(family, tokens, tmp_path, capsys, refusal, monkeypatch):
     config = config_in(tmp_path, tokens, **MODELS[family])
     source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
     their_model(source, config)
@@ -381,15 +372,14 @@ def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path
     """Versions of transformers store this share under different keys."""
     wanted = model_settings(load_config(config_in(tmp_path, tokens, **MOE)).model)
     assert differences(wanted, wanted) == []
-    found = dict(wanted)
+    found, half = dict(wanted), {"partial_rotary_factor": 0.5}
     if place == "config":
         del found["rope_parameters"]
-        found["partial_rotary_factor"] = 0.5
+        found |= half
     else:
-        found["rope_parameters"] = {**wanted["rope_parameters"], "partial_rotary_factor": 0.5}
-    assert differences(wanted, found) == [
-        "partial_rotary_factor must be 1.0 as in the config's model, got 0.5"
-    ]
+        found["rope_parameters"] = wanted["rope_parameters"] | half
+    (said,) = differences(wanted, found)
+    assert said == "partial_rotary_factor must be 1.0 as in the config's model, got 0.5"
 
 
 def test_the_base_of_rotary_positions_is_read_where_each_version_of_transformers_keeps_it():

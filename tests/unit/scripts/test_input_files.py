@@ -70,13 +70,10 @@ def test_what_is_read_and_ignored_is_one_line_a_set(tmp_path, capsys) -> None:
     command = [f"web={tmp_path}/in", f"notes={tmp_path}/README.md", "--train-tokenizer", "257"]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
+    kinds = "1 .jsonl.gz, 1 .json.gz, 1 .jsonl.zstd, 1 .ndjson, 1 .json, 1 .ndjson.xz"
     ignored = f"2 .csv, 1 .json, such as {tmp_path}/in/data.csv"
-    assert (
-        "set web reads 1 .jsonl.gz, 1 .json.gz, 1 .jsonl.zstd, 1 .ndjson, 1 .json, 1 .ndjson.xz; "
-        f"ignores {ignored}\n" in said.out
-    )
-    assert "set notes reads 1 .md\n" in said.out
-    assert "warning" not in said.err
+    assert f"set web reads {kinds}; ignores {ignored}\n" in said.out
+    assert "set notes reads 1 .md\n" in said.out and "warning" not in said.err
 
 
 @pytest.mark.parametrize("name", ["README.md", "LICENSE.txt", "sub/CITATION.md.gz"])
@@ -87,10 +84,8 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     (tmp_path / "in" / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     command = [f"web={tmp_path}/in", "--train-tokenizer", "257", "--output", str(tmp_path / "out")]
     assert main(command) == 0
-    assert (
-        f"warning: set web: JSON or Parquet files are mixed with 1 text files ({Path(name).name})"
-        in (capsys.readouterr().err)
-    )
+    said = f"set web: JSON or Parquet files are mixed with 1 text files ({Path(name).name})"
+    assert f"warning: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("names", "warned"), [
@@ -107,9 +102,7 @@ def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_p
     assert any("differ only in the suffix" in text for text in warnings) is warned
 
 
-def test_the_end_token_and_a_shortened_training_of_the_tokenizer_are_said(
-    tmp_path, capsys, monkeypatch
-) -> None:
+def test_the_end_token_and_a_shortened_tokenizer_training_are_said(tmp_path, capsys, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     command = [f"web={tmp_path}/a.jsonl", "--train-tokenizer", "257", "--output"]
     assert main([*command, str(tmp_path / "out")]) == 0
@@ -130,8 +123,7 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (folder / "b.jsonl").symlink_to(tmp_path / "elsewhere/e.json")
     found = find_inputs(str(folder))
-    assert len(found.inputs) == 2
-    assert "1 linked folder" in str(found)
+    assert len(found.inputs) == 2 and "1 linked folder" in str(found)
     (folder / "c.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"c\.jsonl is a broken link"):
         find_inputs(str(folder))
@@ -192,9 +184,8 @@ def test_streams_follow_each_other(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("padding", [0, 4, 8, 1 << 21])
 def test_padding_between_xz_streams_is_skipped(tmp_path: Path, padding: int) -> None:
     path, zeros = tmp_path / "rows.jsonl.xz", bytes(padding)
-    path.write_bytes(
-        lzma.compress(lines(TEXTS[:9])) + zeros + lzma.compress(lines(TEXTS[9:])) + zeros
-    )
+    first, second = lzma.compress(lines(TEXTS[:9])), lzma.compress(lines(TEXTS[9:]))
+    path.write_bytes(first + zeros + second + zeros)
     assert read(path) == TEXTS
 
 
@@ -383,12 +374,9 @@ def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
     for size in ("10BT", "100BT", "350BT"):
         (tmp_path / "sample" / size).mkdir(parents=True)
         write_jsonl(tmp_path / "sample" / size / "a.jsonl", [size])
-    for name, size in (
-        ("fineweb", "350BT"),
-        ("fineweb_gpt2", "100BT"),
-        ("fineweb_edu", "10BT"),
-        ("fineweb_edu_100b", "100BT"),
-    ):
+    corpora = {"fineweb": "350BT", "fineweb_gpt2": "100BT", "fineweb_edu": "10BT",
+               "fineweb_edu_100b": "100BT"}  # fmt: skip
+    for name, size in corpora.items():
         portions = read_corpora()[name].set_plan(1000, tmp_path).portions
         assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]
 

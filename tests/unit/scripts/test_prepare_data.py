@@ -1,7 +1,6 @@
 """scripts/prepare_data.py on real files: its output, atomicity, and errors."""
 
 import gzip
-import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
@@ -126,15 +125,6 @@ def test_each_source_has_a_key_of_its_own(tokenizer: Path, tmp_path: Path) -> No
     assert texts(tmp_path / "out", "set.validation") == TEXTS[30:]
     sets = read_manifest(tmp_path / "out").sets
     assert sets["set.train"].source == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl (key body)"]
-    # A key belongs to the preparation's fingerprint, like the files' content.
-    write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
-    rows = [{"text": text, "body": text[::-1]} for text in TEXTS]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = [
-        chosen(parse(["--output", "o", f"set{key}={tmp_path}/d.jsonl", "--train-tokenizer", "300"]))
-        for key in ("", ":text", ":body")
-    ]
-    assert len({preparation.fingerprint() for preparation in keys}) == 3
 
 
 def test_a_local_dataset_counts_by_its_content(tmp_path: Path) -> None:
@@ -170,8 +160,7 @@ def test_text_documents_are_the_text(pieces: list[str], size: int) -> None:
 def test_text_is_cut_at_blank_lines(tokenizer: Path, tmp_path: Path) -> None:
     sections = [f"Section {i}\n" + "some text\n" * 100 + "\n" for i in range(10)]  # 1 kB each
     (tmp_path / "text.txt").write_text("".join(sections))
-    prepare(f"set={tmp_path}/text.txt", "--tokenizer", tokenizer,
-            "--output", tmp_path / "out")  # fmt: skip
+    prepare(f"set={tmp_path}/text.txt", "--tokenizer", tokenizer, "--output", tmp_path / "out")
     expected = ["".join(sections[i : i + 3]) for i in range(0, 10, 3)]
     assert texts(tmp_path / "out", "set.train") == expected
 

@@ -56,9 +56,8 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert texts(out, "set.train") == TEXTS[:10]
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
-    assert "contains thesis.tex, which prepare_data.py did not write" in refusal(
-        main([*command, "--overwrite"])
-    )
+    said = refusal(main([*command, "--overwrite"]))
+    assert "contains thesis.tex, which prepare_data.py did not write" in said
     assert (out / "thesis.tex").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
@@ -78,8 +77,12 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tokenizer, tmp_path, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["run killed", "worker killed", "interrupted"])
-def test_ended_run_leaves_no_output_and_no_process(tokenizer, root, tmp_path, end) -> None:
+@pytest.mark.parametrize(("end", "code", "message"), [
+    ("run killed", -signal.SIGKILL, ""),
+    ("worker killed", 1, "error: a worker process was killed"),
+    ("interrupted", 130, "interrupted: nothing was written"),
+])  # fmt: skip
+def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer, root, tmp_path):
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 2000)
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--workers", "2",
@@ -101,21 +104,12 @@ def test_ended_run_leaves_no_output_and_no_process(tokenizer, root, tmp_path, en
     said = process.communicate()[1]
     assert not out.exists()
     until(lambda: not any(map(alive, children)), "the end of all workers")
-    code, message = ENDINGS[end]
-    assert process.returncode == code
-    assert message in said and "Traceback" not in said
+    assert process.returncode == code and message in said and "Traceback" not in said
     assert (tmp_path / "out.preparing").exists() == (end == "run killed")
     write_jsonl(source, TEXTS)
     assert main(command) == 0
     assert texts(out, "set.train") == TEXTS
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
-
-
-ENDINGS = {  # exit code and message
-    "run killed": (-signal.SIGKILL, ""),
-    "worker killed": (1, "error: a worker process was killed"),
-    "interrupted": (130, "interrupted: nothing was written"),
-}
 
 
 def alive(pid: str) -> bool:
@@ -158,8 +152,7 @@ def check_error(
     captured = capsys.readouterr()
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and re.search(message, errors[0]), captured.err
-    assert "Traceback" not in captured.err
-    assert sorted(folder.rglob("*")) == before
+    assert "Traceback" not in captured.err and sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -167,8 +160,7 @@ def check_error(
 def test_bad_file_is_one_line(tokenizer, tmp_path, name, workers, capsys) -> None:
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    tokenizer = ["--tokenizer", str(tokenizer)] if workers == "2" else [
-        "--train-tokenizer", "257"]  # fmt: skip
+    tokenizer = ["--tokenizer", str(tokenizer)] if workers == "2" else ["--train-tokenizer", "257"]
     check_error([f"set={tmp_path / name}", *tokenizer, "--workers", workers,
                  "--output", str(tmp_path / "out")], message, tmp_path, capsys)  # fmt: skip
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from functools import cache, partial
@@ -89,7 +88,7 @@ def arguments(command: str, home: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     """The hashes of one process's output, by command."""
     home, known = tmp_path_factory.mktemp("whole"), {}
 
@@ -108,7 +107,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     set_small_steps(monkeypatch.setattr)
 
 
-def set_small_steps(set_: Callable[[Any, str, Any], None] = setattr) -> None:
+def set_small_steps(set_=setattr) -> None:
     """Set the sizes of `small_steps`."""
     set_(encoding, "_CHUNK_CHARACTERS", 3000)
     set_(resume_point, "SECONDS", 0.0)
@@ -117,7 +116,7 @@ def set_small_steps(set_: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def end_clean_process() -> Iterator[None]:
+def end_clean_process():
     """End the process after the tests of this file."""
     yield
     clean_process().shutdown()
@@ -174,9 +173,8 @@ def killed(place: str, call: int, options: list[str]) -> bool:
 
 def exit_code_of(place: str, call: int, options: list[str]) -> int | None:
     """Return the exit code of `kill_in` in a fork."""
-    process = multiprocessing.get_context("fork").Process(
-        target=kill_in, args=(place, call, options)
-    )
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=kill_in, args=(place, call, options))
     process.start()
     process.join()
     return process.exitcode
@@ -236,8 +234,7 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     assert main(options) == 0
     said = capsys.readouterr()
     assert "out.preparing was made from other inputs or options" in said.err
-    assert "resuming" not in said.out
-    assert hashes(tmp_path / "out") == whole("trained")
+    assert "resuming" not in said.out and hashes(tmp_path / "out") == whole("trained")
 
 
 @pytest.mark.parametrize(
@@ -260,9 +257,7 @@ def test_shards_are_joined(inputs, whole, tmp_path, command, shards, margin, mon
 
 
 @pytest.mark.parametrize("command", ["limited", "held out"])
-def test_killed_shards_and_a_killed_join_go_on(
-    inputs, whole, tmp_path, command, monkeypatch
-) -> None:
+def test_killed_shards_and_a_killed_join_go_on(inputs, whole, tmp_path, command, monkeypatch):
     """With a limit, the shards encode a part of their shares, and the join encodes the rest."""
     monkeypatch.setattr(preparation, "MARGIN", 0.1)
     options, chance = arguments(command, inputs, tmp_path / "out"), random.Random(command)
@@ -317,7 +312,7 @@ def test_a_file_of_the_hub_that_fails_is_read_again(monkeypatch, capsys) -> None
     failures = [3, 0, 5]  # number of rows before an error, for each reading
 
     class Stream:
-        def shard(self, *, num_shards: int, index: int) -> Iterator[dict[str, object]]:
+        def shard(self, *, num_shards: int, index: int):
             assert (num_shards, index) == (2, 1)
             for number in range(8):
                 if failures and number == failures[0]:
@@ -412,11 +407,9 @@ def test_the_same_text_twice_is_warned_of(name, inputs, tmp_path, capsys) -> Non
     options = [f"--tokenizer={inputs}/tokenizer.json", "--workers=1", "--output",
                str(tmp_path / "out")]  # fmt: skip
     assert main([*REPEATED[name].replace("{}", str(tmp_path)).split(), *options]) == 0
-    expected = (
-        r"warning: several inputs have the same content .1 case., for example a.train \(.*\) and "
-        + ("[ab].validation" if "sides" in name else "[ab].train")
-    )
-    assert re.search(expected, capsys.readouterr().err)
+    other = "[ab].validation" if "sides" in name else "[ab].train"
+    said = rf"several inputs have the same content .1 case., for example a.train \(.*\) and {other}"
+    assert re.search(f"warning: {said}", capsys.readouterr().err)
 
 
 def test_different_and_empty_inputs_are_not(inputs, tmp_path, capsys) -> None:
@@ -441,9 +434,7 @@ def test_a_corpus_counts_by_its_tokens_and_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 400])
-def test_parts_of_a_set_count_their_tokens_alone_and_its_held_out_documents_together(
-    limit: int | None, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_set_share_the_count_of_held_out_documents(limit, inputs, tmp_path, monkeypatch):
     """Both sets begin at their first document, and the fourth of every seven documents is held
     out. Inputs are hashed twice: before and after."""
     tokenizer = Tokenizer.from_file(str(inputs / "tokenizer.json"))

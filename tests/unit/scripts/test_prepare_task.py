@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,9 @@ EXAMPLES: dict[str, list[list[Any]]] = {
     "hellaswag": [["Baking : A man bakes. bread. He eats", ENDINGS, 2]],
     "openbookqa": [["A matrix has", LABELLED["text"], 1]],
     "piqa": [["Question: Invert it\nAnswer:", ["Divide.", "Solve {{x}}."], 0]],
-    "sciq": [
-        ["A matrix has rows.\nQuestion: What has rows?\nAnswer:", [*"abc", "a matrix"], 3],
-        ["\nQuestion: What?\nAnswer:", [*"abcd"], 3],
-    ],
-}
+    "sciq": [["A matrix has rows.\nQuestion: What has rows?\nAnswer:", [*"abc", "a matrix"], 3],
+             ["\nQuestion: What?\nAnswer:", [*"abcd"], 3]],
+}  # fmt: skip
 """The examples of these rows in lm-eval, with which a slow test compares them."""
 
 
@@ -105,6 +104,7 @@ def test_every_format_has_the_examples_of_lm_eval(name, tmp_path):
 
 
 SCORED = 25
+SCORES = [*product(("words", "digits"), ("acc", "acc_norm"))]
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +129,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logged(folder: Path) -> dict[str, float]:
     """Return the last scores of the run, by task and metric."""
     line = json_lines(folder / "run" / "metrics.jsonl")[-1]
-    return {
-        f"{name} {key}": line[f"task/{name}/{key}"]
-        for name in ("words", "digits")
-        for key in ("acc", "acc_norm")
-    }
+    return {f"{name} {key}": line[f"task/{name}/{key}"] for name, key in SCORES}
 
 
 def results(output: Path) -> dict[str, float]:
     """Return the scores written by scripts/evaluate.py, by task and metric."""
     found = json.loads((output / "results.json").read_text())["results"]
-    return {
-        f"{name} {key}": found[f"file_{name}"][f"{key},none"]
-        for name in ("words", "digits")
-        for key in ("acc", "acc_norm")
-    }
+    return {f"{name} {key}": found[f"file_{name}"][f"{key},none"] for name, key in SCORES}
 
 
 @pytest.mark.slow
@@ -265,15 +257,9 @@ def test_the_row_of_an_error_is_named_in_any_source(source, place, tmp_path):
 
 
 def test_sources_that_cannot_be_read_are_refused(tmp_path, capsys):
-    (tmp_path / "empty.jsonl").touch()
+    (empty := tmp_path / "empty.jsonl").touch()
     output = ["--output", str(tmp_path / "out.jsonl")]
-    for source in (
-        "absent.jsonl",
-        "absent.parquet",
-        "hf:",
-        str(tmp_path),
-        str(tmp_path / "empty.jsonl"),
-    ):
+    for source in ("absent.jsonl", "absent.parquet", "hf:", str(tmp_path), str(empty)):
         assert main([source, *output]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert main([written(tmp_path, ROWS["arc"]), "--output", str(tmp_path / "out")]) == 2

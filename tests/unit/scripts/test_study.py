@@ -52,11 +52,26 @@ def study_file(minimal, folder, tmp_path) -> Path:
     return path
 
 
+def changed(path: Path, **changes: Any) -> dict[str, Any]:
+    """Change keys of a study in its file and return the study."""
+    study = yaml.safe_load(path.read_text()) | changes
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    return study
+
+
+def record_all(study_file: Path, folder: Path, **facts: Any) -> None:
+    """Record a run of each variant and seed."""
+    known, book = read_study(study_file), RecordBook(folder)
+    for name, seed in product(known.variants, known.seeds):
+        run = run_of(known, name, [], seed)
+        figures = {"loss": float(seed), "course": []}
+        book.add(Record(run.key, run.label, [], False, 1.0, figures, **facts))
+
+
 def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, monkeypatch):
     output = tmp_path / "out"
     monkeypatch.setattr("training.report.text.FIRST", 0.05)
-    study = yaml.safe_load(study_file.read_text())
-    study_file.write_text(yaml.safe_dump(study | {"seeds": [1]}, sort_keys=False))
+    changed(study_file, seeds=[1])
     assert main([str(study_file), str(output)]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(f"wrote {output}: results.json, runs.jsonl and table.md\n")
@@ -86,15 +101,11 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
 
 
 def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tmp_path, capsys):
-    manifest, known = tmp_path / "manifest.json", read_study(study_file)
+    manifest = tmp_path / "manifest.json"
     write_manifest(tmp_path, sha256={"bin": "first"})
     manifest.write_text(manifest.read_text().replace('"a":', '"tokens":'))
     facts = {"environment": {}, "data": {f"{tmp_path}/tokens": ["", "first"]}}
-    for name, seed in product(known.variants, known.seeds):
-        run = run_of(known, name, [], seed)
-        figures = {"loss": float(seed), "course": []}
-        record = Record(run.key, run.label, [], False, 1.0, figures, facts)
-        RecordBook(tmp_path).add(record)
+    record_all(study_file, tmp_path, facts=facts)
 
     def said() -> str:
         assert main([str(study_file), str(tmp_path)]) == 2
@@ -107,25 +118,21 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
     )
     assert "environment in the record of plain-1" in (text := said())
     assert "must be {'MKL_CBWR': '1'}, got {}" in text
-    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    variants = changed(study_file, environment={})["variants"]
     manifest.write_text(manifest.read_text().replace("first", "second"))
     assert "data in the record of" in said()
     other = {"train": {"walk": {"path": "none"}}, "validation": {"walk": {"path": "none"}}}
-    study["variants"]["lr"]["overrides"] = [f"data={json.dumps(other)}"]
-    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    variants["lr"]["overrides"] = [f"data={json.dumps(other)}"]
+    changed(study_file, variants=variants)
     assert "lr and plain must have the same tokenizer" in said()
     # Overrides of the command replace those of the variants.
-    same = load_config(study["variants"]["plain"]["config"]).data.train["walk"].path
+    same = load_config(variants["plain"]["config"]).data.train["walk"].path
     overrides = [f"data.{kind}.walk.path={same}" for kind in ("train", "validation")]
     check_tokenizers(read_study(study_file), overrides)
 
 
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
-    known = read_study(study_file)
-    for name, seed in product(known.variants, known.seeds):
-        run = run_of(known, name, [], seed)
-        figures = {"loss": float(seed), "course": []}
-        RecordBook(tmp_path).add(Record(run.key, run.label, [], False, 1.0, figures))
+    record_all(study_file, tmp_path)
     assert main([str(study_file), str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("contain no hashes with which to check the data") == 1
 
@@ -154,16 +161,13 @@ def test_the_loss_of_a_run_is_the_last_validation_s(tmp_path):
     "name", ["PYTHONPATH", "PATH", "LD_PRELOAD", "PYTHONSTARTUP", "BASH_ENV", "HOME", "A", "RANK"]
 )
 def test_a_study_sets_no_variable_that_runs_code(name, study_file, tmp_path, capsys):
-    study = yaml.safe_load(study_file.read_text())
-    study_file.write_text(yaml.safe_dump({**study, "environment": {name: str(tmp_path)}}))
+    changed(study_file, environment={name: str(tmp_path)})
     assert main([str(study_file), str(tmp_path)]) == 2
     assert f"environment.{name} must be one of ATEN_CPU_CAPABILITY, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_run_that_another_process_has_trained_is_not_trained_again(
-    waits, study_file, tmp_path, monkeypatch
-):
+def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_path, monkeypatch):
     """The other process trains the run before or while this process looks for its record."""
     run = run_of(read_study(study_file), "plain", [], 1)
     ours, theirs = (RecordBook(tmp_path) for _ in range(2))
@@ -188,7 +192,7 @@ def test_a_run_that_another_process_has_trained_is_not_trained_again(
     (0, "done", True, None, "without a loss: done"),
     (0, "changes the data", True, 2.5, "plain-1: the data changed during the run"),
 ])  # fmt: skip
-def test_only_a_finished_or_nonfinite_run_is_recorded(
+def test_only_a_whole_run_is_recorded(
     code, log, done, loss, expected, study_file, tmp_path, monkeypatch
 ):
     """An earlier run in the folder had finished."""
@@ -276,9 +280,9 @@ def test_progress_is_the_last_line_of_each_run(tmp_path):
 
 @pytest.mark.parametrize("option", ["--config=/other.yaml", "--resume=none", "--ranks=64"])
 def test_an_override_of_a_study_is_no_option_of_pretrain(option, study_file, tmp_path, capsys):
-    study = yaml.safe_load(study_file.read_text())
+    study = changed(study_file)
     study["variants"]["lr"]["overrides"] += [option]
-    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    changed(study_file, **study)
     assert main([str(study_file), str(tmp_path)]) == 2
     assert f"an override must be key=value, got '{option}'" in capsys.readouterr().err
 
@@ -298,16 +302,14 @@ def tuned_file(study_file) -> Path:
     study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1]}
     for variant in study["variants"].values():
         variant["search"] = deepcopy(rates)
-    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    changed(study_file, **study)
     return study_file
 
 
-def test_a_candidate_that_is_no_config_is_refused_before_the_first_run(
-    tuned_file, tmp_path, refusal
-):
+def test_a_candidate_that_is_no_config_is_refused_before_any_run(tuned_file, tmp_path, refusal):
     study = yaml.safe_load(tuned_file.read_text())
     study["variants"]["lr"]["search"]["rate"]["grid"] = {"optimizer.matrix.lrr": [1, 2, 3]}
-    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    changed(tuned_file, **study)
     said = refusal(main([str(tuned_file), str(tmp_path / "out")]))
     assert "lr rate optimizer.matrix.lrr=1: unknown key optimizer.matrix.lrr; did you mean" in said
     assert not (tmp_path / "out" / "runs.jsonl").exists()
@@ -334,11 +336,9 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
     taken, start = begin(moved, tmp_path)
     assert set(taken.variants) == {better, "plain"}  # with its reference
     assert start == {name: result["chosen"][name] for name in taken.variants}
-    other = {"more": replace(moved.variants["plain"], tuned_as=better)}
+    variants = {**moved.variants, "more": replace(moved.variants["plain"], tuned_as=better)}
     everyone = TunedIn(results=str(tmp_path / "out"))
-    _, start = begin(
-        replace(moved, variants={**moved.variants, **other}, tuned_in=everyone), tmp_path
-    )
+    _, start = begin(replace(moved, variants=variants, tuned_in=everyone), tmp_path)
     assert start["more"] == result["chosen"][better]
 
 
@@ -386,7 +386,7 @@ CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
     ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
 ])  # fmt: skip
 def test_what_is_no_study_is_refused(study_file, change, message, refusal):
-    study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | change))
+    changed(study_file, **change)
     arguments = [str(study_file), str(study_file.parent / "out"), *([] if change else ["seed=4"])]
     assert message in refusal(main(arguments))
 
@@ -397,9 +397,8 @@ def test_every_candidate_of_the_studies_is_a_config(root):
         study = read_study(path)
         assert len({study.budget(name) for name in study.variants}) == 1
         for name, variant in study.variants.items():
-            tuned = [
-                f"{key}=1" for s in variant.search.values() for key in map(first_key, s.factors)
-            ]
+            factors = [key for stage in variant.search.values() for key in stage.factors]
+            tuned = [f"{first_key(key)}=1" for key in factors]
             candidates = [c for stage in variant.search.values() for c in stage.candidates(tuned)]
             for candidate in (candidates[0], candidates[-1]) if candidates else ([],):
                 run = run_of(study, name, candidate, study.seeds[0])

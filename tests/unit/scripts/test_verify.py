@@ -63,8 +63,7 @@ def test_files_that_are_not_regular_are_named_and_the_rest_is_read(run_dir, caps
         assert main([str(run_dir)]) == 1
         verdicts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
         bad = {Path(path).name for path, verdict in verdicts.items() if verdict != "good"}
-        assert bad == {"what", *names}
-        assert len(verdicts) == 1 + 7
+        assert bad == {"what", *names} and len(verdicts) == 1 + 7
 
 
 def test_steps_that_a_log_lacks_are_named(folder, tmp_path, world, capsys):
