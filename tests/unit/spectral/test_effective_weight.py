@@ -168,13 +168,15 @@ def test_the_gradient_without_normalisation() -> None:
 
 
 def test_a_pair_that_has_lost_the_norm_is_found_anew() -> None:
-    """Test a wrong pair, a pair of the wrong sign, and zeros; a right pair stays bit for bit."""
-    w, u, v = matrix(4, 12, 8)
+    """Test a wrong pair, a pair of the wrong sign, zeros and NaN; a right pair stays bit for
+    bit."""
+    w, u, v = matrix(5, 12, 8)
     right = u[0].clone(), v[0].clone()
     left, values, rows = torch.linalg.svd(w[1])
-    u[1], v[1], u[2], u[3] = left[:, -5], rows[-1], -u[2], 0
+    u[1], v[1], u[2], u[3], v[4, 0] = left[:, -5], rows[-1], -u[2], 0, math.nan
     seen = Preconditioner().guard_(w, u, v)
-    assert seen.tolist() == pytest.approx([1, float(values[0] / values[-1]), -1, math.inf])
+    expected = [1, float(values[0] / values[-1]), -1, math.inf, math.nan]
+    assert seen.tolist() == pytest.approx(expected, nan_ok=True)
     assert torch.equal(u[0], right[0]) and torch.equal(v[0], right[1])
     norms = torch.linalg.matrix_norm(w, 2)
     torch.testing.assert_close(Preconditioner().tracked_norm(w, u, v), norms, rtol=1e-6, atol=0)

@@ -19,15 +19,19 @@ import torch
 
 from parallel.checkpoint.state_writer import write_plain
 from parallel.comm import groups as process_groups
+from parallel.comm.collectives import Agreement
 from tests.disk_calls import DiskCalls
 from tests.failing_disk import largest_file
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import json_lines, metrics_of, same_state, state_of
+from training.build import build_trainer
+from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import steps
-from training.checkpoint.saving import CheckpointError
+from training.checkpoint.saving import CheckpointError, Saver
 from training.config.schema import StopConfig, WatchdogConfig
+from training.data.build_data import build_data
 from training.errors import InputError
-from training.lifecycle.lifecycle import StopRequests, Watchdog
+from training.lifecycle.lifecycle import Lifecycle, StopRequests, Watchdog
 from training.lifecycle.run_folder import FolderError, HeldFolder, locked
 from training.lifecycle.terminal import LastingFile, outlive_readers
 from training.loop import ignore
@@ -202,6 +206,48 @@ def test_a_crash_after_a_save_loses_none_of_its_files_and_names(run, tmp_path, m
     logs = [tmp_path / "run" / name for name in ("", "metrics.jsonl", "events.jsonl")]
     place = next(i for i, line in enumerate(calls.lines()) if line.endswith(f" {saved}"))
     assert {f"sync {path}" for path in logs} <= {*calls.lines()[:place]}
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_save_counts_when_it_is_sealed(failures, folder, world, monkeypatch):
+    """Steps go on meanwhile, a failed attempt is repeated, and a run that ends waits for the
+    seal."""
+    config = tiny_config(folder, "muon", **KEYS)
+    Path(config.run.dir).mkdir()
+    trainer = build_trainer(config, world, *build_data(config))
+    saver = Saver(config, world, trainer.model, trainer.optimizer, {})
+    stops = StopRequests(config.run.dir, config.stop, first=True, interrupts=None)
+    watchdog = Watchdog(config.run.dir, config.watchdog, rank=0, timeout_seconds=600)
+    lifecycle = Lifecycle(config, saver, stops, watchdog, Agreement(world.host))
+    complete, asked, allowed = checkpoints.complete, list[Path](), threading.Event()
+
+    def sealed(path: Path, *arguments: Any) -> Path:
+        asked.append(path)
+        assert allowed.wait(10)
+        if len(asked) <= failures:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return complete(path, *arguments)
+
+    def step_until(done: Callable[[], bool]) -> None:
+        while not done():
+            lifecycle.after_step(3)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(checkpoints, "complete", sealed)
+    saver.begin({"step": 2})
+    step_until(lambda: bool(asked))
+    for _ in range(4):
+        lifecycle.after_step(3)
+    assert saver.busy and saver.last_saved is None
+    allowed.set()
+    step_until(lambda: saver.last_saved == 2)
+    assert len(asked) == failures + 1 and not saver.busy
+    allowed.clear()
+    saver.begin({"step": 4})
+    step_until(lambda: len(asked) == failures + 2)
+    threading.Timer(0.1, allowed.set).start()
+    saver.abandon()
+    assert steps(config.run.dir)[-1] == 4
 
 
 @pytest.mark.parametrize(("hang", "timeout"), [(8.0, 600.0), (600.0, 100.0), (50.0, 60.0)])

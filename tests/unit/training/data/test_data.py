@@ -16,6 +16,7 @@ from tests.token_files import write_manifest
 from tests.unit.training.data.conftest import SIZES
 from training.data import batches
 from training.data.batches import GlobalBatchSampler, training_loader
+from training.data.document_index import Borders
 from training.data.order import BLEND_PERIOD, Permutation, TrainingData, batch_start, build_blend
 from training.data.token_set import TokenSet
 from training.data.validation_data import ValidationData
@@ -261,9 +262,23 @@ def test_bytes_are_estimated_from_the_manifest_or_unknown(prefixes, tmp_path) ->
     write_manifest(tmp_path)
     estimated = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
     assert estimated.target_bytes == 2 * 8 * 4000 / 1000
+    # One of three documents begins within 400 targets.
+    borders = Borders(first_token_loss=False)
+    part = ValidationData("a", prefixes["a"], sequence_length=8, samples=50, borders=borders)
+    assert part.target_bytes == pytest.approx(399 * 4000 / 1000)
 
 
 def test_windows_left_out_in_any_order_are_all_left_out() -> None:
     """The first window moves the batch into the second."""
     assert batch_start(0, 4, ((4, 8), (0, 4))) == 8
     assert batch_start(0, 4, ((8, 12), (4, 8))) == 0
+
+
+def test_a_batch_begins_at_the_first_sample_from_which_none_is_left_out() -> None:
+    """Batches and windows of all lengths may overlap in part, as after a change of batch size."""
+    spans = itertools.combinations(range(7), 2)
+    for windows in itertools.product(spans, repeat=2):
+        gone = {sample for window in windows for sample in range(*window)}
+        for sample, batch in itertools.product(range(7), range(1, 5)):
+            starts = (k for k in range(sample, 99) if gone.isdisjoint(range(k, k + batch)))
+            assert batch_start(sample, batch, windows) == next(starts), (sample, batch, windows)
