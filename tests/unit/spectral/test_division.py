@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectral import SpectralOptimizer
 from spectral.division import Division, intersection, narrowed, relative, sizes_of, span_of
@@ -13,51 +13,29 @@ from spectral.polar import WORKSPACE_ELEMENTS
 RULES = ["muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus", "spectral_descent"]
 
 
-def convolution(weight: Tensor) -> list[Tensor]:
-    """Return a convolution with two groups."""
-    return [part.flatten(1) for part in weight.chunk(2)]
-
-
-def transposed_convolution(weight: Tensor) -> list[Tensor]:
-    """Return a transposed convolution with three groups."""
-    return [part.transpose(0, 1).flatten(1) for part in weight.chunk(3)]
-
-
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], Any]] = {
     "interleaved": ({"stride": 2}, (10, 4), lambda w: [w[0::2], w[1::2]]),
     "heads of interleaved q, k, v": (
-        {"stride": 3, "rows": [2]},
-        (12, 5),
-        lambda w: [w.view(2, 2, 3, 5)[h, :, j] for j in range(3) for h in range(2)],
-    ),
+        {"stride": 3, "rows": [2]}, (12, 5),
+        lambda w: [w.view(2, 2, 3, 5)[h, :, j] for j in range(3) for h in range(2)]),
     "interleaved experts": (
-        {"stacked": True, "transposed": True, "stride": 2},
-        (2, 5, 8),
-        lambda w: [e[:, j::2].T for e in w for j in range(2)],
-    ),
+        {"stacked": True, "transposed": True, "stride": 2}, (2, 5, 8),
+        lambda w: [e[:, j::2].T for e in w for j in range(2)]),
     "rows, transposed and stacked": (
-        {"rows": [4, 2], "transposed": True, "stacked": True},
-        (2, 5, 12),
-        lambda w: [m for e in w for m in e.T.split([4, 2, 4, 2])],
-    ),
-    "grouped convolution": ({"rows": [3]}, (6, 2, 3), convolution),
+        {"rows": [4, 2], "transposed": True, "stacked": True}, (2, 5, 12),
+        lambda w: [m for e in w for m in e.T.split([4, 2, 4, 2])]),
+    "grouped convolution": (
+        {"rows": [3]}, (6, 2, 3), lambda w: [part.flatten(1) for part in w.chunk(2)]),
     "convolution": ({}, (6, 2, 2, 2), lambda w: [w.flatten(1)]),
     "transposed convolution": (
-        {"transposed": True},
-        (5, 3, 2, 2),
-        lambda w: [w.transpose(0, 1).flatten(1)],
-    ),
+        {"transposed": True}, (5, 3, 2, 2), lambda w: [w.transpose(0, 1).flatten(1)]),
     "grouped transposed convolution": (
-        {"transposed": True, "groups": 3},
-        (6, 2, 4),
-        transposed_convolution,
-    ),
+        {"transposed": True, "groups": 3}, (6, 2, 4),
+        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(3)]),
     "experts in one axis": (
-        {"transposed": True, "groups": 2, "rows": [2]},
-        (6, 4),
-        lambda w: [part[:, i : i + 2].T for part in w.chunk(2) for i in (0, 2)],
-    ),
-}
+        {"transposed": True, "groups": 2, "rows": [2]}, (6, 4),
+        lambda w: [part[:, i : i + 2].T for part in w.chunk(2) for i in (0, 2)]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

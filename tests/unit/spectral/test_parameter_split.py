@@ -10,24 +10,23 @@ from torch import Tensor, nn
 
 from spectral import Muon, SpectralSphere, split_parameters
 from spectral.division import Division
+from tests.modules import module
 
 
-class Fused(nn.Module):
-    def __init__(self, weight: Tensor, name: str = "Wqkv") -> None:
-        super().__init__()
-        linear = nn.Linear(2, 2, bias=False)
-        linear.weight = nn.Parameter(weight)
-        self.add_module(name, linear)
+def fused(weight: Tensor, name: str = "Wqkv") -> Any:
+    """Return a module of one linear layer."""
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(weight)
+    return module(**{name: layer})
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj", "W_pack", "kv", "to_kv", "w_gu"]
-    + ["gateup", "key_value", "ffn_in_glu", "v_gate"],
-)
+FUSED = "Wqkv in_proj w13 gate_up c_attn qkv_proj W_pack kv to_kv w_gu gateup key_value ffn_in_glu"
+
+
+@pytest.mark.parametrize("name", [*FUSED.split(), "v_gate"])
 def test_an_unknown_fused_weight_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices"):
-        split_parameters(Fused(torch.randn(12, 4), name))
+        split_parameters(fused(torch.randn(12, 4), name))
 
 
 @pytest.mark.parametrize(
@@ -36,14 +35,11 @@ def test_an_unknown_fused_weight_is_refused(name: str) -> None:
 def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: bool) -> None:
     """The name does not matter: the gated layer `Wi` of ModernBERT is fused, the plain layer of T5
     is not."""
-    block = nn.ModuleDict(
-        {"wi": nn.Linear(6, outputs), "wo": nn.Sequential(nn.Linear(back, 6), nn.Dropout())}
-    )
+    back_layer = nn.Sequential(nn.Linear(back, 6), nn.Dropout())
+    block = nn.ModuleDict({"wi": nn.Linear(6, outputs), "wo": back_layer})
     if not fused:
-        assert [row.matrices for row in split_parameters(block).rows if "weight" in row.name] == [
-            1,
-            1,
-        ]
+        rows = [row for row in split_parameters(block).rows if "weight" in row.name]
+        assert [row.matrices for row in rows] == [1, 1]
         return
     with pytest.raises(ValueError, match="wi.weight looks like .*uses its"):
         split_parameters(block)
@@ -51,28 +47,15 @@ def test_what_a_sibling_takes_in_parts_is_fused(outputs: int, back: int, fused: 
     split_parameters(block)
 
 
-class Bare(nn.Module):
-    """Parameters of two dimensions that are not matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in {
-            "gain": (1, 6),
-            "A_log": (6, 4),
-            "relative_position_bias_table": (9, 4),
-        }.items():
-            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
-        self.norm = nn.LayerNorm((2, 3))
-        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-        self.gate = nn.Linear(6, 1)
-
-
 def test_gains_and_biases_of_two_dimensions_are_no_matrices() -> None:
-    split = split_parameters(Bare())
+    weighed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    bare = "gain 1x6, A_log 6x4, relative_position_bias_table 9x4"
+    model = module(bare, norm=nn.LayerNorm((2, 3)), linear=weighed, gate=nn.Linear(6, 1))
+    split = split_parameters(model)
     matrices = [row.name for row in split.rows if row.rule != "adamw"]
     assert matrices == ["linear.parametrizations.weight.original1"]
     assert {g["weight_decay"] for g in split if "rule" in g} == {0.0}
-    assert len(split_parameters(Bare(), units={"A_log": {}}).matrices) == 2
+    assert len(split_parameters(model, units={"A_log": {}}).matrices) == 2
 
 
 def test_attention_of_other_keys_is_divided_by_heads() -> None:
@@ -82,68 +65,58 @@ def test_attention_of_other_keys_is_divided_by_heads() -> None:
 
 
 def test_fewer_keys_under_the_name_of_x_transformers_are_divided_by_heads() -> None:
-    model = nn.Module()
-    model.heads, model.kv_heads = 4, 2
-    model.to_q, model.to_k, model.to_out = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(32, 8)
+    model = module("to_q 8 32, to_k 8 16, to_out 32 8", heads=4, kv_heads=2)
     rows = {row.name: (row.matrices, row.matrix) for row in split_parameters(model).rows}
     assert rows["to_q.weight"] == (4, (8, 8)) and rows["to_k.weight"] == (2, (8, 8))
 
 
 def test_keys_and_values_of_a_latent_are_apart_under_torchtitans_name() -> None:
-    attention = Fused(torch.randn(28, 12), "wkv_b")
+    attention = fused(torch.randn(28, 12), "wkv_b")
     attention.qk_nope_head_dim, attention.v_head_dim = 8, 6
     (group,) = split_parameters(attention)
     assert Division.of(group["units"]).rows == (8, 6)
 
 
 def test_what_nobody_knows_is_said_by_name() -> None:
-    model = Fused(torch.randn(12, 4))
+    model = fused(torch.randn(12, 4))
     (group,) = split_parameters(model, units={"*.weight": {"rows": [4]}})
     assert Division.of(group["units"]) == Division(rows=(4,))
     assert Division.of({"rows": UserList([np.int64(4)])}) == Division(rows=(4,))
     (group,) = SpectralSphere(split_parameters(model, units={"Wqkv*": {}})).param_groups
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
-    with pytest.raises(
-        ValueError, match=r"Wqkv.weight must have equal values, got .* for Wqkv\* and \*.weight"
-    ):
+    with pytest.raises(ValueError, match=r"Wqkv.* equal values, got .* for Wqkv\* and \*.weight"):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
     with pytest.raises(ValueError, match="each pattern of units must match a parameter, .* other"):
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
     with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
         split_parameters(model, units={"Wqkv*": {"rows": [5]}})
     with pytest.raises(ValueError, match="whose matrix axes are unknown"):
-        split_parameters(Fused(torch.randn(2, 4, 4), "experts"))
+        split_parameters(fused(torch.randn(2, 4, 4), "experts"))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("transformer.wte.weight", (8, 4), "is an embedding or an output head"),
-        ("tok_emb.weight", (8, 4), "is an embedding or an output head"),
-        ("shared.embed_tokens.weight", (8, 4), "is an embedding or an output head"),
-        ("h.0.attn.c_attn.weight", (4, 12), "looks like several matrices in one"),
-        *(
-            (f"{name}.parametrizations.weight.original{i}", (8, 4), message)
-            for name, message in (("lm_head", "an output head"), ("qkv_proj", "several matrices"))
-            for i in ("", 1)
-        ),
-        ("norm.weight", (4,), "put the parameter in a group with an elementwise rule"),
-    ],
-)
-def test_names_are_checked_without_a_split(name: str, shape: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*{message}"):
-        SpectralSphere([(name, nn.Parameter(torch.zeros(shape)))])
+TABLE, HEAD = "is an embedding or an output head", "an output head"
+NAMES = {"transformer.wte.weight": TABLE, "tok_emb.weight": TABLE}
+NAMES |= {"shared.embed_tokens.weight": TABLE, "h.0.attn.c_attn.weight": "several matrices in one"}
+for i in ("", 1):
+    NAMES[f"lm_head.parametrizations.weight.original{i}"] = HEAD
+    NAMES[f"qkv_proj.parametrizations.weight.original{i}"] = "several matrices"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_checked_without_a_split(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*{NAMES[name]}"):
+        SpectralSphere([(name, nn.Parameter(torch.zeros(4, 12)))])
+
+
+def test_a_vector_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match="norm.weight.*in a group with an elementwise rule"):
+        SpectralSphere([("norm.weight", nn.Parameter(torch.zeros(4)))])
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, lambda m: nn.ModuleDict({"model": m})])
 def test_a_wrapped_model_s_head_is_one(wrap: Any) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.output = nn.Linear(4, 4, bias=False), nn.Linear(4, 9, bias=False)
-
-    spectral, other = split_parameters(wrap(Model()))
+    spectral, other = split_parameters(wrap(module("layer 4 4, output 4 9")))
     assert [len(group["params"]) for group in (spectral, other)] == [1, 1]
     assert other["rule"] == "adamw" and other["params"][0][1].shape == (9, 4)
 
@@ -151,14 +124,17 @@ def test_a_wrapped_model_s_head_is_one(wrap: Any) -> None:
 MODEL = nn.Sequential(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("model", "options", "error", "message"), [
+WRONG: list[Any] = [
     (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
     (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* of anot"),
     (MODEL, {"units": ["0.weight"]}, TypeError, r"units must be a mapping .* got \['0.weight'\]"),
     (MODEL, {"units": {"0*": {"row": []}}}, ValueError,
-     r"units of '0\*': .* key row; its keys are rows"),
+     r"units of '0\*': .* row; its keys are rows"),
     (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "options", "error", "message"), WRONG)
 def test_a_split_of_something_else_is_refused(model, options, error, message) -> None:
     with pytest.raises(error, match=message):
         split_parameters(model, **options)
@@ -196,19 +172,10 @@ def test_a_parameter_that_is_no_longer_frozen_is_named_once() -> None:
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("example", [None, torch.tensor([[1, 2]])])
 def test_a_table_that_is_tied_to_a_layer_before_it_stays(example: Tensor | None, kind: Any) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(4, 7, bias=False)
-            self.inner = nn.Linear(4, 4, bias=False)
-            self.table = kind(7, 4)
-            self.last.weight = self.table.weight
-
-        def forward(self, tokens: Tensor) -> Any:
-            return self.last(self.inner(self.table(tokens)))
-
-    rows = split_parameters(Tied(), example=example).rows
-    assert [(row.name, row.rule) for row in rows] == [
-        ("last.weight", "adamw"),
-        ("inner.weight", "spectral"),
-    ]
+    model = module(
+        "last 4 7, inner 4 4", lambda m, x: m.last(m.inner(m.table(x))), table=kind(7, 4)
+    )
+    model.last.weight = model.table.weight
+    rows = split_parameters(model, example=example).rows
+    rules = [("last.weight", "adamw"), ("inner.weight", "spectral")]
+    assert [(row.name, row.rule) for row in rows] == rules

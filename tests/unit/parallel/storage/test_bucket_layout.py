@@ -43,9 +43,8 @@ def models(draw):
 def bucket_layouts(draw):
     """Draw `(units, bucket_layout)` of random models and alignments."""
     units = draw(models())
-    bucket_layout = BucketPlanner(
-        ranks=draw(st.integers(1, 9)), alignment=draw(st.sampled_from([1, 8, 64]))
-    ).layout(units)
+    alignment = draw(st.sampled_from([1, 8, 64]))
+    bucket_layout = BucketPlanner(ranks=draw(st.integers(1, 9)), alignment=alignment).layout(units)
     return units, bucket_layout
 
 
@@ -109,9 +108,8 @@ def test_spans_are_the_unit_as_its_view_orders_it(case):
         bucket, slot = bucket_layout.slots[unit.parameter]
         parameter = flat[bucket.index][slot.offset : slot.offset + slot.numel]
         expected = unit.view(parameter).flatten()
-        assert torch.equal(
-            gather(bucket_layout, flat, bucket_layout.spans(unit), len(expected)), expected
-        )
+        found = gather(bucket_layout, flat, bucket_layout.spans(unit), len(expected))
+        assert torch.equal(found, expected)
         pieces = [
             gather(bucket_layout, flat, bucket_layout.shard_spans(unit, rank), len(expected))
             for rank in range(bucket_layout.ranks)
@@ -130,9 +128,8 @@ def test_small_parameters_leave_matrices_aligned(ranks):
     """Gammas in the graph, one number per unit, must not shift later parameters off 16-byte
     boundaries: kernels that read eight 16-bit numbers at a time would refuse them or read single
     numbers."""
-    model = ModelConfig(
-        layers=3, hidden=64, heads=3, kv_heads=3, head_dim=16, ffn=96, vocab_size=80
-    )
+    shape = {"hidden": 64, "heads": 3, "kv_heads": 3, "head_dim": 16, "ffn": 96, "vocab_size": 80}
+    model = ModelConfig(layers=3, **shape)
     every = ["q", "k", "v", "o", "gate", "up", "down"]
     units = with_gammas(all_units(model), PCConfig(level=4, evaluator="in_graph", blocks=every))
     bucket_layout = BucketPlanner(ranks=ranks).layout(units)
