@@ -2,7 +2,6 @@
 
 import json
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +30,7 @@ def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monke
     assert told["message"].splitlines()[0] == lines[0].removeprefix("error: ")
     assert int(told["timestamp"]) > 1e9
     monkeypatch.setenv("RANK", "0")
-    assert fail("one", code=1) == 1
-    assert capsys.readouterr().err == "error: one\n"
+    assert fail("one", code=1) == 1 and capsys.readouterr().err == "error: one\n"
 
 
 def test_a_text_from_elsewhere_commands_no_terminal(capsys) -> None:
@@ -46,7 +44,7 @@ def test_a_text_from_elsewhere_commands_no_terminal(capsys) -> None:
     assert lines == [printable(line) for line in lines]
 
 
-def test_a_failure_is_an_event(folder: str, tmp_path: Path, world) -> None:
+def test_a_failure_is_an_event(folder: str, tmp_path, world) -> None:
     config = tiny_config(folder, "adamw", log__interval=1)
 
     def fail_at(step: int, result: object) -> None:
@@ -80,9 +78,7 @@ def test_the_first_rank_that_answers_writes_which_ranks_do_not(monkeypatch) -> N
         store.set(f"host/{rank}", f"n{rank}")
     store.set("failed/2", "")
     text = r"^all-reduce failed; no answer from rank 0 \(host n0\)$"
-    with (
-        pytest.raises(CollectiveError, match=text) as caught,
-        naming_absent(SimpleNamespace(store=store, rank=1)),
-    ):
+    names = naming_absent(SimpleNamespace(store=store, rank=1))
+    with pytest.raises(CollectiveError, match=text) as caught, names:
         raise CollectiveError("all-reduce failed")
     assert [reports(caught.value, rank) for rank in (1, 2)] == [True, False]

@@ -37,13 +37,11 @@ def test_a_block_within_a_block_prints_alone(soon, capsys):
             time.sleep(0.2)
         inner = capsys.readouterr().err
         time.sleep(0.2)
-    assert "inner" in inner and "outer" not in inner
-    assert "outer" in capsys.readouterr().err
+    assert "inner" in inner and "outer" not in inner and "outer" in capsys.readouterr().err
 
 
 def test_lines_become_rarer():
-    assert pause(0) == pause(60) == 10
-    assert pause(3600) == 360
+    assert pause(0) == pause(60) == 10 and pause(3600) == 360
 
 
 def test_a_failure_within_the_block_is_raised_and_ends_the_lines(soon, capsys):

@@ -8,7 +8,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from training.checkpoint.stored_checkpoint import StoredTensors
 
 
 @pytest.fixture(scope="module")
-def saved(shared_folder: Path) -> Path:
+def saved(shared_folder):
     """A folder with a token set, a config and a run with a checkpoint of step 1."""
     tiny_config(str(shared_folder), "adamw")
     keys = ["checkpoint.interval=1", "train.exit_step=1", "validation.samples=2"]
@@ -41,7 +40,7 @@ def saved(shared_folder: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
+def checkpoint(saved, tmp_path):
     """A copy of the checkpoint, in a run folder."""
     return step_folder(shutil.copytree(saved / "run", tmp_path / "run"), 1)
 
@@ -50,7 +49,7 @@ SECRET_FACTS = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "state/../../outside", "link"])
-def test_a_file_outside_is_refused(name: str, checkpoint: Path) -> None:
+def test_a_file_outside_is_refused(name: str, checkpoint) -> None:
     (checkpoint.parent / "outside").write_text("secret")
     (checkpoint / "link").symlink_to(checkpoint.parent / "outside")
     reseal(checkpoint, lambda meta: meta["files"].update({name: SECRET_FACTS}))
@@ -61,7 +60,7 @@ def test_a_file_outside_is_refused(name: str, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["config.yaml", "rng.pt", "state/.metadata", "state/common.pt", ""]
 )
-def test_what_is_not_listed_is_refused(name: str, checkpoint: Path) -> None:
+def test_what_is_not_listed_is_refused(name: str, checkpoint) -> None:
     """Unlisted files would not be compared."""
     reseal(checkpoint, lambda meta: meta["files"].pop(name) if name else meta.update(files={}))
     with pytest.raises(BrokenCheckpointError, match=f"does not list {name or 'config.yaml'}"):
@@ -71,15 +70,13 @@ def test_what_is_not_listed_is_refused(name: str, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/hostname", "", "nowhere.distcp", "other.distcp"]
 )
-def test_an_index_that_names_other_files_is_refused(name: str, checkpoint: Path) -> None:
+def test_an_index_that_names_other_files_is_refused(name: str, checkpoint) -> None:
     (checkpoint.parent / "outside").write_text("secret")
     (checkpoint / "state" / "other.distcp").write_text("not listed")
     index = read_index(checkpoint / "state")
     assert isinstance(index.storage_data, dict)
-    index.storage_data = {
-        key: dataclasses.replace(entry, relative_path=name)
-        for key, entry in index.storage_data.items()
-    }
+    entries = index.storage_data.items()
+    index.storage_data = {k: dataclasses.replace(e, relative_path=name) for k, e in entries}
     forge(checkpoint, "state/.metadata", pickle.dumps(index))
     info = read_checkpoint(checkpoint)
     found = sorted(problems(info))
@@ -101,17 +98,14 @@ class ByName(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-class Call:
+class Call(tuple):
     """Pickled as a call of a function."""
 
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
     def __reduce__(self) -> Any:
-        return self.call[0], self.call[1:]
+        return self[0], self[1:]
 
 
-def test_an_index_of_an_older_python_is_read(checkpoint: Path) -> None:
+def test_an_index_of_an_older_python_is_read(checkpoint) -> None:
     index, file = read_index(checkpoint / "state"), io.BytesIO()
     ByName(file, protocol=4).dump(index)
     assert b"getattr" in file.getvalue()
@@ -123,8 +117,8 @@ def test_an_index_of_an_older_python_is_read(checkpoint: Path) -> None:
 @pytest.mark.parametrize("call",
                          [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"),
                           (getattr, "", "join")], ids=str)  # fmt: skip
-def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint: Path) -> None:
-    (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(*call)))
+def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint) -> None:
+    (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(call)))
     with pytest.raises(UnsafeIndexError, match="is not trusted: it refers to the attribute '"):
         read_index(checkpoint / "state")
 
@@ -149,7 +143,7 @@ def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_
     assert "step_00000001" in refused(saved, tmp_path, refusal)
 
 
-def refused(saved: Path, tmp_path: Path, refusal) -> str:
+def refused(saved, tmp_path, refusal) -> str:
     """Return the message of a run that cannot continue from the checkpoint."""
     keys = [f"run.dir={tmp_path}/run", "checkpoint.interval=1", "train.exit_step=2"]
     said = refusal(pretrain.main(["--config", f"{saved}/config.yaml", *keys]))
@@ -182,7 +176,7 @@ def test_a_tensor_of_an_impossible_size_is_a_line(size, checkpoint):
         StoredTensors(checkpoint / "state").read(["weight/head"])
 
 
-def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
+def test_a_damaged_checkpoint_is_not_drawn(checkpoint) -> None:
     plot_spectrum(checkpoint)
     path = checkpoint / "state" / "__0_0.distcp"
     damage(path, FLIP)
@@ -190,7 +184,7 @@ def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
         plot_spectrum(checkpoint)
 
 
-def test_a_file_that_grew_is_refused_before_it_is_read(checkpoint: Path) -> None:
+def test_a_file_that_grew_is_refused_before_it_is_read(checkpoint) -> None:
     with (checkpoint / "config.yaml").open("a") as file:
         file.write("\n")
     with pytest.raises(BrokenCheckpointError, match="config.yaml must have .* bytes, got"):

@@ -26,8 +26,7 @@ def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
     assert config.model == ModelConfig(layers=4, hidden=64, heads=4, ffn=96)
     for name, rule in RULES.items():
         assert config.optimizer.rule(name) == rule()
-    assert config.data.validation == {}
-    assert not config.parallel.sequence_parallel
+    assert config.data.validation == {} and not config.parallel.sequence_parallel
 
 
 def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
@@ -38,10 +37,8 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
     ])  # fmt: skip
     assert (config.train.steps, config.optimizer.matrix.lr,
             config.train.exit_step) == (7, 2e-4, None)  # fmt: skip
-    assert config.parallel.sequence is False
-    assert list(config.data.train) == ["text", "more"]
-    assert config.data.train["more"].weight == 3.0
-    assert config.run.name == "with space"
+    assert config.parallel.sequence is False and list(config.data.train) == ["text", "more"]
+    assert config.data.train["more"].weight == 3.0 and config.run.name == "with space"
     assert config.optimizer.rule("muon").steps == 5  # type: ignore[attr-defined]
 
 
@@ -108,15 +105,10 @@ def test_a_bad_value_is_named_with_its_place(minimal: Path, override: str, probl
 
 
 def test_all_problems_come_at_once(minimal: Path) -> None:
-    found = problems(
-        minimal, "train.stesp=4", "train.micro_batch=x", "model.ffn=0", "optimizer.head.lr=-1"
-    )
-    assert [line.split(" ")[0] for line in found if not line.startswith("unknown")] == [
-        "model.ffn",
-        "train.micro_batch",
-        "optimizer.head.lr",
-    ]
-    assert len(found) == 4
+    keys = ["train.stesp=4", "train.micro_batch=x", "model.ffn=0", "optimizer.head.lr=-1"]
+    found = [line.split(" ")[0] for line in problems(minimal, *keys)]
+    found.remove("unknown")
+    assert found == ["model.ffn", "train.micro_batch", "optimizer.head.lr"]
 
 
 def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) -> None:
@@ -129,9 +121,8 @@ def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) 
         "model.qk_norm", "schedule.warmup_steps", "model.layers",
     ]  # fmt: skip
     found = problems(minimal, "data=null", "pc={overrides: {a: {level: 7}}, level: 9, steps: 0}")
-    assert [line.split(" ")[0] for line in found] == [
-        "pc.level", "pc.overrides.a.level", "pc.steps", "data",
-    ]  # fmt: skip
+    named = [line.split(" ")[0] for line in found]
+    assert named == ["pc.level", "pc.overrides.a.level", "pc.steps", "data"]
     minimal.write_text("seed: 3")
     assert all(" is required (" in line for line in problems(minimal))
     minimal.write_text(MINIMAL)
@@ -183,8 +174,8 @@ def test_a_role_inherits_what_its_override_leaves_out(minimal: Path) -> None:
     assert settings("down") == GroupConfig(rule="spectral_sphere", lr=1e-3, weight_decay=0.1)
     assert settings("o") == GroupConfig(rule="adamw", lr=5e-3, weight_decay=0.0)
     assert settings("head") == GroupConfig(rule="adamw", lr=7.0, weight_decay=0.0)
-    assert (settings("embedding") == settings("gain") == GroupConfig(rule="adamw", lr=1e-3,
-                                                                     weight_decay=0.0))  # fmt: skip
+    for role in ("embedding", "gain"):
+        assert settings(role) == GroupConfig(rule="adamw", lr=1e-3, weight_decay=0.0)
 
 
 def test_a_role_exists_only_under_the_units_that_make_it(minimal: Path) -> None:
@@ -205,24 +196,14 @@ NAMES = st.text(LETTERS, min_size=1, max_size=12).filter(lambda s: s.strip() not
 @example(lr=0.5, epsilon=0.5, steps=101, name="2024-31-12", folder="0:30")
 @settings(max_examples=10)
 @given(lr=FLOATS, epsilon=FLOATS, steps=st.integers(101, 10**9), name=NAMES, folder=FOLDERS)
-def test_the_written_config_loads_to_an_equal_one(
-    tmp_path_factory: pytest.TempPathFactory,
-    lr: float,
-    epsilon: float,
-    steps: int,
-    name: str,
-    folder: str,
-) -> None:
+def test_a_written_config_loads_to_an_equal_one(tmp_path_factory, lr, epsilon, steps, name, folder):
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(MINIMAL)
     base = load_config(path)
-    config = replace(
-        base,
-        run=replace(base.run, name=name, dir=folder),
-        train=replace(base.train, steps=steps),
-        model=replace(base.model, norm_epsilon=epsilon),
-        optimizer=replace(base.optimizer, matrix=replace(base.optimizer.matrix, lr=lr)),
-    )
+    run, train = replace(base.run, name=name, dir=folder), replace(base.train, steps=steps)
+    model = replace(base.model, norm_epsilon=epsilon)
+    optimizer = replace(base.optimizer, matrix=replace(base.optimizer.matrix, lr=lr))
+    config = replace(base, run=run, train=train, model=model, optimizer=optimizer)
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path) == config
 
@@ -267,8 +248,7 @@ def test_an_empty_pc_section_is_the_papers_choice(root, name, level, decay) -> N
 )
 def test_an_empty_gram_penalty_section_is_the_papers_choice(root, name, coefficient) -> None:
     config = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty={}"])
-    assert config.gram_penalty is not None
-    assert config.gram_penalty.coefficient == coefficient
+    assert config.gram_penalty is not None and config.gram_penalty.coefficient == coefficient
     given = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty.coefficient=0.5"])
     assert given.gram_penalty is not None and given.gram_penalty.coefficient == 0.5
 
@@ -295,16 +275,12 @@ def test_null_leaves_out_sets_of_a_base(overlay, overrides, names) -> None:
 
 
 def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
-    assert problems(overlay, "data.train.txt=null") == [
-        "data.train.txt=null removes an entry of a base file, but no base file has this entry"
-    ]
-    assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
-        f"{key}=null removes an entry of a base file, but no base file has this entry"
-        for key in ("pc.overrides.o", "optimizer.roles.gate")
-    ]
-    assert problems(overlay, "data.train=null") == [
-        "data.train must contain at least one set, got none"
-    ]
+    keys = [f"{key}=null" for key in ("pc.overrides.o", "optimizer.roles.gate", "data.train.txt")]
+    said = "removes an entry of a base file, but no base file has this entry"
+    assert problems(overlay, *keys[:2]) == [f"{key} {said}" for key in keys[:2]]
+    assert problems(overlay, keys[2]) == [f"{keys[2]} {said}"]
+    said = "data.train must contain at least one set, got none"
+    assert problems(overlay, "data.train=null") == [said]
 
 
 def test_an_override_that_another_one_replaces_is_named() -> None:

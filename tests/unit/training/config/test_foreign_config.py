@@ -53,9 +53,8 @@ def test_a_base_that_the_kernel_makes_is_not_read(base: str, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("secret")
 def test_the_environment_is_read_only_where_a_key_is_a_path(minimal: Path) -> None:
-    config = load_config(
-        minimal, ["run.dir=runs/${oc.env:SECRET}", "data.train.text.path=${run.dir}"]
-    )
+    keys = ["run.dir=runs/${oc.env:SECRET}", "data.train.text.path=${run.dir}"]
+    config = load_config(minimal, keys)
     assert config.run.dir == config.data.train["text"].path == f"runs/{SECRET}"
     for value in ("${oc.env:SECRET}", "x ${ oc.env :SECRET}", "${oc.decode:${oc.env:SECRET}}"):
         (problem,) = problems(minimal, f"run.name={value}")[:1]
@@ -157,9 +156,7 @@ TINY = ["1e-400", "1.0e-400", "-.5E-999"]
     ("number", "rule"),
     [*((n, DECIMAL) for n in NUMBERS), *((n, "0 or at least 1e-323 in magnitude") for n in TINY)],
 )
-def test_a_number_that_yaml_reads_as_another_is_refused(
-    minimal: Path, number: str, rule: str
-) -> None:
+def test_a_number_that_yaml_reads_as_another_is_refused(minimal, number, rule):
     wanted = f"a number must be {rule}, got {number}"
     (problem,) = problems(minimal, f"train.steps={number}")
     assert wanted in problem
@@ -207,9 +204,8 @@ def test_commands_that_a_run_prints_are_not_refused(keys, scripts, end, tmp_path
 
 def test_a_saved_config_may_contain_a_key_that_is_gone(minimal: Path) -> None:
     config = load_config(minimal)
-    minimal.write_text(
-        to_yaml(config).replace("  distributed:\n", "  distributed:\n    storage: auto\n")
-    )
+    section = "  distributed:\n"
+    minimal.write_text(to_yaml(config).replace(section, f"{section}    storage: auto\n"))
     assert load_saved_config(minimal) == config
     with pytest.raises(InvalidConfigError, match="unknown key optimizer.distributed.storage"):
         load_config(minimal)
@@ -224,8 +220,7 @@ def test_a_run_needs_the_packages_of_the_rules_that_it_uses(minimal, old, new) -
     config = load_config(minimal)
     text = to_yaml(config).replace("  rules:\n", "  rules:\n    elsewhere: {strength: 2}\n")
     minimal.write_text(text)
-    assert load_saved_config(minimal) == config
-    assert old in text
+    assert load_saved_config(minimal) == config and old in text
     minimal.write_text(text.replace(old, new))
     with pytest.raises(MissingRuleError, match="^no installed package contains rule elsewhere$"):
         load_saved_config(minimal)

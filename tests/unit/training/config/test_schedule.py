@@ -1,30 +1,21 @@
 """The learning-rate factor against torch's schedulers, and its properties."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from training.config.schedule import ScheduleConfig, learning_rate_factor
 
-Reference = Callable[[torch.optim.Optimizer, int, float], LRScheduler]
 
-
-def cosine(optimizer: torch.optim.Optimizer, steps: int, ratio: float) -> LRScheduler:
-    return CosineAnnealingLR(optimizer, T_max=steps, eta_min=ratio)
-
-
-def linear(optimizer: torch.optim.Optimizer, steps: int, ratio: float) -> LRScheduler:
-    return LinearLR(optimizer, start_factor=1.0, end_factor=ratio, total_iters=steps)
-
-
-def torch_rates(reference: Reference, steps: int, ratio: float) -> list[float]:
+def torch_rates(kind: str, steps: int, ratio: float) -> list[float]:
     """Return the rates of torch's scheduler for `steps` steps and the next one, from peak 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = reference(optimizer, steps, ratio)
+    if kind == "cosine":
+        scheduler = CosineAnnealingLR(optimizer, T_max=steps, eta_min=ratio)
+    else:
+        scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=ratio, total_iters=steps)
     rates = []
     for _ in range(steps + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -35,15 +26,14 @@ def torch_rates(reference: Reference, steps: int, ratio: float) -> list[float]:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 1, 13])
-@pytest.mark.parametrize(("kind", "reference"), [("cosine", cosine), ("linear", linear)])
-def test_equals_torch_after_the_warm_up(kind, reference, warmup, ratio) -> None:
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_equals_torch_after_the_warm_up(kind, warmup, ratio) -> None:
     total = 120
     schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, min_ratio=ratio)  # type: ignore[arg-type]
     ours = [learning_rate_factor(step, total, schedule) for step in range(warmup, total + 1)]
     # torch multiplies its rate from step to step, which rounds at each of 120 steps.
-    assert ours == pytest.approx(
-        torch_rates(reference, total - warmup, ratio), rel=1e-12, abs=1e-14
-    )
+    theirs = torch_rates(kind, total - warmup, ratio)
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-14)
 
 
 def test_wsd_is_constant_and_then_a_line() -> None:
@@ -57,16 +47,10 @@ def test_wsd_is_constant_and_then_a_line() -> None:
     total=st.integers(1, 400), warmup_share=st.floats(0, 0.5), ratio=st.floats(0, 1),
     cooldown=st.floats(0.01, 0.5),
 )  # fmt: skip
-def test_every_schedule_rises_to_one_and_then_never_rises(
-    kind: str, total: int, warmup_share: float, ratio: float, cooldown: float
-) -> None:
+def test_every_schedule_rises_to_one_and_then_falls(kind, total, warmup_share, ratio, cooldown):
     warmup = int(warmup_share * total)
-    schedule = ScheduleConfig(
-        kind=kind,  # type: ignore[arg-type]
-        warmup_steps=warmup,
-        min_ratio=ratio,
-        cooldown_fraction=cooldown,
-    )
+    schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, min_ratio=ratio,
+                              cooldown_fraction=cooldown)  # fmt: skip
     factors = [learning_rate_factor(step, total, schedule) for step in range(total + 3)]
     rise, fall = factors[: warmup + 1], factors[warmup:]
     assert rise == sorted(rise)

@@ -1,7 +1,5 @@
 """Fixtures of the tests of data."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ from tests.mixtures import LENGTH, Read
 from tests.run_configs import tiny_config
 from tests.token_files import write_stream, write_token_set
 from training.data import token_set
+from training.data.batches import GlobalBatchSampler
 from training.data.order import TrainingData
 from training.run import train
 
@@ -19,7 +18,7 @@ SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_scans() -> Iterator[None]:
+def small_scans():
     """Scan token sets in many parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_set, "_SCAN", 83)
@@ -27,7 +26,7 @@ def small_scans() -> Iterator[None]:
 
 
 @pytest.fixture
-def prefixes(tmp_path: Path) -> dict[str, Path]:
+def prefixes(tmp_path):
     """Three token sets by name."""
     rng = np.random.default_rng(0)
     return {
@@ -36,8 +35,14 @@ def prefixes(tmp_path: Path) -> dict[str, Path]:
     }
 
 
+def sampler(**options: int) -> GlobalBatchSampler:
+    """Return the order of batches of eight samples, in micro-batches of two, on one rank."""
+    one = {"consumed": 0, "global_batch": 8, "micro_batch": 2, "data_rank": 0, "data_size": 1}
+    return GlobalBatchSampler(**one | options)
+
+
 @pytest.fixture
-def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Read]:
+def start(tmp_path, world: Any, monkeypatch: pytest.MonkeyPatch):
     """Trains to a step under weights by set and returns the samples that this start has read."""
     for i, (name, tokens) in enumerate(mixtures.SIZES.items()):
         write_token_set(tmp_path / name, tokens=tokens, vocab=120, seed=i)
@@ -55,9 +60,9 @@ def start(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> Callab
     def started(step: int, weights: dict[str, float], **keys: Any) -> Read:
         sets = {f"data__train__{name}__path": tmp_path / name for name in weights}
         sets |= {f"data__train__{name}__weight": weight for name, weight in weights.items()}
-        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH}
-        common |= {"checkpoint__interval": 100, "data__train__walk": "null"}
-        common |= {"train__global_batch": 32, "train__micro_batch": 8, "log__interval": 1}
+        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH,
+                  "checkpoint__interval": 100, "data__train__walk": "null", "log__interval": 1,
+                  "train__global_batch": 32, "train__micro_batch": 8}  # fmt: skip
         read.clear()
         train(tiny_config(str(tmp_path), "adamw", **{**common, **sets, **keys}), world)
         return list(read)

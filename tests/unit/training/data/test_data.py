@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.token_files import write_manifest
-from tests.unit.training.data.conftest import SIZES
+from tests.unit.training.data.conftest import SIZES, sampler
 from training.data import batches
-from training.data.batches import GlobalBatchSampler, training_loader
+from training.data.batches import training_loader
 from training.data.document_index import Borders
 from training.data.order import BLEND_PERIOD, Permutation, TrainingData, batch_start, build_blend
 from training.data.token_set import TokenSet
@@ -42,10 +42,7 @@ def test_permutation_hits_every_element_once(size: int, key: str) -> None:
 def test_order_is_the_same_for_ever() -> None:
     """A changed order would break the resume of every running run."""
     permutation = Permutation(1000, "1234/0/kjv")
-    assert [permutation[i] for i in range(8)] == GOLDEN_ORDER
-
-
-GOLDEN_ORDER = [918, 24, 522, 555, 854, 436, 485, 51]
+    assert [permutation[i] for i in range(8)] == [918, 24, 522, 555, 854, 436, 485, 51]
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.6, 0.3, 0.1], [5, 1e-3, 2, 2, 2], [1 / 3] * 3])
@@ -73,8 +70,7 @@ def test_weights_are_honoured_after_any_number_of_samples(weights, samples) -> N
     shares = np.array(weights) / sum(weights)
     # Blend's bound, plus the rounding of shares to whole samples per period.
     bound = (1 + shares * len(weights)) / 2 + samples / BLEND_PERIOD + 1e-6
-    assert used.sum() == samples
-    assert (np.abs(used - shares * samples) <= bound).all()
+    assert used.sum() == samples and (np.abs(used - shares * samples) <= bound).all()
 
 
 def test_blend_goes_on_across_its_period() -> None:
@@ -127,13 +123,11 @@ def test_every_epoch_visits_every_window_once_in_another_order(prefixes) -> None
 
 
 def test_order_depends_on_seed_and_set_name(prefixes: dict[str, Path]) -> None:
-    def order(data: TrainingData) -> list[tuple[int, int]]:
+    def order(name: str, seed: int) -> list[tuple[int, int]]:
+        data = TrainingData([(name, prefixes["a"], 1.0)], sequence_length=8, seed=seed)
         return [data.source(k) for k in range(100)]
 
-    assert order(training_data(prefixes, seed=1)) != order(training_data(prefixes, seed=2))
-    one = TrainingData([("one", prefixes["a"], 1.0)], sequence_length=8, seed=1)
-    two = TrainingData([("two", prefixes["a"], 1.0)], sequence_length=8, seed=1)
-    assert order(one) != order(two)
+    assert order("one", 1) != order("one", 2) and order("one", 1) != order("two", 1)
 
 
 def test_describe_counts_what_is_used(prefixes: dict[str, Path]) -> None:
@@ -159,10 +153,8 @@ def test_fingerprint_tells_what_decides_the_order(prefixes, tmp_path) -> None:
     assert training_data(copies).fingerprint() == base  # neither path nor order of the sets
     assert training_data(prefixes, seed=2).fingerprint() != base
     assert training_data(prefixes, length=9).fingerprint() != base
-    other = TrainingData(
-        [(name, prefix, 1.0) for name, prefix in prefixes.items()], sequence_length=8, seed=1
-    )
-    assert other.fingerprint() != base
+    equal = [(name, prefix, 1.0) for name, prefix in prefixes.items()]
+    assert TrainingData(equal, sequence_length=8, seed=1).fingerprint() != base
     changed = bytearray((moved / "b.bin").read_bytes())
     changed[100:104] = b"\x01\x01\x01\x01"
     (moved / "b.bin").write_bytes(changed)
@@ -179,11 +171,9 @@ def test_global_batch_does_not_depend_on_the_layout(data_size: int, micro_batch:
     for step in range(3):
         found: list[int] = []
         for rank in range(data_size):
-            ranks = {"data_rank": rank, "data_size": data_size}
-            sampler = GlobalBatchSampler(
-                consumed=7, global_batch=24, micro_batch=micro_batch, **ranks
-            )
-            batches = list(itertools.islice(sampler, 3 * per_rank))
+            size = {"global_batch": 24, "micro_batch": micro_batch}
+            order = sampler(consumed=7, data_rank=rank, data_size=data_size, **size)
+            batches = list(itertools.islice(order, 3 * per_rank))
             assert {len(batch) for batch in batches} == {micro_batch}
             found += sum(batches[step * per_rank : (step + 1) * per_rank], [])
         assert found == list(range(7 + 24 * step, 7 + 24 * (step + 1)))
@@ -196,10 +186,8 @@ def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(prefixes, workers
     data = training_data(prefixes)
 
     def batches(consumed: int, count: int) -> list[torch.Tensor]:
-        sampler = GlobalBatchSampler(
-            consumed=consumed, global_batch=8, micro_batch=2, data_rank=1, data_size=2
-        )
-        return list(itertools.islice(training_loader(data, sampler, workers=workers), count))
+        order = sampler(consumed=consumed, data_rank=1, data_size=2)
+        return list(itertools.islice(training_loader(data, order, workers=workers), count))
 
     before = torch.get_rng_state()
     whole, resumed = batches(0, 6), batches(16, 2)
@@ -211,11 +199,8 @@ def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(prefixes, workers
 
 def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> None:
     monkeypatch.setattr(batches, "SPARE_BYTES", 1 << 60)
-    sampler = GlobalBatchSampler(
-        consumed=0, global_batch=2, micro_batch=2, data_rank=0, data_size=1
-    )
     with pytest.raises(ConfigError, match="data.workers = 1 needs 1099511627776.0 MiB in /dev/shm"):
-        training_loader(training_data(prefixes), sampler, workers=1)
+        training_loader(training_data(prefixes), sampler(), workers=1)
 
 
 # --- validation ---------------------------------------------------------------------------------
@@ -238,17 +223,14 @@ def test_every_validation_window_counts_once(prefixes, samples, data_size, micro
                 counted[tuple(window)] += int(weight)
     whole = TokenSet("b", prefixes["b"], 8)
     windows = [tuple(whole.window(i).tolist()) for i in range(min(50, samples or 50))]
-    assert +counted == Counter(windows)
-    assert data.samples == len(windows)
+    assert +counted == Counter(windows) and data.samples == len(windows)
 
 
 def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]) -> None:
     lengths = torch.arange(500, dtype=torch.int32)
     data = ValidationData("b", prefixes["b"], sequence_length=8, samples=9, token_bytes=lengths)
-    windows = torch.cat(
-        [tokens for tokens, _ in data.batches(micro_batch=9, data_rank=0, data_size=1)]
-    )
-    size = sum(int(token) for token in windows[:, 1:].flatten())
+    ((windows, _),) = data.batches(micro_batch=9, data_rank=0, data_size=1)
+    size = windows[:, 1:].sum().item()
     assert data.target_bytes == size
     # 9 windows of 8 targets at 2 nats each
     assert data.bits_per_byte(2.0) == pytest.approx(9 * 8 * 2.0 / math.log(2) / size, rel=1e-12)

@@ -1,7 +1,6 @@
 """Starts of documents in a window, refused sets, and the loss of first tokens."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ MASKED = Borders(mask=True)
 UNCOUNTED = Borders(first_token_loss=False)
 
 
-def write(prefix: Path, documents: list[list[int]]) -> Path:
+def write(prefix, documents: list[list[int]]):
     """Write documents as sequences of given lengths; token k of the stream is k modulo 200."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     first = 0
@@ -60,7 +59,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_borders_of_a_window_are_those_of_the_index(name: str, tmp_path: Path) -> None:
+def test_borders_of_a_window_are_those_of_the_index(name: str, tmp_path) -> None:
     documents = SETS[name]
     tokens = TokenSet("set", write(tmp_path / "set", documents), LENGTH)
     tokens.check_documents(MASKED)
@@ -70,7 +69,7 @@ def test_borders_of_a_window_are_those_of_the_index(name: str, tmp_path: Path) -
         assert sample[1].tolist() == expected_firsts(documents, window)
 
 
-def test_without_borders_a_sample_is_the_window(tmp_path: Path) -> None:
+def test_without_borders_a_sample_is_the_window(tmp_path) -> None:
     tokens = TokenSet("set", write(tmp_path / "set", [[20], [20]]), LENGTH)
     assert tokens.sample(1, Borders()).tolist() == tokens.window(1).tolist()
 
@@ -96,7 +95,7 @@ def test_documents_are_counted_and_found_anywhere(lengths: list[list[int]], step
         assert found == [start for start in starts if start >= first]
 
 
-def test_the_attended_length_is_that_of_equal_documents(tmp_path: Path) -> None:
+def test_the_attended_length_is_that_of_equal_documents(tmp_path) -> None:
     documents = SETS["longer than a window"]
     tokens = TokenSet("set", write(tmp_path / "set", documents), LENGTH)
     pairs = 0
@@ -113,14 +112,10 @@ def test_the_attended_length_is_that_of_equal_documents(tmp_path: Path) -> None:
     assert crossed.attended_length() == LENGTH
 
 
-def test_a_mixture_gives_the_documents_of_each_set(tmp_path: Path) -> None:
+def test_a_mixture_gives_the_documents_of_each_set(tmp_path) -> None:
     sets = {"a": [[3]] * 20, "b": [[5]] * 20}
-    data = TrainingData(
-        [(name, write(tmp_path / name, documents), 1.0) for name, documents in sets.items()],
-        sequence_length=LENGTH,
-        seed=1,
-        borders=MASKED,
-    )
+    given = [(name, write(tmp_path / name, documents), 1.0) for name, documents in sets.items()]
+    data = TrainingData(given, sequence_length=LENGTH, seed=1, borders=MASKED)
     seen = set()
     for sample in range(12):
         chosen, window = data.source(sample)
@@ -130,7 +125,7 @@ def test_a_mixture_gives_the_documents_of_each_set(tmp_path: Path) -> None:
     assert seen == {"a", "b"}
 
 
-def test_sets_without_documents_are_refused(tmp_path: Path) -> None:
+def test_sets_without_documents_are_refused(tmp_path) -> None:
     one = TokenSet("one", write(tmp_path / "one", [[30, 30], [0]]), LENGTH)
     with pytest.raises(DataError, match="set one: .*one.idx must contain at least two documents"):
         one.check_documents(MASKED)
@@ -140,7 +135,7 @@ def test_sets_without_documents_are_refused(tmp_path: Path) -> None:
         single.check_documents(UNCOUNTED)
 
 
-def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_documents_out_of_order_are_refused(tmp_path) -> None:
     prefix = write(tmp_path / "set", [[10], [10], [10]])
     content = bytearray((tmp_path / "set.idx").read_bytes())
     content[-16:-8] = (0).to_bytes(8, "little")  # the third document begins before the second
@@ -150,7 +145,7 @@ def test_documents_out_of_order_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path: Path) -> None:
+def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_path) -> None:
     """Test any number of windows, because the last target may be a first token."""
     prefix = write(tmp_path / "set", SETS[name])
     document_of = [i for i, lengths in enumerate(SETS[name]) for _ in range(sum(lengths))]
@@ -169,8 +164,7 @@ def test_bits_per_byte_leave_out_first_tokens_and_their_bytes(name: str, tmp_pat
 def test_made_tokens_have_documents() -> None:
     tokens = MockTokens("a", "nowhere", 4096, vocabulary=10)
     starts = tokens.starts(0, 1 << 20)
-    assert np.diff(starts).min() > 0
-    assert len(starts) == pytest.approx(1024, rel=0.01)
+    assert np.diff(starts).min() > 0 and len(starts) == pytest.approx(1024, rel=0.01)
     found = [tokens.starts(first, first + 5000).tolist() for first in (0, 3000, 12345)]
     for first, part in zip((0, 3000, 12345), found, strict=True):
         assert part == [s for s in starts.tolist() if first <= s < first + 5000]

@@ -4,17 +4,17 @@ import json
 import shutil
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 from tests.mixtures import LENGTH, SIZES, expected, windows_of
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import reseal
+from tests.unit.training.data.conftest import sampler
 from tests.unit.training.data.test_data import training_data
 from training.checkpoint import checkpoints
 from training.checkpoint.stored_checkpoint import ResumeError
-from training.data.batches import GlobalBatchSampler, training_loader
+from training.data.batches import training_loader
 from training.data.order import Phase
 from training.report.log_lines import read_metrics
 
@@ -22,7 +22,7 @@ FIRST = {"big": 0.6, "middle": 0.3, "small": 0.1}
 THEN = {"big": 0.1, "middle": 0.9, "small": 0.1}
 
 
-def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> None:
+def test_each_set_goes_on_at_its_own_count(start, tmp_path, capsys) -> None:
     """Test two changes, the second of which removes a set, and a stop inside each phase."""
     change = {"checkpoint__allow_change": "[data]"}
     read = start(5, FIRST) + start(8, FIRST)
@@ -39,10 +39,9 @@ def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> Non
     read += start(30, without)
     counts = Counter(name for name, _ in read)
     told = {each["name"]: each for each in stated["sets"]}
-    assert {name: each["samples"] for name, each in told.items()} == {
-        name: counts[name] for name in without
-    }
+    assert told.keys() == without.keys()
     for name, each in told.items():
+        assert each["samples"] == counts[name]
         windows = (SIZES[name] - 1) // LENGTH
         assert each["tokens"] == counts[name] * LENGTH
         assert each["epochs"] == pytest.approx(counts[name] / windows)
@@ -50,17 +49,16 @@ def test_each_set_goes_on_at_its_own_count(start, tmp_path: Path, capsys) -> Non
     assert stated["tokens"] == 30 * 32 * LENGTH
 
 
-def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path: Path) -> None:
+def test_a_stop_after_a_change_is_as_if_the_run_had_not_stopped(start, tmp_path) -> None:
     change = {"checkpoint__allow_change": "[data]"}
     start(6, FIRST)
     other = shutil.copytree(tmp_path / "run", tmp_path / "whole")
     whole = start(14, THEN, **change, run__dir=other)
     cut = start(9, THEN, **change) + start(14, THEN)
-    assert cut == whole
-    assert losses(tmp_path / "run") == losses(other)
+    assert cut == whole and losses(tmp_path / "run") == losses(other)
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder) -> dict[int, float]:
     """Return the logged losses by step."""
     return {line["step"]: line["train/loss"] for line in read_metrics(folder)}
 
@@ -81,7 +79,7 @@ def test_other_content_begins_at_its_start_and_another_length_keeps_tokens(start
     assert {name: each["tokens"] for name, each in phase["read"].items()} == tokens
 
 
-def test_windows_of_another_length_begin_after_as_many_tokens(prefixes: dict[str, Path]) -> None:
+def test_windows_of_another_length_begin_after_as_many_tokens(prefixes) -> None:
     """The windows follow each set's order of windows of the new length, also across epochs."""
     read = training_data(prefixes, length=8).read(100)
     longer = training_data(prefixes, length=16)
@@ -109,25 +107,19 @@ def test_a_checkpoint_without_counts_goes_on_alone_with_its_own_mixture(start, t
 
 
 @pytest.mark.parametrize("data_size", [1, 2])
-def test_ranks_and_workers_read_on_together(prefixes: dict[str, Path], data_size: int) -> None:
+def test_ranks_and_workers_read_on_together(prefixes, data_size: int) -> None:
     before = training_data(prefixes)
     phase = Phase(sample=40, read=before.read(40))
     data = training_data(prefixes).since(phase)
     batches = []
     for rank in range(data_size):
-        sampler = GlobalBatchSampler(
-            consumed=40, global_batch=8, micro_batch=2, data_rank=rank, data_size=data_size
-        )
-        loader = training_loader(data, sampler, workers=1)
+        order = sampler(consumed=40, data_rank=rank, data_size=data_size)
+        loader = training_loader(data, order, workers=1)
         batches.append(list(islice(loader, 3 * 4 // data_size)))
     per_step = 4 // data_size
-    rows = [
-        row
-        for step in range(3)
-        for rank in batches
-        for batch in rank[step * per_step : (step + 1) * per_step]
-        for row in batch.tolist()
-    ]
+    steps = [slice(step * per_step, (step + 1) * per_step) for step in range(3)]
+    rows = [row for step in steps for rank in batches for batch in rank[step] for row in batch]
+    rows = [row.tolist() for row in rows]
     assert rows == [data[k].tolist() for k in range(40, 64)]
     counts = {name: each.samples for name, each in data.read(64).items()}
     assert sum(counts.values()) == 64

@@ -37,8 +37,7 @@ def test_a_run_keeps_the_names_of_its_sets(tmp_path) -> None:
     train, validation = build_data(config)
     assert [each.name for each in train.sets] == ["walk"]
     assert [(each.name, each.samples) for each in validation] == [("walk", 5)]
-    assert train[0].shape == (33,)
-    assert validation[0].bits_per_byte(1.0) is None
+    assert train[0].shape == (33,) and validation[0].bits_per_byte(1.0) is None
 
 
 def test_without_sets_there_is_one(tmp_path) -> None:

@@ -1,7 +1,6 @@
 """All sets of a run come from one tokenizer, and a config can leave out the sets of its base."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a nu
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory):
     """Sets of two tokenizers in the folders `own` and `other`."""
     folder = tmp_path_factory.mktemp("prepared")
     for name, line in (("own", FOX), ("other", MATRIX)):
@@ -27,7 +26,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Path:
+def folder(prepared, tmp_path):
     """A folder with a config on the sets of one tokenizer, and `other`, prepared with another."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     tiny_config(str(tmp_path))
@@ -37,7 +36,7 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *overrides: str) -> int:
+def train(folder, *overrides: str) -> int:
     """Run pretrain.py on the folder's config in this process and return its exit code."""
     arguments = ["--config", f"{folder}/config.yaml", "train.exit_step=2", *overrides]
     return pretrain.main([*arguments, "checkpoint.interval=1"])
@@ -78,9 +77,7 @@ def test_replace_leaves_out_the_sets_of_the_base(folder):
     assert list(config.data.train) == ["mine"] and list(config.data.validation) == ["mine"]
     assert config.run.name == "test"
     # A base with `replace` replaces the levels below it, not the levels above.
-    (folder / "more.yaml").write_text(
-        "base: mine.yaml\ndata:\n  train:\n    more: {path: mine/more}\n"
-    )
+    (folder / "more.yaml").write_text("base: mine.yaml\ndata: {train: {more: {path: mine/more}}}\n")
     assert list(load_config(folder / "more.yaml").data.train) == ["mine", "more"]
     keys = ["data.replace=true", "data.train.last.path=x", "data.validation.last.path=x"]
     assert list(load_config(folder / "more.yaml", keys).data.train) == ["last"]

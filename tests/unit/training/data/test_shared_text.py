@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from training.data.token_set import TokenSet
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory):
     """Preparations: of one file, of the same file with a held-out share, and of another file."""
     home = tmp_path_factory.mktemp("prepared")
     write_jsonl(home / "rows.jsonl", TEXTS)
@@ -49,10 +48,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
 ])  # fmt: skip
 def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> None:
-    prefixes = [
-        {name: prepared / path for name, path in sets.items()} for sets in (train, validation)
-    ]
-    said = list(shared_text(*prefixes))
+    both = (train, validation)
+    said = list(shared_text(*({k: prepared / path for k, path in sets.items()} for sets in both)))
     assert len(said) == (how is not None)
     other = "validation set a" if validation else "training set b"
     for text in said:
@@ -72,8 +69,7 @@ def test_sets_without_hashes_are_named(prepared, keys, expected) -> None:
     sets = {"train": {"a": "whole", "b": "bare"}, "validation": {"a": "bare"}} | keys
     opened = {
         kind: [
-            TokenSet(name, prepared / folder / "a.train", 8)
-            for name, folder in sets.pop(kind).items()
+            TokenSet(k, prepared / folder / "a.train", 8) for k, folder in sets.pop(kind).items()
         ]
         for kind in ("train", "validation")
     }

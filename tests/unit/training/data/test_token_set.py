@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from os import truncate
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 from scripts import prepare_data
 from scripts.verify import main as verified
 from tests.token_files import write_manifest, write_stream
+from tests.unit.training.data.conftest import sampler
 from training.data import hashes, token_set
-from training.data.batches import GlobalBatchSampler, training_loader, without_worker_traces
+from training.data.batches import training_loader, without_worker_traces
 from training.data.hashes import BLOCK
 from training.data.manifest import read_manifest
 from training.data.order import TrainingData
@@ -42,8 +44,7 @@ def test_windows_overlap_by_one_token_and_cut_the_stream(tmp_path, count, dtype)
     found = TokenSet("set", write_stream(tmp_path / "set", tokens), 8)
     expected = [tokens[i : i + 9].tolist() for i in range(0, count - 8, 8)]
     assert [found.window(i).tolist() for i in range(len(found))] == expected
-    assert found.window(0).dtype == np.int64
-    assert found.tokens == count
+    assert found.window(0).dtype == np.int64 and found.tokens == count
 
 
 @pytest.mark.parametrize("whole", [1 << 28, 1000])
@@ -68,29 +69,23 @@ def test_too_few_tokens_for_a_window_says_how_many_are_needed(tmp_path: Path) ->
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "no idx": (lambda idx, bin_: idx.unlink(), r"no file .*set\.idx"),
-    "no bin": (lambda idx, bin_: bin_.unlink(), r"no file .*set\.bin"),
-    "empty idx": (lambda idx, bin_: truncate(idx, 0), "the file must begin with the header"),
-    "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "the file must begin with the header"),
-    "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
-    "dtype": (
-        lambda idx, bin_: patch(idx, 17, b"\x06"),
-        "dtype code must be of an integer type, got 6",
-    ),
-    "cut idx": (lambda idx, bin_: truncate(idx, 60), "need 102 bytes, but the file has 60"),
-    "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
-    "empty bin": (lambda idx, bin_: truncate(bin_, 0), "must contain tokens, got none"),
-    "cut bin": (
-        lambda idx, bin_: truncate(bin_, 100),
-        "has 100 bytes, but its index describes 200",
-    ),
-    "odd bin": (lambda idx, bin_: truncate(bin_, 199), "has 199 bytes"),
-    "long bin": (lambda idx, bin_: bin_.write_bytes(b"\x00" * 202), "has 202 bytes"),
-    "length": (lambda idx, bin_: patch(idx, 34, struct.pack("<i", 5)), "are not contiguous"),
-    "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "are not contiguous"),
-    "pointer": (lambda idx, bin_: patch(idx, 46, struct.pack("<q", 2)), "are not contiguous"),
-    "documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 9)), "sequence 3, got 9"),
-    "few documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 2)), "sequence 3, got 2"),
+    "no idx": (lambda i, b: i.unlink(), r"no file .*set\.idx"),
+    "no bin": (lambda i, b: b.unlink(), r"no file .*set\.bin"),
+    "empty idx": (lambda i, b: truncate(i, 0), "the file must begin with the header"),
+    "other file": (lambda i, b: patch(i, 0, b"{"), "the file must begin with the header"),
+    "version": (lambda i, b: patch(i, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
+    "dtype": (lambda i, b: patch(i, 17, b"\x06"), "code must be of an integer type, got 6"),
+    "cut idx": (lambda i, b: truncate(i, 60), "need 102 bytes, but the file has 60"),
+    "long count": (lambda i, b: patch(i, 18, b"\xff" * 8), "the file has 102"),
+    "empty bin": (lambda i, b: truncate(b, 0), "must contain tokens, got none"),
+    "cut bin": (lambda i, b: truncate(b, 100), "has 100 bytes, but its index describes 200"),
+    "odd bin": (lambda i, b: truncate(b, 199), "has 199 bytes"),
+    "long bin": (lambda i, b: b.write_bytes(b"\x00" * 202), "has 202 bytes"),
+    "length": (lambda i, b: patch(i, 34, struct.pack("<i", 5)), "are not contiguous"),
+    "negative": (lambda i, b: patch(i, 42, struct.pack("<i", -1)), "are not contiguous"),
+    "pointer": (lambda i, b: patch(i, 46, struct.pack("<q", 2)), "are not contiguous"),
+    "documents": (lambda i, b: patch(i, 94, struct.pack("<q", 9)), "sequence 3, got 9"),
+    "few documents": (lambda i, b: patch(i, 94, struct.pack("<q", 2)), "sequence 3, got 2"),
 }
 
 
@@ -101,8 +96,7 @@ def test_corrupt_index_is_one_clear_error(tmp_path: Path, case: str) -> None:
     corrupt(tmp_path / "set.idx", tmp_path / "set.bin")
     with pytest.raises(DataError, match=message) as caught:
         TokenSet("set", tmp_path / "set", 8)
-    assert "set set" in str(caught.value)
-    assert isinstance(caught.value, InputError)
+    assert "set set" in str(caught.value) and isinstance(caught.value, InputError)
 
 
 def test_entropy_and_largest_token_agree_with_counting(prefixes: dict[str, Path]) -> None:
@@ -111,9 +105,8 @@ def test_entropy_and_largest_token_agree_with_counting(prefixes: dict[str, Path]
         shares = [n / len(tokens) for n in Counter(tokens).values()]
         found = TokenSet(name, prefix, 8)
         # Two sums of a few hundred terms of order 1, equal up to float64 rounding.
-        assert found.unigram_entropy() == pytest.approx(
-            math.fsum(-p * math.log(p) for p in shares), rel=1e-12
-        )
+        entropy = math.fsum(-p * math.log(p) for p in shares)
+        assert found.unigram_entropy() == pytest.approx(entropy, rel=1e-12)
         assert found.max_token() == max(tokens)
 
 
@@ -129,9 +122,7 @@ def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path])
     sets = [TokenSet(name, prefix, 8) for name, prefix in prefixes.items()]
     largest = max(each.max_token() for each in sets)
     check_vocabulary(sets, largest + 1)
-    with pytest.raises(
-        DataError, match=rf"contains token id {largest}, but vocab_size is {largest}"
-    ):
+    with pytest.raises(DataError, match=f"token id {largest}, but vocab_size is {largest}"):
         check_vocabulary(sets, largest)
 
 
@@ -139,9 +130,7 @@ def test_manifest_beside_the_set_must_agree_with_it(prefixes, tmp_path) -> None:
     write_manifest(tmp_path, max_token=12345)
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
-    with pytest.raises(
-        DataError, match="contains 1000 tokens, but the manifest in its folder states 999"
-    ):
+    with pytest.raises(DataError, match="1000 tokens, but the manifest in its folder states 999"):
         TokenSet("a", prefixes["a"], 8).max_token()
 
 
@@ -279,16 +268,9 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     tokens = np.arange(100, dtype=np.uint16) % 50
     tokens[40] = 77
     prefix = write_stream(tmp_path / "set", tokens)
-    data = TrainingData(
-        [("set", prefix, 1.0)],
-        sequence_length=8,
-        seed=0,
-        open_set=lambda name, path, length: TokenSet(name, path, length, vocab_size=50),
-    )
-    sampler = GlobalBatchSampler(
-        consumed=0, global_batch=1, micro_batch=1, data_rank=0, data_size=1
-    )
-    loader = training_loader(data, sampler, workers=workers)
+    open_set = partial(TokenSet, vocab_size=50)
+    data = TrainingData([("set", prefix, 1.0)], sequence_length=8, seed=0, open_set=open_set)
+    loader = training_loader(data, sampler(global_batch=1, micro_batch=1), workers=workers)
     with pytest.raises(DataError) as caught:
         list(islice(without_worker_traces(loader), 12))
     assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
@@ -306,8 +288,7 @@ def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
     assert verified([str(prepared)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("good")
     damage(prepared)
-    assert verified([str(prepared)]) == 1
-    assert said in capsys.readouterr().out
+    assert verified([str(prepared)]) == 1 and said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [0, 500, -1])
@@ -316,7 +297,5 @@ def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)
-    with pytest.raises(
-        DataError, match=r"contains token id -7, but ids must be in \[0, vocab_size = 50"
-    ):
+    with pytest.raises(DataError, match=r"token id -7, but ids must be in \[0, vocab_size = 50"):
         check_vocabulary([token_set], 50)

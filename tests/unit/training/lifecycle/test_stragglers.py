@@ -1,7 +1,9 @@
 """Ranks that are reported as stragglers, when they are reported, and the times of ranks."""
 
+import math
 import time
 from itertools import count
+from types import SimpleNamespace
 
 import torch
 
@@ -27,10 +29,8 @@ def test_a_rank_that_recovers_is_counted_anew():
     found = Stragglers(HOSTS, [0, 0, 0, 0])
     slow, even = [1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.1]
     assert not list(found.new(slow, 49)) and not list(found.new(even, 1))
-    assert not list(found.new(slow, 49))
-    assert len(list(found.new(slow, 1))) == 1
-    assert not list(found.new(even, 10))
-    assert len(list(found.new(slow, 60))) == 1
+    assert not list(found.new(slow, 49)) and len(list(found.new(slow, 1))) == 1
+    assert not list(found.new(even, 10)) and len(list(found.new(slow, 60))) == 1
 
 
 def test_stages_are_compared_with_themselves():
@@ -43,9 +43,7 @@ def test_stages_are_compared_with_themselves():
 def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkeypatch):
     """They do not contain what the rank does between steps, which others may wait for."""
     local: list[float] = []
-    monkeypatch.setattr(
-        Stragglers, "new", lambda self, times, steps: local.extend(times) or ["slow"]
-    )
+    monkeypatch.setattr(Stragglers, "new", lambda _, times, steps: local.extend(times) or ["slow"])
     config = tiny_config(folder, "adamw", train__steps=4, log__interval=2, checkpoint__interval=0)
     train(config, world, on_step=lambda *_: time.sleep(0.2))
     seconds = [line["perf/step_time_s"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
@@ -56,27 +54,19 @@ def test_times_of_a_rank_are_those_of_its_passes(world, folder, tmp_path, monkey
     assert all(0 < each < step - 0.05 for each, step in zip(local, seconds, strict=True))
 
 
-class Event:
-    """An event on a GPU that needs a second between events."""
-
+def test_times_on_a_gpu_are_those_between_events(monkeypatch):
+    """The GPU needs a second between events, whose times are known once they are reached."""
     seconds = count()
 
-    def __init__(self, enable_timing: bool) -> None:
+    def event(enable_timing: bool) -> SimpleNamespace:
         assert enable_timing
+        made = SimpleNamespace(reached=math.nan)
+        made.record = lambda: vars(made).update(time=next(seconds))
+        made.synchronize = lambda: vars(made).update(reached=made.time)
+        made.elapsed_time = lambda end: 1000.0 * (end.reached - made.time)
+        return made
 
-    def record(self) -> None:
-        self.time = next(self.seconds)
-
-    def synchronize(self) -> None:
-        self.reached = True
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert end.reached
-        return 1000.0 * (end.time - self.time)
-
-
-def test_times_on_a_gpu_are_those_between_events(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     clock = Clock(torch.device("cuda"))
     for intervals in (3, 2, 0):
         for _ in range(intervals):

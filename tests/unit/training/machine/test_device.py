@@ -1,6 +1,6 @@
 """The choice of a rank's device, and errors about a device on which kernels do not start."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +10,11 @@ from training.machine.backends import check_kernels
 from training.machine.device import DeviceError, Gpus, choose, driver, gpus_here
 
 NONE = Gpus(built="13.0", devices=(), problem=None, usable=0)
-EIGHT = Gpus(
-    built="13.0", devices=tuple(f"/dev/nvidia{i}" for i in range(8)), problem=None, usable=8
-)
+EIGHT = replace(NONE, devices=tuple(f"/dev/nvidia{i}" for i in range(8)), usable=8)
 OLD_DRIVER = Gpus(built="13.0", devices=("/dev/nvidia0",),
                   problem="The NVIDIA driver on your system is too old (found version 12040).",
                   usable=0)  # fmt: skip
-CONTAINER = Gpus(built="13.0", devices=("0000:01:00.0",), problem=None, usable=0)
+CONTAINER = replace(NONE, devices=("0000:01:00.0",))
 CPU_BUILD = Gpus(built=None, devices=("/dev/nvidia0",), problem=None, usable=0)
 
 
@@ -79,7 +77,7 @@ def test_the_drivers_version_is_read_from_its_first_line(text, version, tmp_path
 
 
 @pytest.fixture
-def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def as_listed(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """Provide a table of kernels with this device."""
     monkeypatch.setattr(dispatch, "TABLE", tmp_path / "table.json")
     dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')

@@ -24,18 +24,15 @@ def test_a_run_asks_for_what_its_layout_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     workers = "TORCHINDUCTOR_COMPILE_THREADS"
     plain = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", workers: "16"}
-    assert of() == plain
-    assert of(parallel__pipeline=2) == plain
+    assert of() == plain and of(parallel__pipeline=2) == plain
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert of(parallel__tensor=2) == of(parallel__context=2) == plain | one
     for ranks, share in ((4, "4"), (64, "1")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert of() == plain | {workers: share}
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    graph = {
-        "optimizer__distributed__cuda_graph": True,
-        "optimizer__distributed__overlap_gather": False,
-    }
+    graph = {"optimizer__distributed__cuda_graph": True,
+             "optimizer__distributed__overlap_gather": False}  # fmt: skip
     assert of(**graph) == plain | {"NCCL_GRAPH_REGISTER": "0"}
     assert of(run__deterministic=True) == plain | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

@@ -1,7 +1,6 @@
 """Messages about ranks that differ, what is compared, and restarts that are refused."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,9 @@ from training.machine.start import check_restarts, source_hash
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
     facts = [{"seed": 1}, {"seed": 7}, {"seed": 7}, {"seed": 7}]
     hosts = ["a", "b", "c", "d"]
-    assert list(differing(facts, hosts)) == [
-        "seed differs between ranks: 1 on rank 0 (host a), 7 on the other 3 ranks"
-    ]
-    assert list(differing(facts[:2], hosts)) == [
-        "seed differs between ranks: 1 on rank 0 (host a), 7 on rank 1 (host b)"
-    ]
+    said = "seed differs between ranks: 1 on rank 0 (host a), 7 on"
+    assert [*differing(facts, hosts)] == [f"{said} the other 3 ranks"]
+    assert [*differing(facts[:2], hosts)] == [f"{said} rank 1 (host b)"]
     many = [{"seed": 7}] * 30 + [{}] * 20
     (line,) = differing(many, ["a"] * 50)
     assert line.startswith("seed differs between ranks: absent on rank 30 (host a)")
@@ -27,7 +23,7 @@ def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
 
 
 @pytest.mark.parametrize("name", ["kernels/dispatch.py", "kernels/table.json"])
-def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path: Path) -> None:
+def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path) -> None:
     shutil.copytree(ROOT / "spectral", tmp_path / "spectral")
     before = source_hash(tmp_path / "spectral")
     with (tmp_path / "spectral" / name).open("a") as file:

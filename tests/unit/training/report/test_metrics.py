@@ -24,10 +24,8 @@ def test_every_line_is_json_and_floats_come_back_exactly(tmp_path_factory, rows)
         for step, row in enumerate(rows):
             writer.log(row, step=step)
     as_json = map(json.dumps, rows)  # with NaN and Infinity
-    expected = [
-        {"step": i} | json.loads(row, parse_constant=lambda _: None)
-        for i, row in enumerate(as_json)
-    ]
+    read = (json.loads(row, parse_constant=lambda _: None) for row in as_json)
+    expected = [{"step": i} | row for i, row in enumerate(read)]
     # Split only at newlines: JSON escapes them, but not Unicode's other line separators.
     lines = writer.path.read_text(encoding="utf-8").split("\n")[:-1]
     assert [json.loads(line, parse_constant=refuse) for line in lines] == expected
