@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -118,11 +119,8 @@ def test_three_stops_inside_change_nothing(keys, config_folder, world, counted) 
 def test_a_rewind_returns_to_the_batch_of_its_step(config_folder, world, monkeypatch, poisoned):
     """Steps 4 and 5 are not finite: the run returns to step 2, and their samples 6 to 13 are left
     out; the next steps have the batches of their step numbers."""
-    read: list[list[int]] = []
-    source = TrainingData.__getitem__
-    monkeypatch.setattr(
-        TrainingData, "__getitem__", lambda data, k: read.append(k) or source(data, k)
-    )
+    read, get = [], TrainingData.__getitem__
+    monkeypatch.setattr(TrainingData, "__getitem__", lambda d, k: read.append(k) or get(d, k))
     poisoned(3)
     keys = {"train__max_skipped_steps": 1, "spikes__rewinds": 1, "checkpoint__interval": 2}
     keys |= {"monitors__interval": 0, "log__interval": 5, "validation__interval": 2}
@@ -153,12 +151,13 @@ def test_the_rate_by_tokens_is_that_by_steps_without_a_ramp() -> None:
             assert factor == learning_rate_factor(step, 100, by_steps)
 
 
+TRAIN = TrainConfig(steps=20, global_batch=8, micro_batch=2, sequence_length=32)
+
+
 def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
     """Warm-up ends after the tokens of its full steps, decay with the last token."""
     ramp = (RampStage(batch=2, until_steps=6), RampStage(batch=4, until_steps=10))
-    config = TrainConfig(
-        steps=20, global_batch=8, micro_batch=2, sequence_length=32, batch_ramp=ramp
-    )
+    config = replace(TRAIN, batch_ramp=ramp)
     schedule = ScheduleConfig(kind="linear", warmup_steps=2, min_ratio=0.0, unit="tokens")
     batches = [2] * 6 + [4] * 4 + [8] * 10
     tokens = 0
@@ -174,9 +173,7 @@ def test_the_rate_by_tokens_is_a_function_of_the_share_of_the_tokens() -> None:
 def test_decay_begins_after_the_first_step_that_reaches_its_tokens(fraction: float) -> None:
     """Decay begins in different parts of the run, on and off the borders of the ramp's stages."""
     ramp = (RampStage(batch=3, until_steps=6), RampStage(batch=5, until_steps=11))
-    config = TrainConfig(
-        steps=20, global_batch=8, micro_batch=1, sequence_length=32, batch_ramp=ramp
-    )
+    config = replace(TRAIN, micro_batch=1, batch_ramp=ramp)
     schedule = ScheduleConfig(kind="wsd", cooldown_fraction=fraction, unit="tokens")
     before = [0, *accumulate([3] * 6 + [5] * 5 + [8] * 9)]
     left = before[-1] - round(fraction * before[-1] / 8) * 8
@@ -209,9 +206,8 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
     second = ceil((15_000 - 30 * 4 * 32) / (8 * 32))
     counts = {4: 30, 8: second, 32: 70 - second}
     hours = 0.0
-    for (part, seconds), (batch, steps) in zip(
-        batch_seconds(config, planned), counts.items(), strict=True
-    ):
+    parts = batch_seconds(config, planned)
+    for (part, seconds), (batch, steps) in zip(parts, counts.items(), strict=True):
         alone = load_config(minimal, [*keys, f"train.global_batch={batch}"])
         assert (part.batch, part.steps) == (batch, steps)
         assert seconds == plan_run(alone, 4).time.total
@@ -269,5 +265,4 @@ def test_stages_that_are_over_limit_no_layout(end, minimal, monkeypatch) -> None
 @pytest.mark.parametrize(("keys", "ranks", "text"), WRONG)
 def test_a_ramp_that_makes_no_sense_is_refused(keys, ranks, text, minimal) -> None:
     found = problems(minimal, f"train.batch_ramp={keys[0]}", *keys[1:], world_size=ranks)
-    assert len(found) == 1
-    assert text in found[0]
+    assert len(found) == 1 and text in found[0]

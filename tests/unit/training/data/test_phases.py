@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -43,7 +42,7 @@ COMMON = {
 }
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
+def logged(folder) -> list[dict[str, float]]:
     """Return the metrics of a run without the counts that only runs with phases log."""
     return [
         {key: value for key, value in line.items() if not key.startswith("data/")}
@@ -51,7 +50,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
+def test_the_plan_names_sets_whose_epochs_are_unknown(minimal) -> None:
     table = data_table(load_config(minimal))
     assert "text  100.0%, 25,600  25,600  unknown" in table
     assert table.endswith("\nepochs are unknown without the manifest.json of text")
@@ -60,10 +59,8 @@ def test_the_plan_names_sets_whose_epochs_are_unknown(minimal: Path) -> None:
 def test_each_set_goes_on_at_its_count_and_stops_change_nothing(start, tmp_path, capsys) -> None:
     whole = start(22, FIRST, **COMMON)
     printed = capsys.readouterr().out
-    assert re.search(
-        r"data from step 9 on: big 20.0% \(1,2\d\d tokens read before\), middle 30.0%", printed
-    )
-    assert "data from step 16 on: small 100.0%" in printed
+    said = r"data from step 9 on: big 20.0% \(1,2\d\d tokens read before\), middle 30.0%"
+    assert re.search(said, printed) and "data from step 16 on: small 100.0%" in printed
     for name in SIZES:
         windows = windows_of(whole, name)
         assert windows == expected(name, len(windows))
@@ -75,33 +72,28 @@ def test_each_set_goes_on_at_its_count_and_stops_change_nothing(start, tmp_path,
     assert {each["name"]: each["tokens"] for each in stated["sets"]} == counts
     last = metrics_of(folder)[-1]
     assert {name: last[f"data/{name}/tokens"] for name in SIZES} == counts
-    page = report(read_run(folder))
-    assert (
-        f"<td>small</td><td>0.0%</td><td>50.0%</td><td>100.0%</td><td>{counts['small']:,}" in page
-    )
+    row = f"<td>small</td><td>0.0%</td><td>50.0%</td><td>100.0%</td><td>{counts['small']:,}"
+    assert row in report(read_run(folder))
 
     stopped: Read = []
     for until in (5, 11, 15, 22):  # in phases of several sets, and where a phase begins
         stopped += start(until, FIRST, **COMMON)
         read = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]["read"]
-        assert {k: v["samples"] for k, v in read.items() if v["samples"]} == Counter(
-            name for name, _ in stopped
-        )
-    assert stopped == whole
-    assert metrics_of(tmp_path / "run") == metrics_of(folder)
+        counted = {k: v["samples"] for k, v in read.items() if v["samples"]}
+        assert counted == Counter(name for name, _ in stopped)
+    assert stopped == whole and metrics_of(tmp_path / "run") == metrics_of(folder)
     assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
 
 
 @pytest.mark.slow
-def test_phases_are_runs_cut_by_hand(start, tmp_path: Path) -> None:
+def test_phases_are_runs_cut_by_hand(start, tmp_path) -> None:
     whole = start(22, FIRST, **COMMON)
     folder = shutil.move(tmp_path / "run", tmp_path / "whole")
     by_hand: Read = []
     keys = {**COMMON, "data__phases": "[]", "checkpoint__allow_change": "[data]"}
     for until, weights in BY_HAND.items():
         by_hand += start(until, {k: v for k, v in weights.items() if v}, **keys)
-    assert by_hand == whole
-    assert logged(tmp_path / "run") == logged(folder)
+    assert by_hand == whole and logged(tmp_path / "run") == logged(folder)
     assert same_state(state_of(tmp_path / "run", 22), state_of(folder, 22)) == []
 
 
@@ -134,9 +126,7 @@ def test_with_a_ramp_and_a_phase_that_begins_with_the_decay(start, tmp_path, cap
     borders = [0, *beginnings.values(), 464]
     for use, first, end in zip(uses, borders[:-1], borders[1:], strict=True):
         read = Counter(name for name, _ in whole[first:end])
-        assert {
-            name: count // LENGTH for name, count in use.tokens(LENGTH).items() if count
-        } == read
+        assert {name: n // LENGTH for name, n in use.tokens(LENGTH).items() if n} == read
 
 
 @pytest.mark.slow
@@ -153,19 +143,18 @@ def test_a_rewind_over_a_beginning_keeps_the_steps_of_the_phases(start, tmp_path
     names = [{name for name, _ in batch} for batch in once]
     assert names[:8] == [{"big", "middle"}] * 8 and names[15:] == [{"small"}] * 7
     # Samples of the skipped steps count as read, and are not read again.
+    whole = sum([*batches[:10], *batches[12:]], [])
     for name in SIZES:
-        seen = windows_of(sum([*batches[:10], *batches[12:]], []), name)
+        seen = windows_of(whole, name)
         assert seen == expected(name, len(seen))
     progress = checkpoints.read_checkpoint(tmp_path / "run").meta["progress"]
     assert progress["left_out"] == [[8 * 32, 10 * 32]]
-    counts = {
-        name: len(windows_of(sum([*batches[:10], *batches[12:]], []), name)) for name in SIZES
-    }
+    counts = {name: len(windows_of(whole, name)) for name in SIZES}
     assert {name: each["samples"] for name, each in progress["read"].items()} == counts
 
 
 @pytest.mark.slow
-def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path: Path) -> None:
+def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path) -> None:
     """After a late decision to anneal, the run equals one with the phase from the start."""
     whole = start(12, FIRST, **COMMON)
     shutil.rmtree(tmp_path / "run")
@@ -192,17 +181,16 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path:
      "phases[1].after_share must start the phase after step 60, the start of the previous"),
     ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
 ])  # fmt: skip
-def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal: Path) -> None:
+def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal) -> None:
     found = problems(minimal, f"data.phases={value}")
-    assert text in found[0]
-    assert len(found) == 1
+    assert text in found[0] and len(found) == 1
 
 
 @pytest.mark.parametrize(("weights", "text"), [
     ({"text": 0, "more": 1}, "data.train.text.weight must be above 0 here or in a phase, got 0"),
     ({"text": 0, "more": 0}, "data.train must contain a set whose weight is above 0"),
 ])  # fmt: skip
-def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal: Path) -> None:
+def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal) -> None:
     more = "data.phases=[{after_steps: 9, weights: {more: 1}}]"
     sets = [f"data.train.{name}={{path: data/{name}, weight: {w}}}" for name, w in weights.items()]
     assert any(text in line for line in problems(minimal, *sets, more))

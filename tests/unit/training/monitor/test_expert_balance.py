@@ -24,8 +24,7 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
     metrics = []
     Loop(trainer, Hooks(report=lambda values, step: metrics.append(values))).run()
     by_layer = [metrics[-1][f"moe/max_vio/{layer}"] for layer in (1, 2)]
-    assert "moe/max_vio/0" not in metrics[-1]
-    assert metrics[-1]["moe/max_vio"] == max(by_layer)
+    assert "moe/max_vio/0" not in metrics[-1] and metrics[-1]["moe/max_vio"] == max(by_layer)
     assert all(0 <= value <= 3 for value in by_layer)
     assert not any(name.endswith("loss") for name in metrics[-1] if name.startswith("moe/"))
     biases = [router.expert_bias for router in routers(trainer.model.chunks)]
@@ -35,9 +34,8 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
 def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) -> None:
     """The reference uses the logits of all four micro-batches of two sequences of 32 tokens."""
     coefficients = {"sequence_aux_loss": 1e-2, "global_aux_loss": 3e-3, "z_loss": 1e-3}
-    trainer = trainer_of(
-        folder, world, **{f"model__moe__{name}": value for name, value in coefficients.items()}
-    )
+    keys = {f"model__moe__{name}": value for name, value in coefficients.items()}
+    trainer = trainer_of(folder, world, **keys)
     (router,) = routers(trainer.model.chunks)
     logits: list[Tensor] = []
     routing = router.routing
@@ -49,9 +47,8 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) 
     router.routing = keep
     trainer.step(0)
     # Equal shares before the first step, of mean scores that sum to 1.
-    assert trainer.experts.metrics(trainer.microbatches)["moe/global_aux_loss"] == pytest.approx(
-        1.0, rel=1e-6
-    )
+    found = trainer.experts.metrics(trainer.microbatches)
+    assert found["moe/global_aux_loss"] == pytest.approx(1.0, rel=1e-6)
     before = torch.cat([each.flatten(0, 1) for each in logits])
     logits.clear()
     trainer.step(1)
@@ -61,9 +58,8 @@ def test_balancing_losses_are_logged_as_their_papers_define_them(folder, world) 
     assert found["moe/z_loss"] == pytest.approx(z.item(), rel=1e-5)
 
     sequences = torch.cat(logits, 1).transpose(0, 1)  # [8 sequences, 32 tokens, 4 experts]
-    assert found["moe/sequence_aux_loss"] == pytest.approx(
-        torch.stack([imbalance(each) for each in sequences]).mean().item(), rel=1e-5
-    )
+    expected = torch.stack([imbalance(each) for each in sequences]).mean().item()
+    assert found["moe/sequence_aux_loss"] == pytest.approx(expected, rel=1e-5)
     # The scores of the step are combined with the load of the previous step.
     scores = torch.cat([each.flatten(0, 1) for each in logits])
     expected = imbalance(scores, before).item()
@@ -88,8 +84,7 @@ def test_a_step_that_is_not_taken_leaves_the_load(folder: str, world: Groups) ->
     load = router.earlier_load.clone()
     assert load.sum() == 8 * 32 * 2
     next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
-    assert not trainer.step(1).active
-    assert torch.equal(router.earlier_load, load)
+    assert not trainer.step(1).active and torch.equal(router.earlier_load, load)
 
 
 def imbalance(logits: Tensor, load_of: Tensor | None = None) -> Tensor:
