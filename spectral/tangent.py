@@ -9,7 +9,7 @@
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
 3. In 16 bits an evaluation is less exact than the model's root, because msign's rounding errors
-  have a component along Theta. This component equals `f` and is subtracted from the direction.
+   have a component along Theta. This component equals `f` and is subtracted from the direction.
 """
 
 from collections.abc import Sequence

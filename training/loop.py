@@ -204,8 +204,8 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work is due after `step`. Unless `interval` is 0, it is due after every
-        `interval` steps and after the last step."""
+        """Return whether work is due after `step`. It is due after the last step and, unless
+        `interval` is 0, after every `interval` steps."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:

@@ -9,8 +9,8 @@
         COMPLETE     hash of meta.json, written last
 
 A checkpoint is written to `.writing-...` in the folder `checkpoints`, and renamed when all of its
-files are on disk. Every folder step_* is therefore complete. A checkpoint needs no file outside its
-folder. Loading a checkpoint never depends on `latest`.
+files are on disk. Every folder step_* was therefore complete when it was renamed. A checkpoint
+needs no file outside its folder. Loading a checkpoint never depends on `latest`.
 """
 
 import contextlib
