@@ -1,6 +1,5 @@
 """Runs on documents that share sequences: loss, resume, and refusals."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch import Tensor
 
 from models.families import model_size
-from parallel.comm.groups import Groups
-from parallel.model import Batch, LossFunction
+from parallel.model import Batch, LossFunction, ParallelModel
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.build import build_trainer
 from training.checkpoint.stored_checkpoint import ResumeError
-from training.config import InvalidConfigError
 from training.data.batches import as_batch
 from training.data.build_data import build_data
 from training.data.document_index import CROSSED
@@ -35,7 +32,7 @@ MASKED = {"data__document_mask": True, "data__first_token_loss": False}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path) -> str:
     """A folder with the set `tokens`: long documents in its first part, documents of one to three
     tokens in its second."""
     generator = np.random.default_rng(0)
@@ -52,6 +49,13 @@ def raw_losses(batch: Batch) -> LossFunction:
     return lambda losses: (losses.mean(), {"losses": losses.detach().clone()})
 
 
+def token_losses(model: ParallelModel, batch: Batch) -> Tensor:
+    """Return the losses of the counted tokens of a batch."""
+    options = {"microbatches": 1, "micro_batch": len(batch["tokens"]), "train": False}
+    (figures,) = model.forward_backward(lambda: iter([batch]), raw_losses, **options)
+    return figures["losses"][batch["counted"]]
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_every_counted_token_has_the_same_weight(micro_batch, folder, world) -> None:
     """The loss of a step is the mean over the counted tokens of its global batch, whatever their
@@ -62,22 +66,12 @@ def test_every_counted_token_has_the_same_weight(micro_batch, folder, world) -> 
     batches = [as_batch(data[k][None], world, data.borders) for k in range(8)]
     counts = [int(batch["counted"].sum()) for batch in batches]
     assert min(counts) < 0.7 * max(counts)  # short documents in some samples
-    losses = [
-        trainer.model.forward_backward(
-            lambda batch=batch: iter([batch]),
-            raw_losses,
-            microbatches=1,
-            micro_batch=1,
-            train=False,
-        )[0]["losses"][batch["counted"]]
-        for batch in batches
-    ]
+    losses = [token_losses(trainer.model, batch) for batch in batches]
     expected = torch.cat(losses).double().mean().item()
     result = trainer.step(0)
     assert result.loss.item() == pytest.approx(expected, rel=1e-6)
-    assert result.loss.item() != pytest.approx(
-        torch.stack([x.mean() for x in losses]).mean().item()
-    )
+    unweighted = torch.stack([x.mean() for x in losses]).mean().item()
+    assert result.loss.item() != pytest.approx(unweighted)
 
 
 def test_a_z_loss_counts_the_same_tokens() -> None:
@@ -88,7 +82,7 @@ def test_a_z_loss_counts_the_same_tokens() -> None:
     torch.testing.assert_close(value, sums[0] + 0.5 * sums[1])
 
 
-def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) -> None:
+def test_gradients_do_not_depend_on_micro_batches(folder: str, world) -> None:
     norms = []
     for micro_batch in (1, 2, 8):
         config = tiny_config(folder, "adamw", **MASKED, train__micro_batch=micro_batch)
@@ -98,7 +92,7 @@ def test_gradients_do_not_depend_on_micro_batches(folder: str, world: Groups) ->
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
-def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -> None:
+def test_a_batch_without_counted_tokens_is_no_step(folder: str, world) -> None:
     """The mean loss is undefined, so the step is skipped, counted and named like any nonfinite
     step."""
     config = tiny_config(folder, "adamw", **MASKED)
@@ -115,7 +109,7 @@ def test_a_batch_without_counted_tokens_is_no_step(folder: str, world: Groups) -
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, world: Groups) -> None:
+def test_a_sample_goes_on_with_the_last_document_of_its_prompt(folder: str, world) -> None:
     config = tiny_config(folder, "adamw", **MASKED)
     data, (validation,) = build_data(config)
     trainer = build_trainer(config, world, data, [validation])
@@ -150,15 +144,13 @@ def test_a_plan_states_whose_documents_it_counts(folder: str) -> None:
     assert "lengths of mock tokens" in run_table(mock, plan_run(mock, 1))
 
 
-def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
+def test_mfu_counts_visible_keys(folder: str, world) -> None:
     """The FLOPs of a step equal the plan's on the same sets."""
     flops = {}
     for name, keys in {"masked": MASKED, "crossed": {}}.items():
-        config = tiny_config(folder, "adamw", **keys, log__interval=1, train__exit_step=1)
-        train(
-            tiny_config(folder, "adamw", **keys, train__exit_step=1, run__dir=f"{folder}/{name}"),
-            world,
-        )
+        own = {"train__exit_step": 1, "run__dir": f"{folder}/{name}"}
+        config = tiny_config(folder, "adamw", **keys, **own)
+        train(config, world)
         line = metrics_of_all(f"{folder}/{name}")[0]
         flops[name] = line["perf/tflops_per_gpu"] / line["perf/tokens_per_sec"]
         per_token = model_size(config.model, attended_length(config)).flops_per_token
@@ -166,28 +158,24 @@ def test_mfu_counts_visible_keys(folder: str, world: Groups) -> None:
     assert flops["masked"] < flops["crossed"]
 
 
-def test_validation_counts_the_same_tokens(folder: str, world: Groups) -> None:
+def test_validation_counts_the_same_tokens(folder: str, world) -> None:
     config = tiny_config(folder, "adamw", **MASKED, validation__samples=7)
     data, validation = build_data(config)
     trainer = build_trainer(config, world, data, validation)
     batch = next(validation[0].batches(micro_batch=7, data_rank=0, data_size=1))[0]
     whole = as_batch(batch, world, data.borders)
-    (figure,) = trainer.model.forward_backward(
-        lambda: iter([whole]), raw_losses, microbatches=1, micro_batch=7, train=False
-    )
-    expected = figure["losses"][whole["counted"]].double().mean().item()
+    expected = token_losses(trainer.model, whole).double().mean().item()
     assert Loop(trainer).evaluate()["val/walk/loss"] == pytest.approx(expected, rel=1e-6)
     assert validation[0].counted_tokens == int(whole["counted"].sum())
     for samples in (1, *range(75, 90)):  # some sequences end where a document begins
-        part = ValidationData(
-            "walk", f"{folder}/tokens", sequence_length=32, samples=samples, borders=data.borders
-        )
+        options = {"sequence_length": 32, "samples": samples, "borders": data.borders}
+        part = ValidationData("walk", f"{folder}/tokens", **options)
         batch = next(part.batches(micro_batch=samples, data_rank=0, data_size=1))[0]
         counted = as_batch(batch, world, data.borders)["counted"]
         assert part.counted_tokens == int(counted.sum()), samples
 
 
-def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Groups) -> None:
+def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world) -> None:
     keys: dict[str, Any] = MASKED | {"train__steps": 4, "log__interval": 1}
     keys |= {"checkpoint__interval": 2, "train__micro_batch": 4}
     lines = {}
@@ -196,8 +184,7 @@ def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Gro
             run = {"run__dir": f"{folder}/{name}", "train__exit_step": stop}
             train(tiny_config(folder, "adamw", **keys, **run), world)
         lines[name] = [line for line in metrics_of(f"{folder}/{name}") if line["step"] > 2]
-    assert len(lines["continuous"]) == 2
-    assert lines["continuous"] == lines["resumed"]
+    assert len(lines["continuous"]) == 2 and lines["continuous"] == lines["resumed"]
     states = (state_of(f"{folder}/{name}", 4) for name in lines)
     assert same_state(*states) == []
 
@@ -205,7 +192,7 @@ def test_a_resumed_run_is_the_continuous_one_bit_for_bit(folder: str, world: Gro
 @pytest.mark.parametrize(
     "key", ["data__document_mask", pytest.param("data__first_token_loss", marks=pytest.mark.slow)]
 )
-def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world: Groups) -> None:
+def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world) -> None:
     keys = {"train__steps": 4, "train__exit_step": 1, "checkpoint__interval": 1}
     keys["train__micro_batch"] = 8
     train(tiny_config(folder, "adamw", **keys), world)
@@ -216,14 +203,13 @@ def test_a_run_does_not_continue_with_other_borders(key: str, folder: str, world
     train(tiny_config(folder, "adamw", **changed, checkpoint__allow_change="[data]"), world)
 
 
-def test_without_them_a_batch_is_what_it_was(folder: str, world: Groups) -> None:
+def test_without_them_a_batch_is_what_it_was(folder: str, world) -> None:
     data, (validation,) = build_data(tiny_config(folder))
-    assert data.borders == validation.borders == CROSSED
-    assert data[0].shape == (33,)
+    assert data.borders == validation.borders == CROSSED and data[0].shape == (33,)
     assert as_batch(data[0][None], world, data.borders).keys() == {"tokens", "labels"}
 
 
-def test_a_set_of_one_document_is_refused(folder: str, world: Groups) -> None:
+def test_a_set_of_one_document_is_refused(folder: str, world) -> None:
     builder = IndexedDatasetBuilder(f"{folder}/one.bin", dtype=np.uint16)
     builder.add_document(torch.arange(400) % 120, [400])
     builder.finalize(f"{folder}/one.idx")
@@ -233,26 +219,18 @@ def test_a_set_of_one_document_is_refused(folder: str, world: Groups) -> None:
     build_data(tiny_config(folder, **one))
 
 
-def test_transformer_engine_is_refused(folder: str) -> None:
-    keys = {"data__document_mask": True, "model__attention_backend": "transformer_engine"}
-    with pytest.raises(InvalidConfigError, match="data.document_mask needs model.attention_back"):
-        tiny_config(folder, "adamw", **keys)
-
-
-def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path: Path) -> None:
+def test_a_plan_counts_the_documents_of_all_phases(folder: str, tmp_path) -> None:
     """Half of the steps read only short documents, half only long ones."""
     for name, documents in (("short", 1_000), ("long", 20)):
         write_token_set(tmp_path / name, tokens=8_000, vocab=120, seed=0, documents=documents)
     sets = {f"data__train__{name}__path": tmp_path / name for name in ("short", "long")}
     keys = {**sets, "data__train__walk": "null", "data__document_mask": True}
-    lengths = {
-        name: attended_length(
-            tiny_config(folder, "adamw", **keys, **{f"data__train__{other}": "null"})
-        )
-        for name, other in (("short", "long"), ("long", "short"))
-    }
-    assert lengths["short"] < lengths["long"]
+    short, long = (
+        attended_length(tiny_config(folder, "adamw", **keys, **{f"data__train__{other}": "null"}))
+        for other in ("long", "short")
+    )
+    assert short < long
     keys |= {"data__train__long__weight": 0}
     keys["data__phases"] = "[{after_share: 0.5, weights: {long: 1}}]"
     found = attended_length(tiny_config(folder, "adamw", **keys))
-    assert found == pytest.approx(sum(lengths.values()) / 2, rel=1e-9)
+    assert found == pytest.approx((short + long) / 2, rel=1e-9)
