@@ -79,7 +79,7 @@ def read_texts(
 ) -> Iterator[tuple[str, str]]:
     """Yield path and decompressed text of the files of a .deb that match `patterns`, by path.
 
-    Files that match one of `leave_out` are skipped.
+    Files whose names match one of `leave_out` are skipped.
 
     Raises:
         DataError: dpkg-deb cannot read the package, a pattern matches no file, or a text is not
