@@ -28,6 +28,7 @@ WRITE, READ = ("write", 0, 0, 0, 0, 2), ("read", 1, 0, 0, 0, 2)
 @example([WRITE, ("follow", 0, 2, 0, 0, 1), ("follow", 2, 1, 0, 0, 1), READ], False)
 @example([("write", 0, 0, 0, 0, 1), ("write", 1, 0, 0, 1, 1)], False)
 @example([WRITE, ("record", 0, 0, 0, 0, 1), WRITE, ("wait", 1, 0, 0, 0, 1), READ], False)
+@example([READ, ("read", 0, 0, 0, 0, 2), WRITE], False)
 @given(STEPS, st.booleans())
 def test_a_finding_is_a_conflict_that_no_event_orders(steps, freed) -> None:
     """Compare with the sets of all accesses that precede each stream's next work."""

@@ -62,7 +62,10 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_an_input_that_grows_while_it_is_read_is_refused(tokenizer, tmp_path, refusal, monkeypatch):
+@pytest.mark.parametrize("shard", [[], ["--shard", "1/2"]], ids=["whole", "shard"])
+def test_an_input_that_grows_while_it_is_read_is_refused(
+    shard, tokenizer, tmp_path, refusal, monkeypatch
+):
     source, out = write_jsonl(tmp_path / "rows.jsonl", TEXTS[:10]), tmp_path / "out"
     load = preparation.load_tokenizer
 
@@ -71,9 +74,10 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tokenizer, tmp_path, re
         return load(*arguments)
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
-    options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1"]
+    options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1", *shard]
     assert "an input changed during the preparation" in refusal(main([f"set={source}", *options]))
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    left = ["out.shards"] * bool(shard) + ["rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == left
 
 
 @pytest.mark.slow

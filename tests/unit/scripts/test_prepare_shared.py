@@ -210,7 +210,8 @@ def test_it_goes_on_where_it_was(inputs, tmp_path, capsys) -> None:
 
 
 def test_a_tokenizer_is_trained_once(inputs, whole, tmp_path, monkeypatch) -> None:
-    """It is on the disk when the first progress is saved, before any document."""
+    """It is on the disk when the first progress is saved, before any document. Later progress is
+    saved after the documents that it counts."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -224,8 +225,14 @@ def test_a_tokenizer_is_trained_once(inputs, whole, tmp_path, monkeypatch) -> No
     saved = next(i for i, line in enumerate(lines) if line.endswith("/progress.json"))
     assert f"wait {tmp_path}/out.preparing/tokenizer.json" in lines[:saved]
     monkeypatch.setattr(preparation, "train_tokenizer", interrupted)
+    calls = DiskCalls(tmp_path, monkeypatch)
     assert main(options) == 0
     assert hashes(tmp_path / "out") == expected
+    saves = "\n".join(calls.lines()).split("/progress.json\n")[2:-1]
+    assert len(saves) > 10
+    for name in ("web.train", "web.validation", "one.train", "one.validation"):
+        for file in (f"out.preparing/{name}.bin", f"out.preparing.state/{name}.documents"):
+            assert all(f"wait {tmp_path}/{file}\n" in save for save in saves), file
 
 
 def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:

@@ -27,8 +27,10 @@ from training.run import train
 
 TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
 LABELLED = {"text": ["rows", "a [b] c", "columns", "d", "e"], "label": list("ABCDE")}
+NUMBERED = {"text": ["one", "two", "three", "four"], "label": list("1234")}  # in some rows
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "arc": [{"question": "What has a matrix?", "choices": LABELLED, "answerKey": "C"}],
+    "arc": [{"question": "What has a matrix?", "choices": LABELLED, "answerKey": "C"},
+            {"question": "How many?", "choices": NUMBERED, "answerKey": "3"}],
     "boolq": [{"passage": "A matrix.", "question": "is it a matrix", "label": 1}],
     "commonsense_qa": [{"question": " What is it? ", "choices": LABELLED, "answerKey": "D"}],
     "hellaswag": [{"activity_label": "Baking [substeps]",
@@ -47,7 +49,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 LETTERS = "Question: What is it?\nA. rows\nB. a [b] c\nC. columns\nD. d\nE. e\nAnswer:"
 ENDINGS = ["it.", " slowly, with care.", " fast", "ends. it."]
 EXAMPLES: dict[str, list[list[Any]]] = {
-    "arc": [["Question: What has a matrix?\nAnswer:", LABELLED["text"], 2]],
+    "arc": [
+        ["Question: What has a matrix?\nAnswer:", LABELLED["text"], 2],
+        ["Question: How many?\nAnswer:", NUMBERED["text"], 2],
+    ],
     "boolq": [["A matrix.\nQuestion: is it a matrix?\nAnswer:", ["no", "yes"], 1]],
     "commonsense_qa": [[LETTERS, list("ABCDE"), 3]],
     "hellaswag": [["Baking : A man bakes. bread. He eats", ENDINGS, 2]],
@@ -212,7 +217,7 @@ def test_rows_become_examples(tmp_path, capsys):
     output = tmp_path / "tasks" / "arc.jsonl"
     assert main([arc, "--format", "arc", "--output", str(output)]) == 0
     assert [[*line.values()] for line in json_lines(output)] == EXAMPLES["arc"]
-    assert "1 example, 5 choices, chance accuracy 0.200" in capsys.readouterr().out
+    assert "2 examples, 9 choices, chance accuracy 0.225" in capsys.readouterr().out
     compressed = tmp_path / "rows.jsonl.gz"
     compressed.write_bytes(gzip.compress((json.dumps(plain) + "\n").encode() * 3))
     assert main([str(compressed), "--output", str(output), "--limit", "2"]) == 0

@@ -132,6 +132,10 @@ def test_tokens_to_a_loss_are_found_on_the_curve():
     results = study([3.0, 3.0], [2.5, 2.5], points=points, curve={"variant": "a"})
     frame = tokens_to_loss(results, comparison(results))
     assert list(frame["tokens"]) == pytest.approx([1.0, 2**0.5])
+    # A point with a failed run is not on the curve.
+    failed = [*points, {"share": 2**0.25, "losses": [2.25, None]}]
+    results = study([3.0, 3.0], [2.5, 2.5], points=failed, curve={"variant": "a"})
+    assert tokens_to_loss(results, comparison(results))["tokens"][1] == pytest.approx(2**0.5)
     beyond = study([3.0, 3.0], [1.9, 1.9], points=points, curve={"variant": "a"})
     assert pd.isna(tokens_to_loss(beyond, comparison(beyond))["tokens"][1])
 

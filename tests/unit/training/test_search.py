@@ -10,6 +10,7 @@ from parallel.plan.step_time import fits_at_best, least_seconds
 from tests.paths import ROOT
 from tests.slow_cases import slow_but
 from training.config import check, load_config
+from training.dry_run import plan_run
 from training.errors import ConfigError
 from training.planning import layout_search
 from training.planning.layout_search import Layouts, best_layouts, changed, legal_layouts
@@ -52,6 +53,22 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory, monkeypatch):
             fitting += 1
             assert planned.time.total >= best[0].seconds
     assert fitting >= 20
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [("tiny_sso", "model.layers=8"), ("tiny_muon_pc", "model.tie_embeddings=true"),
+     ("tiny_moe_muon", "model.moe.dense_layers=2")],
+)  # fmt: skip
+def test_plans_that_share_stages_are_those_of_each_layout(recipe, override):
+    """The plan of a stage is shared by stages and layouts with the same units."""
+    layouts = layouts_of(recipe, 8, override)
+    for sizes in ((4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 1, 1), (2, 1, 1)):
+        names = ("pipeline", "virtual_pipeline", "context")
+        changes = {f"parallel.{name}": size for name, size in zip(names, sizes, strict=True)}
+        alone = plan_run(changed(layouts.config, changes), 8, layouts.device)
+        assert layouts.plan(changes) == alone, changes
+        assert layouts.fitting_plan(changes) == alone, changes
 
 
 def test_remedies_say_what_fits():

@@ -116,9 +116,14 @@ def test_saves_that_are_refused_end_a_run_only_in_a_row(folder, world, poisoned,
 
 
 def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, poisoned):
-    poisoned(3, 5)
+    """Two rewinds to step 4 leave out the samples of steps 6 and 7, then those of steps 8 and 9."""
+    trainers: list[Any] = []
+    taken = poisoned(5, 7, 9, change=trainers.append)
+    keys = {"spikes__rewinds": 2, "checkpoint__interval": 4, "train__steps": 12}
     with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"):
-        train(config_of(folder, spikes__rewinds=1), world)
+        train(config_of(folder, **keys), world)
+    assert taken == [*range(1, 7), *range(5, 9), *range(5, 11)]
+    assert trainers[0].progress.left_out == ((40, 56), (72, 88))
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
