@@ -7,10 +7,18 @@ from tests.tiny_families import overrides, settings
 QWEN3 = {**overrides(settings("qwen3")), "model__head_dim": 24}
 GEMMA2: dict[str, Any] = {**overrides(settings("gemma2")), "model__head_dim": 24}
 DEEPSEEK: dict[str, Any] = {**overrides(settings("deepseek")), "model__latent__query_rank": "null"}
-MOE: dict[str, Any] = {**overrides(settings("moe")), "model__qk_norm": False, "model__head_dim": 24,
-                       "model__moe__shared_experts": 2}  # fmt: skip
+MOE: dict[str, Any] = {
+    **overrides(settings("moe")),
+    "model__qk_norm": False,
+    "model__head_dim": 24,
+    "model__moe__shared_experts": 2,
+}
 """Sigmoid scores: GLM-4.5's class."""
-SOFTMAX_MOE: dict[str, Any] = {**overrides(settings("moe")), "model__moe__shared_experts": 0,
-                               "model__moe__score": "softmax", "model__moe__expert_bias": False,
-                               "model__moe__routed_scale": 1.0}  # fmt: skip
+SOFTMAX_MOE: dict[str, Any] = {
+    **overrides(settings("moe")),
+    "model__moe__shared_experts": 0,
+    "model__moe__score": "softmax",
+    "model__moe__expert_bias": False,
+    "model__moe__routed_scale": 1.0,
+}
 """Qwen3-MoE's class."""

@@ -67,9 +67,14 @@ class FailingDisk:
         subprocess.run(
             [str(compiler()), "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
         )
-        self.variables = {"LD_PRELOAD": str(library), "FAULT_FOLDER": str(self.runs),
-                          "FAULT_CONTROL": str(self.control), "FAULT_LOG": str(self.log),
-                          "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+        self.variables = {
+            "LD_PRELOAD": str(library),
+            "FAULT_FOLDER": str(self.runs),
+            "FAULT_CONTROL": str(self.control),
+            "FAULT_LOG": str(self.log),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         self._worker = Worker(os.environ | self.variables)
 
     def run(self, name: str, arguments: Sequence[str], fault: Fault = Fault()) -> tuple[int, str]:

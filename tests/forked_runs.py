@@ -28,9 +28,12 @@ class Worker:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from tests import forked_runs; forked_runs.serve()"],
-            cwd=ROOT, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
 
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Return the exit code of pretrain.py, with output in `log`, and its processor seconds.

@@ -43,9 +43,14 @@ def settings(folder: Path, steps: int, interval: int) -> list[str]:
 def start(arguments: list[str], output: Path, restarts: int, *, forks: bool) -> BaseProcess:
     """Start a run under torchrun with its output in a file; see `torchrun` for `forks`."""
     words = [
-        "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}",
-        "--monitor-interval=0.1", "pretrain.py", "--config", *arguments,
-    ]  # fmt: skip
+        "--standalone",
+        f"--nproc-per-node={RANKS}",
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.1",
+        "pretrain.py",
+        "--config",
+        *arguments,
+    ]
     start_forks()
     agent = FORKS.Process(target=torchrun, args=(words, str(output), forks))
     agent.start()

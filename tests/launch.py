@@ -51,9 +51,13 @@ def run_on_ranks(
         torch.save(arguments, folder / "arguments.pt")
         # As in torchrun's agent, so that no other test can take the port.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                                  "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks),
-                                  "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+        common = environment() | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -13,10 +13,15 @@ import yaml
 from lm_eval import tasks
 from lm_eval.api.task import ConfigurableTask
 
-FILES = {"arc": "arc/arc_easy.yaml", "boolq": "super_glue/boolq/default.yaml",
-         "commonsense_qa": "commonsense_qa/default.yaml", "hellaswag": "hellaswag/hellaswag.yaml",
-         "openbookqa": "openbookqa/openbookqa.yaml", "piqa": "piqa/piqa.yaml",
-         "sciq": "sciq/sciq.yaml"}  # fmt: skip
+FILES = {
+    "arc": "arc/arc_easy.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "commonsense_qa": "commonsense_qa/default.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "sciq": "sciq/sciq.yaml",
+}
 
 
 def examples(name: str, rows: Path) -> list[Any]:

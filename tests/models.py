@@ -78,6 +78,12 @@ def initialized(
     units = all_units(model, tensor_rank=tensor[0], tensor_size=tensor[1], **options)
     parameters = parameters_of(units)
     for domain, (rank, size) in (("dense", tensor), ("expert", expert_tensor)):
-        initialize_(parameters, [unit for unit in units if unit.domain == domain], model.init,
-                    seed=5, layers=model.layers, tensor=(rank, size))  # fmt: skip
+        initialize_(
+            parameters,
+            [unit for unit in units if unit.domain == domain],
+            model.init,
+            seed=5,
+            layers=model.layers,
+            tensor=(rank, size),
+        )
     return units, parameters

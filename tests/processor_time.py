@@ -14,19 +14,30 @@ from pathlib import Path
 
 import pytest
 
-LONG = ("tests/rehearsal/test_rehearsed_recipes.py", "tests/rehearsal/test_small_recipes.py",
-        "tests/distributed/test_recipes_on_ranks.py", "tests/unit/test_fuzz.py",
-        "tests/unit/training/test_disk_faults.py", "tests/unit/recipes/test_twins.py")  # fmt: skip
+LONG = (
+    "tests/rehearsal/test_rehearsed_recipes.py",
+    "tests/rehearsal/test_small_recipes.py",
+    "tests/distributed/test_recipes_on_ranks.py",
+    "tests/unit/test_fuzz.py",
+    "tests/unit/training/test_disk_faults.py",
+    "tests/unit/recipes/test_twins.py",
+)
 """The longest files of slow tests."""
 FIRST = (
-    "tests/smoke/test_readme.py", "tests/distributed/test_sharded.py",
-    "tests/distributed/test_layouts.py", "tests/distributed/test_runs.py",
-    "tests/distributed/test_state.py", "tests/rehearsal/test_programs.py",
-    "tests/rehearsal/test_rehearsed_layouts.py", "tests/distributed/test_interrupts.py",
-    "tests/distributed/test_faults.py", "tests/distributed/test_restart.py",
-    "tests/unit/training/checkpoint/test_checkpoint.py", "tests/unit/training/test_survival.py",
+    "tests/smoke/test_readme.py",
+    "tests/distributed/test_sharded.py",
+    "tests/distributed/test_layouts.py",
+    "tests/distributed/test_runs.py",
+    "tests/distributed/test_state.py",
+    "tests/rehearsal/test_programs.py",
+    "tests/rehearsal/test_rehearsed_layouts.py",
+    "tests/distributed/test_interrupts.py",
+    "tests/distributed/test_faults.py",
+    "tests/distributed/test_restart.py",
+    "tests/unit/training/checkpoint/test_checkpoint.py",
+    "tests/unit/training/test_survival.py",
     "tests/unit/spectral/test_kernels.py",
-)  # fmt: skip
+)
 """The slowest files of `make test`, which may take more than `LARGEST`."""
 STARTS = {file: i for i, file in enumerate((*LONG, *FIRST))}
 """Files that start first, so that none of them runs alone at the end."""

@@ -24,8 +24,14 @@ def write_bytes(folder: Path, count: int = 200_000) -> None:
     write_stream(folder / "tokens", np.frombuffer(text, np.uint8).astype(np.uint16))
 
 
-FAST = ("tiny_sso", "llama1b_adamw_pc", "gpt160m_muon_gram", "qwen3_1.7b_muon_sphere",
-        "moe_8b_a1b_muon", "deepseek16b_sso")  # fmt: skip
+FAST = (
+    "tiny_sso",
+    "llama1b_adamw_pc",
+    "gpt160m_muon_gram",
+    "qwen3_1.7b_muon_sphere",
+    "moe_8b_a1b_muon",
+    "deepseek16b_sso",
+)
 """Recipes of the fast tests: every family of papers, every rule and every extra, once."""
 
 
@@ -40,8 +46,12 @@ def every_recipe(pattern: str = "*") -> list[Any]:
     return slow_but(FAST, names)
 
 
-LARGEST = {"gpt160m": "gpt1.4b", "gpt405m": "gpt1.4b", "llama271m": "llama1b",
-           **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)}}  # fmt: skip
+LARGEST = {
+    "gpt160m": "gpt1.4b",
+    "gpt405m": "gpt1.4b",
+    "llama271m": "llama1b",
+    **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)},
+}
 """Models that differ only in sizes from a larger one, so that their small recipes are the same."""
 UNLIKE_LARGE = ("tiny_annealed_sso", "tiny_documents_muon", "tiny_gemma2_sso", "tiny_sso")
 """Tiny recipes that are not a large recipe in float32, and one that is."""

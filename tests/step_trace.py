@@ -19,8 +19,14 @@ from torch.utils._pytree import tree_leaves
 OURS = ("spectral", "parallel", "models", "training")
 FROM_HOST = (torch.tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
 """Functions that create a tensor from host values: on a GPU, a copy with a wait."""
-VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique",
-          "equal.default")  # fmt: skip
+VALUES = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "unique",
+    "equal.default",
+)
 """Operations whose result, or its shape, the host needs."""
 
 _META = torch.library.Library("aten", "IMPL")

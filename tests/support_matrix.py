@@ -17,9 +17,16 @@ from training.config import InvalidConfigError, check
 
 RANKS = 4
 
-SHAPE = {"model__layers": 4, "model__hidden": 32, "model__ffn": 32, "model__kv_heads": 4,
-         "train__global_batch": 4, "train__micro_batch": 1, "train__sequence_length": 16,
-         "train__exit_step": 2}  # fmt: skip
+SHAPE = {
+    "model__layers": 4,
+    "model__hidden": 32,
+    "model__ffn": 32,
+    "model__kv_heads": 4,
+    "train__global_batch": 4,
+    "train__micro_batch": 1,
+    "train__sequence_length": 16,
+    "train__exit_step": 2,
+}
 FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
 """Families with their own layers: the columns."""
 

@@ -20,8 +20,14 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 60,
     "norm_epsilon": 0.03,  # large enough to have an effect
 }
-MIXTURE: dict[str, Any] = {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1,
-                           "dense_layers": 1, "sequence_aux_loss": 0.01}  # fmt: skip
+MIXTURE: dict[str, Any] = {
+    "experts": 4,
+    "top_k": 2,
+    "expert_ffn": 16,
+    "shared_experts": 1,
+    "dense_layers": 1,
+    "sequence_aux_loss": 0.01,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True},

@@ -46,9 +46,21 @@ def prepare_text(folder: Path, line: str, lines: int) -> Path:
 
 def write_manifest(folder: Path, **entry: object) -> None:
     """Write a manifest with one set, `a`; `entry` replaces fields of the set."""
-    defaults: dict[str, object] = {"documents": 3, "tokens": 1000, "bytes": 4000, "max_token": 499,
-                                   "dtype": "uint16", "sha256": {}, "source": []}  # fmt: skip
-    tokenizer = {"file": "tokenizer.json", "sha256": "", "vocab_size": 500, "eod_id": 0,
-                 "byte_level": True}  # fmt: skip
+    defaults: dict[str, object] = {
+        "documents": 3,
+        "tokens": 1000,
+        "bytes": 4000,
+        "max_token": 499,
+        "dtype": "uint16",
+        "sha256": {},
+        "source": [],
+    }
+    tokenizer = {
+        "file": "tokenizer.json",
+        "sha256": "",
+        "vocab_size": 500,
+        "eod_id": 0,
+        "byte_level": True,
+    }
     content = {"format": 1, "tokenizer": tokenizer, "sets": {"a": defaults | entry}}
     (folder / "manifest.json").write_text(json.dumps(content))

@@ -26,8 +26,11 @@ SHORT: dict[str, dict[str, Any]] = {
     "spectral_sphere": {"steps": 2, "krylov_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "krylov_steps": 2},
 }
-PC = {"none": None, "materialized": PCConfig(level=4),
-      "in_graph": PCConfig(level=4, evaluator="in_graph")}  # fmt: skip
+PC = {
+    "none": None,
+    "materialized": PCConfig(level=4),
+    "in_graph": PCConfig(level=4, evaluator="in_graph"),
+}
 KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("muon", "in_graph")]
 
 
@@ -39,9 +42,15 @@ def built(
     fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
     rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
     config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
-    model, optimizer = stepped_model(TINY, world, assigned(config, TINY, PC[pc]), apart=True,
-                                     optimizer={"overlap_gather": False, "step_groups": 2},
-                                     dtype=torch.bfloat16, pc=PC[pc])  # fmt: skip
+    model, optimizer = stepped_model(
+        TINY,
+        world,
+        assigned(config, TINY, PC[pc]),
+        apart=True,
+        optimizer={"overlap_gather": False, "step_groups": 2},
+        dtype=torch.bfloat16,
+        pc=PC[pc],
+    )
     return model, (CapturedUpdate if recorded else Update)(optimizer, max_norm=1.0)
 
 

@@ -64,9 +64,14 @@ class Cluster(Network):
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (folder / "slurm.conf").write_text(
-            SLURM_CONF.format(folder=folder, head=HEAD, nodes=",".join(NODES), timeout=NODE_TIMEOUT,
-                              kill_wait=KILL_WAIT),
-        )  # fmt: skip
+            SLURM_CONF.format(
+                folder=folder,
+                head=HEAD,
+                nodes=",".join(NODES),
+                timeout=NODE_TIMEOUT,
+                kill_wait=KILL_WAIT,
+            ),
+        )
         super().start()
 
     def start_head(self) -> None:

@@ -45,8 +45,11 @@ def missing(more: Mapping[str, str] | None = None) -> str:
     absent = sorted({p for name, p in commands.items() if shutil.which(name, path=path) is None})
     if absent:
         return f"Debian's packages are missing: apt-get install {' '.join(absent)}"
-    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add",
-                            "type", "veth"], capture_output=True, text=True)  # fmt: skip
+    tried = subprocess.run(
+        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add", "type", "veth"],
+        capture_output=True,
+        text=True,
+    )
     if tried.returncode:
         return f"nodes need namespaces and veth: {tried.stderr.strip()}"
     return ""
@@ -97,17 +100,24 @@ class Node:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the node."""
         return subprocess.run(
-            [*self._enter(folder), *words], env=self.environment | variables,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            [*self._enter(folder), *words],
+            env=self.environment | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
 
     def start(self, *words: str, folder: Path, output: Path) -> subprocess.Popen[bytes]:
         """Start a command on the node with its output in the file `output`."""
         with output.open("ab") as said:
             return subprocess.Popen(
-                [*self._enter(folder), *words], env=self.environment, stdin=subprocess.DEVNULL,
-                stdout=said, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [*self._enter(folder), *words],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
 
     def _enter(self, folder: Path | None) -> list[str]:
         enter = ["nsenter", "--target", str(self.first), *NAMESPACES]
@@ -180,8 +190,11 @@ class Network:
         node = self.nodes[name] = Node(name, self.folder)
         # The link is created from outside, where the node's first process has this id.
         link = ["ip", "link", "add", name, "type", "veth", "peer", "eth0", "netns", str(node.first)]
-        subprocess.run(["nsenter", "--target", str(self.head.first), "--net", *link], check=True,
-                       env=node.environment)  # fmt: skip
+        subprocess.run(
+            ["nsenter", "--target", str(self.head.first), "--net", *link],
+            check=True,
+            env=node.environment,
+        )
         self.head.check("ip", "link", "set", name, "master", BRIDGE, "up")
         node.check("ip", "address", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
         node.check("ip", "link", "set", "eth0", "up")

@@ -99,9 +99,12 @@ def of_packed(model: ParallelModel, groups: Groups) -> dict[str, Any]:
         train=True,
     )
     watch.stop()
-    return {"place": (data.rank, groups.context.rank, tensor.rank),
-            "logits": [figure["logits"] for figure in figures], "gradients": whole_gradients(model),
-            "scores": watch.blocks()}  # fmt: skip
+    return {
+        "place": (data.rank, groups.context.rank, tensor.rank),
+        "logits": [figure["logits"] for figure in figures],
+        "gradients": whole_gradients(model),
+        "scores": watch.blocks(),
+    }
 
 
 def of_each(model: ParallelModel, groups: Groups) -> dict[str, Any]:

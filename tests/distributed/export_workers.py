@@ -43,8 +43,10 @@ def token_losses(model: ParallelModel, groups: Groups) -> Tensor:
     figures = model.forward_backward(
         lambda: iter([batch] * groups.pipeline.size),
         lambda _: lambda losses: (losses.mean(), {"losses": losses.detach().clone()}),
-        microbatches=groups.pipeline.size, micro_batch=4, train=False,
-    )  # fmt: skip
+        microbatches=groups.pipeline.size,
+        micro_batch=4,
+        train=False,
+    )
     losses = figures[0]["losses"] if figures else torch.zeros(4, LENGTH)
     torch.distributed.all_reduce(losses, group=groups.pipeline.group)
     return losses

@@ -27,9 +27,16 @@ from tests.run_results import metrics_of, same_state, state_of
 GOOD, FAULTY, END = 2, 3, 4
 WRITES = os.O_WRONLY | os.O_RDWR
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-SETTINGS = [f"train.steps={END}", "train.global_batch=2", "train.precision=bf16",
-            "checkpoint.interval=1", "log.interval=1", "checkpoint.keep_last=2",
-            "validation.samples=2", "validation.interval=1"]  # fmt: skip
+SETTINGS = [
+    f"train.steps={END}",
+    "train.global_batch=2",
+    "train.precision=bf16",
+    "checkpoint.interval=1",
+    "log.interval=1",
+    "checkpoint.keep_last=2",
+    "validation.samples=2",
+    "validation.interval=1",
+]
 STRIDES = {"kill": 1, "error once": 2, "full disk": 4}
 """Actions, and the interval of the points at which they are tested."""
 ENTRIES = 8  # number of a file's tensors per point

@@ -314,8 +314,12 @@ def restarted(folder: str) -> list[bool]:
             if dist.is_initialized():
                 dist.destroy_process_group()
             store = dist.FileStore(f"{folder}/{how}{attempt}", int(os.environ["WORLD_SIZE"]))
-            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]),
-                                    world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
             model = build(how)
             train(model, optimizer_of(model, "muon"), how, 0, 1)
             weights.append(whole(model))

@@ -169,8 +169,14 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     losses, again = run.steps(1), other.steps(1)
     after = run.state()
     different += same_state(after, other.state()) + same_state(run.parameters(), other.parameters())
-    return {"saved": saved, "losses": losses, "after": after, "different": different,
-            "losses again": again, "extra": extra}  # fmt: skip
+    return {
+        "saved": saved,
+        "losses": losses,
+        "after": after,
+        "different": different,
+        "losses again": again,
+        "extra": extra,
+    }
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
@@ -180,8 +186,12 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     """
     run = trained(groups, name, seed=4, alignment=1)
     load_state(folder, run.model, run.optimizer)
-    return {"loaded": run.state(), "rounded": rounded(run), "losses": run.steps(1),
-            "after": run.state()}  # fmt: skip
+    return {
+        "loaded": run.state(),
+        "rounded": rounded(run),
+        "losses": run.steps(1),
+        "after": run.state(),
+    }
 
 
 def rounded(run: Trained) -> bool:

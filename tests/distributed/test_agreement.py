@@ -52,8 +52,11 @@ def prepared(folder, seed: int = 0, word: str = "the", **manifest) -> None:
 
 def test_data_that_differ_are_named(folder):
     """Two nodes may have unverified copies under the same path."""
-    copies = {"data.walk.content": {"seed": 1}, "content of the tokenizer": {"word": "a"},
-              "bytes of a in its manifest": {"bytes": 4001}}  # fmt: skip
+    copies = {
+        "data.walk.content": {"seed": 1},
+        "content of the tokenizer": {"word": "a"},
+        "bytes of a in its manifest": {"bytes": 4001},
+    }
     for name, changed in copies.items():
         prepared(folder / name / "0")
         prepared(folder / name / "1", **changed)

@@ -11,10 +11,13 @@ RUNS = [
     {"optimizer__distributed__placement": "ping_pong"},
     {"train__precision": "bf16", "optimizer__qkv_units": "component"},
     {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
-    {"gram_penalty__roles": "[q,o,down]", "optimizer__matrix__rule": "adamw",
-     "train__precision": "bf16"},
+    {
+        "gram_penalty__roles": "[q,o,down]",
+        "optimizer__matrix__rule": "adamw",
+        "train__precision": "bf16",
+    },
     {"gram_penalty__power": 1, "pc__level": 2, "train__precision": "bf16"},
-]  # fmt: skip
+]
 PENALTY = ("penalty weights", "penalty out", "penalty figures")
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
     "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),

@@ -29,10 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt tensor": {**TENSOR, "model__family": "gpt", "optimizer__split_gate_up": False},
     "qwen3 tensor pc in graph": {**TENSOR, **QWEN3, **IN_GRAPH},
     "gemma2 tensor": {**TENSOR, **GEMMA2},
-    "deepseek expert pc": {**EXPERT, **DEEPSEEK, **BIASED,
-                           "pc__blocks": "[o, expert_gate, expert_down]"},
+    "deepseek expert pc": {
+        **EXPERT,
+        **DEEPSEEK,
+        **BIASED,
+        "pc__blocks": "[o, expert_gate, expert_down]",
+    },
     "moe tensor groups": {**TENSOR, **MOE, **GROUPS, "model__qk_norm": True},
-}  # fmt: skip
+}
 
 
 QUICK = (PADDED, "llama pipeline pc", "qwen3 tensor pc in graph", "deepseek expert pc")

@@ -15,11 +15,13 @@ DENSE = [family for family in SETTINGS if family not in MIXTURES]
 BALANCING = {"moe": {"sequence_aux_loss": 1e-2, "global_aux_loss": 1e-2, "z_loss": 1e-3}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"family": "llama", "tie_embeddings": True, "attention_bias": "qkv"},
-    "biases": settings("qwen3") | {"attention_bias": "all",
-                                   "rope_scaling": {"kind": "yarn", "factor": 4.0,
-                                                    "original_max_position_embeddings": 8}},
+    "biases": settings("qwen3")
+    | {
+        "attention_bias": "all",
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    },
     "tied gemma2": settings("gemma2") | {"tie_embeddings": True},
-}  # fmt: skip
+}
 """Models of a family with further settings."""
 ALL = [*SETTINGS, *VARIANTS]
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
@@ -35,9 +37,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "expert tensor 2": (2, {"expert_tensor": 2}, MIXTURES),
     "tensor 2 x context 2": (4, {"tensor": 2, "context": 2}, list(SETTINGS)),
     "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}, [*VARIANTS]),
-    "tensor 2, expert 2 x expert tensor 2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2},
-                                             MIXTURES),
-}  # fmt: skip
+    "tensor 2, expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        MIXTURES,
+    ),
+}
 # Weights and sums are float64, but the engine computes token losses and the scores of experts in
 # float32: 3e-8 of a gradient's norm was measured.
 TOLERANCE = 1e-6

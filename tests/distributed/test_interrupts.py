@@ -77,9 +77,15 @@ def command(start: list[str]) -> Callable[[list[str], Path], Started]:
 
     def begin(arguments: list[str], output: Path) -> Started:
         with output.open("w") as file:
-            process = subprocess.Popen([sys.executable, *start, *arguments], cwd=ROOT,
-                                       env=environment(), stdout=file, stderr=subprocess.STDOUT,
-                                       start_new_session=True, preexec_fn=heed)  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, *start, *arguments],
+                cwd=ROOT,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=heed,
+            )
 
         def wait(seconds: float) -> int | None:
             try:
@@ -360,10 +366,12 @@ MAIN = "import runpy; runpy.run_path('pretrain.py', run_name='__main__')"
 
 @pytest.mark.parametrize(
     ("event", "text", "program", "code", "answer"),
-    [("import", "training.errors", MAIN, -signal.SIGINT, []),
-     ("subprocess.Popen", "'RANK': '1'", LAUNCH, CODE, ["Ctrl-C: the run saves"])],
+    [
+        ("import", "training.errors", MAIN, -signal.SIGINT, []),
+        ("subprocess.Popen", "'RANK': '1'", LAUNCH, CODE, ["Ctrl-C: the run saves"]),
+    ],
     ids=["imports", "ranks start"],
-)  # fmt: skip
+)
 def test_ctrl_c_while_the_run_starts_leaves_no_traceback_and_no_rank(
     event, text, program, code, answer, tmp_path
 ):
@@ -375,10 +383,13 @@ def test_ctrl_c_while_the_run_starts_leaves_no_traceback_and_no_rank(
     assert said == answer
 
 
-@pytest.mark.parametrize(("ends", "code", "said"), [
-    ("sys.exit(2)", 2, []),
-    ("os.kill(os.getpid(), 9)", 1, ["error: rank 1 was ended by SIGKILL"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(2)", 2, []),
+        ("os.kill(os.getpid(), 9)", 1, ["error: rank 1 was ended by SIGKILL"]),
+    ],
+)
 def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_path):
     script = f"import os, sys, time\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(60)"
     begun = fork([script], tmp_path / "output.txt", launcher)

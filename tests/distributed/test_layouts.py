@@ -25,23 +25,30 @@ COMMON: dict[str, Any] = {
     "monitors__interval": 0,
 }
 WATCHED = {
-    "train__global_batch": 8, "train__batch_ramp": "[{batch: 4, until_steps: 1}]",
+    "train__global_batch": 8,
+    "train__batch_ramp": "[{batch: 4, until_steps: 1}]",
     "monitors__interval": 2,
     "monitors__groups": "[weights,gradients,updates,activations,attention,noise,spectra]",
-    "monitors__noise_samples": STEPS, "gram_penalty__coefficient": 0.3,
+    "monitors__noise_samples": STEPS,
+    "gram_penalty__coefficient": 0.3,
     "gram_penalty__horizon": 0.5,
-}  # fmt: skip
+}
 EXPERTS = {
-    **ROUTED, **WATCHED, "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
+    **ROUTED,
+    **WATCHED,
+    "gram_penalty__roles": "[v,o,down,expert_up,expert_down]",
     **{f"model__moe__{name}": 0.1 for name in ("sequence_aux_loss", "global_aux_loss", "z_loss")},
-}  # fmt: skip
+}
 LATENT = {**overrides(settings("deepseek")), "model__layers": 3}
 TIED = {"model__tie_embeddings": True, "model__layers": 4, "model__attention_bias": "all"}
 DOCUMENTS = {
-    "train__global_batch": 8, "monitors__interval": 2, "monitors__groups": "[attention]",
-    "data__document_mask": True, "data__first_token_loss": False,
+    "train__global_batch": 8,
+    "monitors__interval": 2,
+    "monitors__groups": "[attention]",
+    "data__document_mask": True,
+    "data__first_token_loss": False,
     **{f"data__{kind}__walk__path": "{folder}/documents" for kind in ("train", "validation")},
-}  # fmt: skip
+}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("muon", WATCHED),
     "tied": ("muon", WATCHED | TIED | {"train__batch_ramp": "[]"}),  # stages need all layers
@@ -50,18 +57,24 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sphere": ("spectral_sphere", {}),
     "PC layers": ("spectral_sphere", {"pc__level": 2}),
     "PC layers of AdamW": ("adamw", {"pc__level": 4}),
-    "bfloat16": ("muon",
-                 {"train__precision": "bf16", "train__global_batch": 16,
-                  "optimizer__rules__muon__msign_dtype": "bfloat16"}),
+    "bfloat16": (
+        "muon",
+        {
+            "train__precision": "bf16",
+            "train__global_batch": 16,
+            "optimizer__rules__muon__msign_dtype": "bfloat16",
+        },
+    ),
     "experts": ("muon", EXPERTS),
     "experts, whole batches": ("muon", EXPERTS | {"train__batch_ramp": "[]"}),
-    "experts, PC layers": ("muon",
-                           ROUTED | {"pc__level": 2,
-                                     "pc__blocks": "[o,expert_gate,expert_up,expert_down]"}),
+    "experts, PC layers": (
+        "muon",
+        ROUTED | {"pc__level": 2, "pc__blocks": "[o,expert_gate,expert_up,expert_down]"},
+    ),
     "latent attention": ("spectral_sphere", ROUTED | LATENT),
     "z-loss": ("adamw", {"train__z_loss": 0.05}),
     "documents": ("muon", DOCUMENTS),
-}  # fmt: skip
+}
 """Rule and keys of each run."""
 
 # Options that must not change a run: chunked loss, compiled norms, positions and activations, the

@@ -32,10 +32,17 @@ def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
 def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> None:
     """In a ring of n ranks it sends (n - 1) / n of the size, and twice that for a sum."""
     module, arguments = "tests.distributed.preflight_workers", {"wrong": 1, "slow": 2}
-    expected = {"product, float32": 2e-12 * 1024**3, "memory, read and written": 6e-3,
-                "link, within a node, to rank + 1": 3e-3, "link, within a node, to rank + 2": 3e-3,
-                "link, node to node, to rank + 2": 3e-3, "all-reduce": 4e-3, "reduce-scatter": 2e-3,
-                "all-gather": 2e-3, "all-to-all": 2e-3}  # fmt: skip
+    expected = {
+        "product, float32": 2e-12 * 1024**3,
+        "memory, read and written": 6e-3,
+        "link, within a node, to rank + 1": 3e-3,
+        "link, within a node, to rank + 2": 3e-3,
+        "link, node to node, to rank + 2": 3e-3,
+        "all-reduce": 4e-3,
+        "reduce-scatter": 2e-3,
+        "all-gather": 2e-3,
+        "all-to-all": 2e-3,
+    }
     for wrong, slow, amounts, inexact in run_on_ranks(3, module, "with_faults", arguments):
         assert [name.split(" (")[0] for name in wrong] == ["rank 1"]
         assert [name.split(" (")[0] for name in slow] == ["rank 2"]

@@ -25,11 +25,15 @@ from training.run import train
 
 WORKERS = "tests.distributed.run_workers"
 KEYS: dict[str, Any] = {
-    "checkpoint__interval": 1, "checkpoint__keep_last": "null", "log__interval": 1,
-    "train__steps": 5, "train__batch_ramp": "[{batch: 4, until_steps: 2}]",
-    "data__phases": "[{after_steps: 2, weights: {walk: 1}}]", "train__exit_step": 4,
+    "checkpoint__interval": 1,
+    "checkpoint__keep_last": "null",
+    "log__interval": 1,
+    "train__steps": 5,
+    "train__batch_ramp": "[{batch: 4, until_steps: 2}]",
+    "data__phases": "[{after_steps: 2, weights: {walk: 1}}]",
+    "train__exit_step": 4,
     "validation__samples": 4,
-}  # fmt: skip
+}
 LAYOUTS: list[dict[str, int]] = [{}, {"tensor": 2}]
 
 # float32: sums over ranks have another order.

@@ -18,8 +18,13 @@ ADAMW = "adamw float32"  # counters of heads, which are whole on one tensor rank
 
 # Layouts by the workers' names.
 ONE, FOUR = "ranks1", "ranks4 tensor2"
-DATA, TENSOR, PIPELINE, EXPERT, CUT = ("ranks2", "ranks2 tensor2", "ranks2 pipeline2",
-                                       "ranks2 expert2", "ranks2 expert_tensor2")  # fmt: skip
+DATA, TENSOR, PIPELINE, EXPERT, CUT = (
+    "ranks2",
+    "ranks2 tensor2",
+    "ranks2 pipeline2",
+    "ranks2 expert2",
+    "ranks2 expert_tensor2",
+)
 
 # float32: after loading on another layout, sums over ranks have another order; msign amplifies
 # rounding in directions that hardly occur.
@@ -40,15 +45,19 @@ def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:
 # By number of ranks, in order: layout, runs to save on it, (saving layout, run) to load on it.
 STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str]]]]]] = [
     (1, [({}, [*RUNS, MIXTURE, TIED], [])]),
-    (2,
-     [({}, [SPHERE], []),
-      ({"tensor": 2}, [*RUNS, MIXTURE, ADAMW], [*pairs([ONE], RUNS), (DATA, SPHERE)]),
-      ({"pipeline": 2}, [SPHERE, TIED], [(TENSOR, SPHERE), (ONE, TIED)]),
-      ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
-      ({"expert_tensor": 2}, [MIXTURE], [(EXPERT, MIXTURE)])]),
+    (
+        2,
+        [
+            ({}, [SPHERE], []),
+            ({"tensor": 2}, [*RUNS, MIXTURE, ADAMW], [*pairs([ONE], RUNS), (DATA, SPHERE)]),
+            ({"pipeline": 2}, [SPHERE, TIED], [(TENSOR, SPHERE), (ONE, TIED)]),
+            ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
+            ({"expert_tensor": 2}, [MIXTURE], [(EXPERT, MIXTURE)]),
+        ],
+    ),
     (4, [({"tensor": 2}, [SPHERE], [(PIPELINE, SPHERE), (PIPELINE, TIED)])]),
     (1, [({}, [], [*pairs([TENSOR], [*RUNS, ADAMW]), (FOUR, SPHERE), (CUT, MIXTURE)])]),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

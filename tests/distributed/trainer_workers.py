@@ -44,9 +44,11 @@ def trained() -> dict[str, Any]:
         max_grad_norm=1.0, use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
-    )  # fmt: skip
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
     state = Accelerator(cpu=True).state
     for each in (PartialState(), state):
         each.distributed_type = DistributedType.FSDP
@@ -62,6 +64,9 @@ def trained() -> dict[str, Any]:
         for key, value in parameters.items()
     }
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"weights": whole, "losses": losses,
-            "sharded": all(isinstance(value, DTensor) for value in parameters.values()),
-            "ranks": dist.get_world_size()}  # fmt: skip
+    return {
+        "weights": whole,
+        "losses": losses,
+        "sharded": all(isinstance(value, DTensor) for value in parameters.values()),
+        "ranks": dist.get_world_size(),
+    }

@@ -223,10 +223,13 @@ MUON, CAUTIOUS = MuonRule(steps=2), MuonRule(steps=2, cautious_decay=True)
 SSO = SpectralSphereRule(steps=2)
 
 
-@pytest.mark.parametrize(("rule", "active"), [
-    *((MUON, None), (MUON, True), (MUON, False)),
-    *((CAUTIOUS, True), (SSO, True), (SSO, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "active"),
+    [
+        *((MUON, None), (MUON, True), (MUON, False)),
+        *((CAUTIOUS, True), (SSO, True), (SSO, False)),
+    ],
+)
 def test_a_step_by_the_kernels(to_kernels, monkeypatch, rule, active) -> None:
     """Weights and reported norm equal the library's."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)

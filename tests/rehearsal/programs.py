@@ -68,9 +68,18 @@ ALLOWED_READS = {
 }
 """Allowed reads by the host between logging steps, by prefix of their place, with the reason."""
 
-SHAPE = {"model__hidden": 32, "model__ffn": 32, "model__kv_heads": 4, "train__global_batch": 4,
-         "train__micro_batch": 1, "train__sequence_length": 32, "train__precision": "bf16",
-         "train__compile": "null", "checkpoint__interval": 2, "monitors__interval": 0}  # fmt: skip
+SHAPE = {
+    "model__hidden": 32,
+    "model__ffn": 32,
+    "model__kv_heads": 4,
+    "train__global_batch": 4,
+    "train__micro_batch": 1,
+    "train__sequence_length": 32,
+    "train__precision": "bf16",
+    "train__compile": "null",
+    "checkpoint__interval": 2,
+    "monitors__interval": 0,
+}
 MONITORED = {"monitors__interval": 2}
 """Changes under which a program inspects itself, which takes as long as everything else."""
 

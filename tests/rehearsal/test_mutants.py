@@ -17,38 +17,55 @@ def broken(perform, config, mutant):
     return report
 
 
-@pytest.mark.parametrize(("mutant", "words"), [
-    SLOW("no_wait_for_weights", "all_gather"),
-    SLOW("no_wait_for_gradients", "reduce_scatter"),
-    SLOW("streams_are_not_joined", "memory without waiting for"),
-    ("streams_do_not_wait", "memory without waiting for"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        SLOW("no_wait_for_weights", "all_gather"),
+        SLOW("no_wait_for_gradients", "reduce_scatter"),
+        SLOW("streams_are_not_joined", "memory without waiting for"),
+        ("streams_do_not_wait", "memory without waiting for"),
+    ],
+)
 def test_accesses_in_no_order_are_found(mutant, words, perform, tmp_path):
     report = broken(perform, program(tmp_path, 2), mutant)
     assert report.findings and any(words in finding for finding in report.findings)
     assert not combined([report], 2, H100).ok
 
 
-@pytest.mark.parametrize(("mutant", "words", "changes"), [
-    SLOW("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
-    SLOW("loss_stays_on_the_host", "over nccl does not support tensors on cpu", {}),
-    SLOW("batches_stay_on_the_host", "device", {}),
-    ("step_reads_in_a_graph", "during CUDA graph capture",
-     {"optimizer__distributed__cuda_graph": True, "optimizer__distributed__overlap_gather": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mutant", "words", "changes"),
+    [
+        SLOW("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
+        SLOW("loss_stays_on_the_host", "over nccl does not support tensors on cpu", {}),
+        SLOW("batches_stay_on_the_host", "device", {}),
+        (
+            "step_reads_in_a_graph",
+            "during CUDA graph capture",
+            {
+                "optimizer__distributed__cuda_graph": True,
+                "optimizer__distributed__overlap_gather": False,
+            },
+        ),
+    ],
+)
 def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, perform, tmp_path):
     config = program(tmp_path, 2, **changes)
     report = broken(perform, config, mutant)
     assert report.error is not None and words in report.error and "(at " in report.error
 
 
-@pytest.mark.parametrize(("mutant", "place", "changes"), [
-    ("host_looks_at_the_loss", "item at tests/rehearsal/mutants.py", {}),
-    SLOW("batches_are_pageable", "copy to the device at", {}),
-    SLOW("pipelines_wait_for_the_device",
-         "cuda.synchronize at megatron/core/pipeline_parallel/p2p_communication.py",
-         {"model__layers": 4, "parallel__pipeline": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mutant", "place", "changes"),
+    [
+        ("host_looks_at_the_loss", "item at tests/rehearsal/mutants.py", {}),
+        SLOW("batches_are_pageable", "copy to the device at", {}),
+        SLOW(
+            "pipelines_wait_for_the_device",
+            "cuda.synchronize at megatron/core/pipeline_parallel/p2p_communication.py",
+            {"model__layers": 4, "parallel__pipeline": 2},
+        ),
+    ],
+)
 def test_waits_of_the_host_are_found(mutant, place, changes, perform, tmp_path):
     config = program(tmp_path, 2, **changes)
     report = broken(perform, config, mutant)

@@ -17,15 +17,18 @@ def meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize(("lists", "expected"), [
-    ([[meta(10)] * 64, [meta(10)] * 64], 1),
-    ([[meta(10)] * 65, [meta(10)] * 65], 2),
-    # 320 chunks of 65,536 elements at a time.
-    ([[meta(320 * 65536)], [meta(320 * 65536)]], 1),
-    ([[meta(320 * 65536 + 1)], [meta(320 * 65536 + 1)]], 2),
-    # With two dtypes, tensors are launched separately.
-    ([[meta(10)] * 5, [meta(10, torch.bfloat16)] * 5], 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ([[meta(10)] * 64, [meta(10)] * 64], 1),
+        ([[meta(10)] * 65, [meta(10)] * 65], 2),
+        # 320 chunks of 65,536 elements at a time.
+        ([[meta(320 * 65536)], [meta(320 * 65536)]], 1),
+        ([[meta(320 * 65536 + 1)], [meta(320 * 65536 + 1)]], 2),
+        # With two dtypes, tensors are launched separately.
+        ([[meta(10)] * 5, [meta(10, torch.bfloat16)] * 5], 5),
+    ],
+)
 def test_sums_of_lists(lists: list[list[torch.Tensor]], expected: int) -> None:
     assert kernels_of(kind_of(aten._foreach_add_.List), lists) == expected
 

@@ -12,18 +12,42 @@ from training.rehearsal.rank import PLAIN_STEP, Job, RankReport
 from training.rehearsal.trace import Call
 
 # Large enough that the parts without a plan (a number per row or head) are small.
-SHAPE = {"model__layers": 4, "model__hidden": 512, "model__heads": 8, "model__kv_heads": 8,
-         "model__head_dim": 64, "model__ffn": 1408, "model__vocab_size": 8192,
-         "train__micro_batch": 2, "train__sequence_length": 2048, "checkpoint__interval": 0,
-         "validation__samples": 8}  # fmt: skip
-MIXTURE = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__expert_ffn": 512,
-           "model__moe__shared_experts": 1, "model__moe__dense_layers": 2}  # fmt: skip
-LATENT = {"model__kv_heads": "null", "model__head_dim": "null", "model__latent__query_rank": 192,
-          "model__latent__kv_rank": 128, "model__latent__nope_head_dim": 64,
-          "model__latent__rope_head_dim": 32, "model__latent__value_head_dim": 64}  # fmt: skip
-CAPPED = {"model__activation": "geglu", "model__query_pre_attn_scalar": 64,
-          "model__attention_softcap": 50.0, "model__final_softcap": 30.0,
-          "model__sliding_window": 512}  # fmt: skip
+SHAPE = {
+    "model__layers": 4,
+    "model__hidden": 512,
+    "model__heads": 8,
+    "model__kv_heads": 8,
+    "model__head_dim": 64,
+    "model__ffn": 1408,
+    "model__vocab_size": 8192,
+    "train__micro_batch": 2,
+    "train__sequence_length": 2048,
+    "checkpoint__interval": 0,
+    "validation__samples": 8,
+}
+MIXTURE = {
+    "model__moe__experts": 8,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 512,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 2,
+}
+LATENT = {
+    "model__kv_heads": "null",
+    "model__head_dim": "null",
+    "model__latent__query_rank": 192,
+    "model__latent__kv_rank": 128,
+    "model__latent__nope_head_dim": 64,
+    "model__latent__rope_head_dim": 32,
+    "model__latent__value_head_dim": 64,
+}
+CAPPED = {
+    "model__activation": "geglu",
+    "model__query_pre_attn_scalar": 64,
+    "model__attention_softcap": 50.0,
+    "model__final_softcap": 30.0,
+    "model__sliding_window": 512,
+}
 FAMILIES = {
     "llama": {}, "qwen3": {}, "gpt": {"model__activation": "relu2"}, "gemma2": CAPPED,
     "moe": MIXTURE, "deepseek": MIXTURE | LATENT,
@@ -122,13 +146,16 @@ GATED = MIXTURE | GROUPED | {"model__moe__shared_gate": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "family", "rule", "changes", "tolerance"), [
-    (2, "llama", "adamw", LARGE_BATCH, 0.05),
-    (2, "llama", "muon", LARGE_BATCH, 0.05),
-    # Memory saved by norms of grouped queries and by gates: 6% for an 8B mixture.
-    (1, "qwen3", "adamw", GROUPED, 0.02),
-    (1, "moe", "adamw", GATED, 0.02),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "family", "rule", "changes", "tolerance"),
+    [
+        (2, "llama", "adamw", LARGE_BATCH, 0.05),
+        (2, "llama", "muon", LARGE_BATCH, 0.05),
+        # Memory saved by norms of grouped queries and by gates: 6% for an 8B mixture.
+        (1, "qwen3", "adamw", GROUPED, 0.02),
+        (1, "moe", "adamw", GATED, 0.02),
+    ],
+)
 def test_planned_memory_is_that_of_every_rule_and_option(
     world, family, rule, changes, tolerance, perform, tmp_path
 ):

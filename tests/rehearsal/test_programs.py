@@ -25,8 +25,13 @@ def test_every_family_is_rehearsed(family, perform, tmp_path):
     sound(perform, program(tmp_path, WORLD, family, **MONITORED), WORLD)
 
 
-LAUNCHES = {"adamw": 36, "muon": 163, "muon_sphere": 378, "spectral_sphere": 541,
-            "muon_plus_plus": 773}  # fmt: skip
+LAUNCHES = {
+    "adamw": 36,
+    "muon": 163,
+    "muon_sphere": 378,
+    "spectral_sphere": 541,
+    "muon_plus_plus": 773,
+}
 """Largest number of a rule's launches per step on a tiny Llama, 10% above the present number; more
 launches would slow down steps on small matrices."""
 PASSES = 410

@@ -135,13 +135,16 @@ def test_a_run_that_would_break_says_where(rehearse, tmp_path, capsys):
     assert report["device_memory_bytes"] == 300000
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    (["--gpus", "3"], "train.global_batch must be divisible"),
-    (["--gpus", "4", "parallel.tensor=3"], "tensor"),
-    (["--gpus", "4", "--rank", "4"], "--rank must be below --gpus 4, got 4"),
-    (["--gpus", "4", "--device", "h900"], "device must be a file or one of h100"),
-    (["--gpus", "4", "train.stepz=1"], "train.steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "3"], "train.global_batch must be divisible"),
+        (["--gpus", "4", "parallel.tensor=3"], "tensor"),
+        (["--gpus", "4", "--rank", "4"], "--rank must be below --gpus 4, got 4"),
+        (["--gpus", "4", "--device", "h900"], "device must be a file or one of h100"),
+        (["--gpus", "4", "train.stepz=1"], "train.steps"),
+    ],
+)
 def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, refusal):
     said = refusal(rehearse(*options))
     assert said.startswith("error: ") and words in said

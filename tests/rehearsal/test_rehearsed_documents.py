@@ -16,11 +16,14 @@ MASKED = {"data__document_mask": True, "data__first_token_loss": False, "data__m
 LONG = {"train__sequence_length": 8192, "model__head_dim": 64, "train__micro_batch": 2}
 
 
-@pytest.mark.parametrize(("family", "layout"), [
-    ("llama", {"parallel__context": 2}),
-    pytest.param("deepseek", {"parallel__tensor": 2}, marks=pytest.mark.slow),
-    pytest.param("gemma2", {"parallel__pipeline": 2}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", {"parallel__context": 2}),
+        pytest.param("deepseek", {"parallel__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"parallel__pipeline": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_would_not_break(family, layout, perform, tmp_path) -> None:
     """The host does not wait for the device."""
     config = program(tmp_path, 2, family, **MASKED, **layout, data__workers=0)

@@ -15,30 +15,48 @@ ONE_BATCH = {"train__global_batch": 1}
 LAYOUTS = {
     # Of more layers: the slow layouts of tensor parallelism.
     "tensor 2, data 2": (4, "llama", {**SHALLOW, "parallel__tensor": 2}),
-    "pipeline 2, virtual 2": (4, "llama",
-                              {**DEEP, "parallel__pipeline": 2, "parallel__virtual_pipeline": 2}),
+    "pipeline 2, virtual 2": (
+        4,
+        "llama",
+        {**DEEP, "parallel__pipeline": 2, "parallel__virtual_pipeline": 2},
+    ),
     # The flash kernel does not support latent attention, whose heads have two sizes.
     "context 2": (2, "deepseek", {"parallel__context": 2, **ONE_BATCH}),
-}  # fmt: skip
+}
 PIPELINES = {"pipeline 2, virtual 2": (1, 3)}
 """Ranks of one pipeline, which differ from the numbers of its stages; the other ranks are not
 rehearsed."""
 LARGER = {
     "expert 2": (2, "moe", {"parallel__expert": 2, "train__global_batch": 2}),
-    "context 2, float32": (2, "qwen3",
-                           {"parallel__context": 2, "train__precision": "fp32", **ONE_BATCH}),
-    "pipeline 3, virtual 2": (3, "llama",
-                              {"model__layers": 6, "parallel__pipeline": 3,
-                               "parallel__virtual_pipeline": 2, "train__global_batch": 6}),
+    "context 2, float32": (
+        2,
+        "qwen3",
+        {"parallel__context": 2, "train__precision": "fp32", **ONE_BATCH},
+    ),
+    "pipeline 3, virtual 2": (
+        3,
+        "llama",
+        {
+            "model__layers": 6,
+            "parallel__pipeline": 3,
+            "parallel__virtual_pipeline": 2,
+            "train__global_batch": 6,
+        },
+    ),
     "tensor 2, pipeline 2": (8, "llama", {**DEEP, "parallel__tensor": 2, "parallel__pipeline": 2}),
     "tensor 2, context 2": (8, "qwen3", {"parallel__tensor": 2, "parallel__context": 2}),
     "tensor 2, expert 2": (8, "moe", {"parallel__tensor": 2, "parallel__expert": 2}),
-    "expert 2, expert tensor 2": (8, "moe",
-                                  {"parallel__expert": 2, "parallel__expert_tensor": 2,
-                                   "train__global_batch": 8}),
-    "pipeline 2, expert 2": (8, "deepseek",
-                             {**MIXED, "parallel__pipeline": 2, "parallel__expert": 2}),
-}  # fmt: skip
+    "expert 2, expert tensor 2": (
+        8,
+        "moe",
+        {"parallel__expert": 2, "parallel__expert_tensor": 2, "train__global_batch": 8},
+    ),
+    "pipeline 2, expert 2": (
+        8,
+        "deepseek",
+        {**MIXED, "parallel__pipeline": 2, "parallel__expert": 2},
+    ),
+}
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, [*LAYOUTS, *LARGER]))

@@ -50,9 +50,14 @@ def run(copy: Path, commands: list[tuple[str, str]]) -> str:
     script = ["set -eo pipefail"]
     for kind, text in commands:
         script.append(text if kind == "bash" else f"cat > mine.yaml <<'END'\n{text}END")
-    done = subprocess.run(["bash", "-c", "\n".join(script)], cwd=copy,
-                          env=environment() | {"PYTHONPATH": ""}, capture_output=True, text=True,
-                          timeout=5000)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=copy,
+        env=environment() | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=5000,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     return done.stdout

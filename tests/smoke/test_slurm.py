@@ -43,17 +43,28 @@ def job(
 ) -> subprocess.Popen[str]:
     """Start a batch script like SLURM, in a separate session."""
     slurm = {
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": "tiny", "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2",
-        "SLURM_CPUS_ON_NODE": "48", "MASTER_PORT": "0",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NAME": "tiny",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_ON_NODE": "48",
+        "MASTER_PORT": "0",
         "RUN_DIR": str(folder / "run"),
         "QUEUE": str(folder / "queue"),
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     script = ["bash", f"scripts/slurm/{name}.sbatch", str(folder / "config.yaml")]
-    return subprocess.Popen([*script, *overrides], cwd=ROOT, env=environment() | slurm | variables,
-                            stdout=output, stderr=subprocess.STDOUT, text=True,
-                            start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        [*script, *overrides],
+        cwd=ROOT,
+        env=environment() | slurm | variables,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def queued(folder: Path) -> list[str]:
@@ -67,19 +78,22 @@ STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
 """Test SLURM's signal, and the wait for the file, which starting ranks remove."""
 
 
-@pytest.mark.parametrize(("srun", "left", "done", "code", "again"), [
-    ("exit 3", 5000, False, 3, False),
-    ("exit 3", 100, False, 3, False),
-    ("exit 0", 5000, False, 0, False),
-    ("exit 0", 100, False, 0, True),  # the ranks detected the end
-    ("exit 0", 100, True, 0, False),
-    (f"{STOPPED}; exit 0", 5000, False, 0, True),
-    (f"{STOPPED}; exit 0", 5000, True, 0, False),
-    (f"{STOPPED}; exit 3", 5000, False, 3, True),
-    (f"{STOPPED}; kill -TERM $PPID; exit 1", 5000, False, 1, False),
-    ("kill -USR1 $PPID; sleep 2; [ ! -e $RUN_DIR/STOP ]", 1000, False, 0, False),
-    (f"{STOPPED}; rm $RUN_DIR/STOP; {MADE} || exit 9; exit 0", 5000, False, 0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("srun", "left", "done", "code", "again"),
+    [
+        ("exit 3", 5000, False, 3, False),
+        ("exit 3", 100, False, 3, False),
+        ("exit 0", 5000, False, 0, False),
+        ("exit 0", 100, False, 0, True),  # the ranks detected the end
+        ("exit 0", 100, True, 0, False),
+        (f"{STOPPED}; exit 0", 5000, False, 0, True),
+        (f"{STOPPED}; exit 0", 5000, True, 0, False),
+        (f"{STOPPED}; exit 3", 5000, False, 3, True),
+        (f"{STOPPED}; kill -TERM $PPID; exit 1", 5000, False, 1, False),
+        ("kill -USR1 $PPID; sleep 2; [ ! -e $RUN_DIR/STOP ]", 1000, False, 0, False),
+        (f"{STOPPED}; rm $RUN_DIR/STOP; {MADE} || exit 9; exit 0", 5000, False, 0, True),
+    ],
+)
 def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
     put(folder, "srun", srun)
     (folder / "run").mkdir()
@@ -103,12 +117,15 @@ def test_a_run_that_saves_nothing_is_not_queued_again(folder):
     assert "not requeued: the run would begin again" in printed
 
 
-@pytest.mark.parametrize(("squeue", "again"), [
-    ("date --date='+100 seconds' +%FT%T", True),
-    ("date --date='+5000 seconds' +%FT%T", False),
-    ("echo NONE", False),
-    ("exit 1", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("squeue", "again"),
+    [
+        ("date --date='+100 seconds' +%FT%T", True),
+        ("date --date='+5000 seconds' +%FT%T", False),
+        ("echo NONE", False),
+        ("exit 1", False),
+    ],
+)
 def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     put(folder, "srun", "echo end=$SLURM_JOB_END_TIME; exit 0")
     put(folder, "squeue", squeue)
@@ -134,11 +151,14 @@ def test_ranks_have_the_processors_of_their_node_or_those_asked_for(name, asked,
 EVENT = json.dumps({"kind": "failed", "rank": 0, "absent": [], "text": "rank 1 {left}"})
 
 
-@pytest.mark.parametrize(("srun", "last"), [
-    (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo srun: error; exit 1", "rank 1 {left}"),
-    (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo well; exit 0", None),
-    ("echo srun: error; exit 1", None),  # the last event is from an earlier start
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("srun", "last"),
+    [
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo srun: error; exit 1", "rank 1 {left}"),
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo well; exit 0", None),
+        ("echo srun: error; exit 1", None),  # the last event is from an earlier start
+    ],
+)
 def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     (folder / "run").mkdir()
     old = folder / "run" / "events.jsonl"
@@ -152,10 +172,13 @@ def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     )
 
 
-@pytest.mark.parametrize(("srun", "last"), [
-    ("echo error: no run.steps; echo Traceback; echo error: no run.steps; exit 2", None),
-    ('PATH=/usr/bin:/bin "$@"', "torchrun must be on the PATH of .*: activate the environment"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("srun", "last"),
+    [
+        ("echo error: no run.steps; echo Traceback; echo error: no run.steps; exit 2", None),
+        ('PATH=/usr/bin:/bin "$@"', "torchrun must be on the PATH of .*: activate the environment"),
+    ],
+)
 def test_why_a_run_was_refused_is_the_last_line(srun, last, folder):
     """Ranks that refuse their config write no event, as they have no run folder."""
     put(folder, "srun", f"shift\n{srun}")

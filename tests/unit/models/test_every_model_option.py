@@ -107,9 +107,16 @@ FITTED = PolynomialConfig(kind="fitted")
 OVERRIDE = PCOverride(roles=["o", "down"], layers=(1, 1), level=4)
 IN_TRAINING = {"learnable_gamma", "gamma_lr", "gamma_weight_decay", "evaluator"}
 """Options of gamma's steps and of the place of PC(W): see tests/unit/parallel/optimizer."""
-PC: dict[str, Any] = {"blocks": ["o"], "level": 3, "overrides": {"x": OVERRIDE},
-                      "polynomial": FITTED, "steps": 1, "spectral_norm": "none",
-                      "norm_recovery": False, "init_compensation": True}  # fmt: skip
+PC: dict[str, Any] = {
+    "blocks": ["o"],
+    "level": 3,
+    "overrides": {"x": OVERRIDE},
+    "polynomial": FITTED,
+    "steps": 1,
+    "spectral_norm": "none",
+    "norm_recovery": False,
+    "init_compensation": True,
+}
 POLYNOMIAL = {"kind": "over_flattening", "degree": 3, "cutoff": 0.5, "alpha": 1.0, "upper": 2.0}
 OVERRIDDEN = {"roles": None, "layers": (0, 1), "level": 1}
 BASE = PCConfig(level=2)

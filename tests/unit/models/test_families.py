@@ -27,13 +27,16 @@ def test_a_family_without_a_class_in_transformers_is_not_exported(monkeypatch) -
         architecture(replace(MODEL, family="mine"))
 
 
-@pytest.mark.parametrize(("family", "changes"), [
-    ("llama", {"tie_embeddings": True}),
-    ("llama", {"attention_bias": "all", "vocab_multiple": 1}),
-    ("llama", {"attention_bias": "qkv", "head_dim": None}),
-    ("qwen3", {}),
-    ("gemma2", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_embeddings": True}),
+        ("llama", {"attention_bias": "all", "vocab_multiple": 1}),
+        ("llama", {"attention_bias": "qkv", "head_dim": None}),
+        ("qwen3", {}),
+        ("gemma2", {}),
+    ],
+)
 def test_the_tensors_are_those_of_transformers_and_cover_ours(family, changes) -> None:
     """Tests of imports compare the values, also those of experts, which transformers 5 fuses."""
     model = tiny_model(family, **changes)

@@ -73,11 +73,14 @@ def test_auto_takes_none_of_them_and_the_log_names_the_one_that_is_asked(
     assert kernel_of(load_config(minimal, ASKED), world) == "flash_attention_3"
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    (ASKED[:1], "needs train.precision bf16"),
-    ([*ASKED, "model.attention_backend=transformer_engine"], "must be auto with attention_b"),
-    ([*ASKED, "model.family=gemma2", "model.sliding_window=4"], "must be auto with latent"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (ASKED[:1], "needs train.precision bf16"),
+        ([*ASKED, "model.attention_backend=transformer_engine"], "must be auto with attention_b"),
+        ([*ASKED, "model.family=gemma2", "model.sliding_window=4"], "must be auto with latent"),
+    ],
+)
 def test_what_they_do_not_compute_is_refused(minimal: Any, keys: list[str], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         load_config(minimal, keys)

@@ -19,8 +19,12 @@ from training.run import train
 
 pytestmark = pytest.mark.slow
 
-RECORD = Family(name="sandwich", about="Llama with norms after each block too",
-                builder="sandwich_builder", post_norms=True)  # fmt: skip
+RECORD = Family(
+    name="sandwich",
+    about="Llama with norms after each block too",
+    builder="sandwich_builder",
+    post_norms=True,
+)
 BUILDER = """
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 

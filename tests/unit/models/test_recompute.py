@@ -35,9 +35,12 @@ def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
         loss = losses_of(chunk).mean()
     size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     loss.backward()
-    return {"loss": loss.detach(),
-            "gradients": {name: parameter.grad for name, parameter in parameters.items()},
-            "counts": token_counts([chunk]), "kept": size}  # fmt: skip
+    return {
+        "loss": loss.detach(),
+        "gradients": {name: parameter.grad for name, parameter in parameters.items()},
+        "counts": token_counts([chunk]),
+        "kept": size,
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -66,8 +66,13 @@ def in_float64(name: str) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_frequencies_are_those_of_the_papers_and_of_transformers(name, world, tmp_path) -> None:
     model = model_of(name)
-    ours = RotaryEmbedding(model.head_size, rotary_percent=1.0, rotary_base=model.rope_base,
-                           scaling=model.rope_scaling, use_cpu_initialization=True)  # fmt: skip
+    ours = RotaryEmbedding(
+        model.head_size,
+        rotary_percent=1.0,
+        rotary_base=model.rope_base,
+        scaling=model.rope_scaling,
+        use_cpu_initialization=True,
+    )
     expected, scale = in_float64(name)
     # float32: powers of the base and the two products of a mean round to a few units.
     torch.testing.assert_close(ours.inv_freq.double(), expected, rtol=1e-6, atol=0)

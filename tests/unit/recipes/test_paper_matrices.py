@@ -46,10 +46,14 @@ def still(config: Config) -> Config:
     optimizer = config.optimizer
     return replace(
         single(config),
-        optimizer=replace(optimizer, matrix=replace(optimizer.matrix, lr=0.0),
-                          scalar=replace(optimizer.scalar, lr=0.0), roles={}),
+        optimizer=replace(
+            optimizer,
+            matrix=replace(optimizer.matrix, lr=0.0),
+            scalar=replace(optimizer.scalar, lr=0.0),
+            roles={},
+        ),
         monitors=replace(config.monitors, interval=1, groups=("weights",)),
-    )  # fmt: skip
+    )
 
 
 def built(name: str, folder, world: Groups, change=still) -> tuple[Config, Trainer]:

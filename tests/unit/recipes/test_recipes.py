@@ -12,9 +12,17 @@ from models.families import FAMILIES, all_units, model_size
 from tests.small_recipes import every_recipe, recipe
 from training.config import check, load_config, to_yaml
 
-RULES = {"adamw": "adamw", "muon": "muon", "muon_sphere": "muon_sphere", "sso": "spectral_sphere",
-         "muon_plus_plus": "muon_plus_plus", "sso_paper_adamw": "adamw", "sso_paper_muon": "muon",
-         "gram_paper_adamw": "adamw", "gram_paper_muon": "muon"}  # fmt: skip
+RULES = {
+    "adamw": "adamw",
+    "muon": "muon",
+    "muon_sphere": "muon_sphere",
+    "sso": "spectral_sphere",
+    "muon_plus_plus": "muon_plus_plus",
+    "sso_paper_adamw": "adamw",
+    "sso_paper_muon": "muon",
+    "gram_paper_adamw": "adamw",
+    "gram_paper_muon": "muon",
+}
 """Files of configs/base that set a rule, and the rule."""
 ON_SPHERES = ("muon_sphere", "spectral_sphere", "muon_plus_plus")
 
@@ -120,16 +128,19 @@ def test_the_width_sweep_is_that_of_the_sso_paper(width: int, millions: int) -> 
     assert tokens / 30e9 == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "keys"), [
-    ("tiny_sso", []),
-    ("tiny_qwen3_sso", []),
-    ("tiny_gpt_muon", []),
-    ("tiny_deepseek_sso", []),
-    ("deepseek16b_sso", []),
-    ("tiny_moe_sso", ["model.moe.shared_gate=true"]),
-    ("tiny_moe_sso", ["model.moe.shared_experts=0"]),
-    ("tiny_moe_sso", ["model.moe.dense_layers=0"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("tiny_sso", []),
+        ("tiny_qwen3_sso", []),
+        ("tiny_gpt_muon", []),
+        ("tiny_deepseek_sso", []),
+        ("deepseek16b_sso", []),
+        ("tiny_moe_sso", ["model.moe.shared_gate=true"]),
+        ("tiny_moe_sso", ["model.moe.shared_experts=0"]),
+        ("tiny_moe_sso", ["model.moe.dense_layers=0"]),
+    ],
+)
 def test_roles_are_those_of_the_units(name: str, keys: list[str]) -> None:
     model = recipe(name, "model.vocab_size=128", *keys).model
     family = FAMILIES[model.family]
@@ -152,24 +163,27 @@ def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "rates", "decays"), [
-    # Rates and decays of gate, embedding, head and gains.
-    ("llama271m_adamw", (8.485e-4,) * 4, (0.1,) * 4),
-    ("llama1b_adamw", (3e-4,) * 4, (0.1,) * 4),
-    ("llama271m_muon", (4.243e-3,) * 4, (0.1,) * 4),
-    ("llama1b_muon", (1.5e-3,) * 4, (0.1,) * 4),
-    # On a sphere the retraction undoes the decay of matrices.
-    ("llama1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
-    ("qwen3_1.7b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
-    ("qwen3_1.7b_muon", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
-    ("deepnet200_muon_sphere", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
-    ("moe_8b_a1b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
-    ("moe_8b_a1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
-    ("gpt160m_adamw", (2e-3,) * 4, (0.01, 0.0, 0.0, 0.0)),
-    ("gpt160m_muon", (1e-2, 1e-2, 1e-2 / sqrt(768), 1e-2), (0.01, 0.0, 0.0, 0.0)),
-    ("gpt405m_muon", (1e-2, 1e-2, 1e-2 / sqrt(1024), 1e-2), (0.01, 0.0, 0.0, 0.0)),
-    ("gpt1.4b_muon", (1e-2, 1e-2, 1e-2 / sqrt(2048), 1e-2), (0.01, 0.0, 0.0, 0.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rates", "decays"),
+    [
+        # Rates and decays of gate, embedding, head and gains.
+        ("llama271m_adamw", (8.485e-4,) * 4, (0.1,) * 4),
+        ("llama1b_adamw", (3e-4,) * 4, (0.1,) * 4),
+        ("llama271m_muon", (4.243e-3,) * 4, (0.1,) * 4),
+        ("llama1b_muon", (1.5e-3,) * 4, (0.1,) * 4),
+        # On a sphere the retraction undoes the decay of matrices.
+        ("llama1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("qwen3_1.7b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("qwen3_1.7b_muon", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("deepnet200_muon_sphere", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("moe_8b_a1b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("moe_8b_a1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("gpt160m_adamw", (2e-3,) * 4, (0.01, 0.0, 0.0, 0.0)),
+        ("gpt160m_muon", (1e-2, 1e-2, 1e-2 / sqrt(768), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+        ("gpt405m_muon", (1e-2, 1e-2, 1e-2 / sqrt(1024), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+        ("gpt1.4b_muon", (1e-2, 1e-2, 1e-2 / sqrt(2048), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+    ],
+)
 def test_rates_and_decays_are_those_of_the_paper(name, rates, decays) -> None:
     config = recipe(name)
     settings = [config.optimizer.settings_for(role) for role in ("up", "embedding", "head", "gain")]
@@ -177,14 +191,17 @@ def test_rates_and_decays_are_those_of_the_paper(name, rates, decays) -> None:
     assert tuple(each.weight_decay for each in settings) == decays
 
 
-@pytest.mark.parametrize(("name", "settings"), [
-    ("llama1b_muon", ("simple", 5, 0.95, True, "align_adam_rms")),
-    ("gpt160m_muon", ("quintic", 5, 0.95, False, "spectral_mup")),
-    ("qwen3_1.7b_muon", ("polar_express", 8, 0.9, True, "spectral_mup")),
-    ("qwen3_1.7b_muon_sphere", ("polar_express", 8, 0.9, True, "spectral_mup")),
-    ("deepnet200_sso", ("polar_express", 8, 0.9, True, "spectral_mup")),
-    ("llama271m_muon_plus_plus", ("polar_express", 8, 0.95, False, "spectral_mup")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama1b_muon", ("simple", 5, 0.95, True, "align_adam_rms")),
+        ("gpt160m_muon", ("quintic", 5, 0.95, False, "spectral_mup")),
+        ("qwen3_1.7b_muon", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("qwen3_1.7b_muon_sphere", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("deepnet200_sso", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("llama271m_muon_plus_plus", ("polar_express", 8, 0.95, False, "spectral_mup")),
+    ],
+)
 def test_rules_are_those_of_the_paper(name: str, settings: tuple[object, ...]) -> None:
     config = recipe(name)
     rule = config.optimizer.rule(rule_of(name))
@@ -197,12 +214,15 @@ def test_rules_are_those_of_the_paper(name: str, settings: tuple[object, ...]) -
         assert (rule.radius, rule.radius_scaler) == ("spectral_mup", 1.0)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [
-    ("llama271m_muon", ("cosine", 220, 0.1)),
-    ("llama1b_muon", ("cosine", 611, 0.1)),
-    ("qwen3_1.7b_sso", ("cosine", 500, 0.1)),
-    ("gpt405m_muon", ("wsd", 0, 0.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("llama271m_muon", ("cosine", 220, 0.1)),
+        ("llama1b_muon", ("cosine", 611, 0.1)),
+        ("qwen3_1.7b_sso", ("cosine", 500, 0.1)),
+        ("gpt405m_muon", ("wsd", 0, 0.0)),
+    ],
+)
 def test_schedules_are_those_of_the_paper(name: str, schedule: tuple[str, int, float]) -> None:
     found = recipe(name).schedule
     assert (found.kind, found.warmup_steps, found.min_ratio) == schedule

@@ -225,10 +225,13 @@ def test_a_run_would_take_an_output_for_its_own_checkpoint(linked, runs, tmp_pat
     assert not step_folder(run, 9).exists()
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    (["--steps", "1", "7"], "has no checkpoint of step 7; available: 1, 2, 3"),
-    (["--last", "4"], "--last must be at most 3, the number of checkpoints of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--steps", "1", "7"], "has no checkpoint of step 7; available: 1, 2, 3"),
+        (["--last", "4"], "--last must be at most 3, the number of checkpoints of"),
+    ],
+)
 def test_steps_that_are_not_there_are_refused(options, text, runs, tmp_path, refusal) -> None:
     said = refusal(main([str(runs / "sphere"), str(tmp_path / "mean"), *options]))
     assert said.startswith("error: ") and text in said and said.count("\n") == 1

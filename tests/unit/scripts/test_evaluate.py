@@ -50,8 +50,13 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
     assert write_tasks(tmp_path, config, prepared / "tokenizer.json", {}) == ["local_walk"]
     documents = json_lines(tmp_path / "local_walk.jsonl")
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    data = ValidationData("walk", f"{prepared}/tokens.train", sequence_length=LENGTH, samples=20,
-                          token_bytes=token_byte_lengths(prepared / "tokenizer.json"))  # fmt: skip
+    data = ValidationData(
+        "walk",
+        f"{prepared}/tokens.train",
+        sequence_length=LENGTH,
+        samples=20,
+        token_bytes=token_byte_lengths(prepared / "tokenizer.json"),
+    )
     windows = [data.set.window(i)[1:].tolist() for i in range(20)]
     targets = [token for window in windows for token in window]
     assert len(documents) == 20  # no more than windows
@@ -199,11 +204,14 @@ def test_lm_eval_gets_each_task_once(standard, prepared, tmp_path, monkeypatch, 
     assert ("mean of pc_paper" in text) == bool(standard)
 
 
-@pytest.mark.parametrize(("options", "rule"), [
-    (["piqa", "--run", "a"], "--run has no effect without --tasks local, got a"),
-    (["local"], "--tasks local needs --run"),
-    (["piqa", "--python", "nowhere/python"], "nowhere/python does not exist; create"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["piqa", "--run", "a"], "--run has no effect without --tasks local, got a"),
+        (["local"], "--tasks local needs --run"),
+        (["piqa", "--python", "nowhere/python"], "nowhere/python does not exist; create"),
+    ],
+)
 def test_options_that_miss_another_are_refused(options, rule, tmp_path, refusal) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert rule in refusal(main([str(tmp_path), "--tasks", *options]))
@@ -227,16 +235,19 @@ def test_results_of_another_evaluation_at_the_same_time_are_refused(tmp_path) ->
         evaluate(run, offline=True)
 
 
-@pytest.mark.parametrize(("options", "rule"), [
-    (["--num_fewshot", "0", "--num_fewshot=5"], "--num_fewshot is already set by an earlier"),
-    (["-L", "5", "--limit", "6"], "--limit is already set by an earlier option, got --limit"),
-    (["--model", "vllm"], "--model is already set by evaluate.py"),
-    (["-t", "piqa"], "--tasks is already set by evaluate.py, got -t"),
-    (["--output_path=x"], "--output_path is already set by evaluate.py"),
-    (["--include_path", "x"], "--include_path is already set by evaluate.py"),
-    (["--model_args", "max_length=9,pretrained=other"], "--model_args must not set pretrained"),
-    (["--model_args", "max_length=9", "dtype=float16"], "--model_args must not set dtype"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--num_fewshot", "0", "--num_fewshot=5"], "--num_fewshot is already set by an earlier"),
+        (["-L", "5", "--limit", "6"], "--limit is already set by an earlier option, got --limit"),
+        (["--model", "vllm"], "--model is already set by evaluate.py"),
+        (["-t", "piqa"], "--tasks is already set by evaluate.py, got -t"),
+        (["--output_path=x"], "--output_path is already set by evaluate.py"),
+        (["--include_path", "x"], "--include_path is already set by evaluate.py"),
+        (["--model_args", "max_length=9,pretrained=other"], "--model_args must not set pretrained"),
+        (["--model_args", "max_length=9", "dtype=float16"], "--model_args must not set dtype"),
+    ],
+)
 def test_options_that_lm_eval_would_replace_are_refused(options, rule, tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     run = Run(model=tmp_path, tasks=["a"], python=Path("x"), output=tmp_path,

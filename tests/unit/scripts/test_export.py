@@ -52,10 +52,17 @@ def trained(tokens, tmp_path_factory):
     def folder(**keys: object) -> Path:
         if repr(keys) not in found:
             parent = tmp_path_factory.mktemp("trained")
-            given = {"model__vocab_size": 300, "data__train__walk__path": f"{tokens}/tokens.train",
-                     "data__validation__walk__path": f"{tokens}/tokens.train",
-                     "validation__samples": 2, "train__steps": 3, "train__exit_step": 1,
-                     "train__micro_batch": 8, "checkpoint__interval": 1, **keys}  # fmt: skip
+            given = {
+                "model__vocab_size": 300,
+                "data__train__walk__path": f"{tokens}/tokens.train",
+                "data__validation__walk__path": f"{tokens}/tokens.train",
+                "validation__samples": 2,
+                "train__steps": 3,
+                "train__exit_step": 1,
+                "train__micro_batch": 8,
+                "checkpoint__interval": 1,
+                **keys,
+            }
             world = groups.initialize()
             train(tiny_config(str(parent), "adamw", **given), world)
             groups.shutdown()
@@ -335,11 +342,14 @@ def test_what_hugging_face_cannot_express_is_named(run, tmp_path, capsys) -> Non
     assert "model.activation must be swiglu" in refused(capsys, folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("options", "problem"), [
-    (["--shard-size", "5QB"], "must be a size such as 5GB, got 5QB"),
-    (["--shard-size", "0MB"], "must be a size such as 5GB, got 0MB"),
-    (["train.steps=1"], "unrecognized arguments: train.steps=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--shard-size", "5QB"], "must be a size such as 5GB, got 5QB"),
+        (["--shard-size", "0MB"], "must be a size such as 5GB, got 0MB"),
+        (["train.steps=1"], "unrecognized arguments: train.steps=1"),
+    ],
+)
 def test_wrong_options_of_an_export_are_refused(options, problem, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["export", "run", "out", *options])

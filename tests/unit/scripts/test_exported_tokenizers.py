@@ -14,8 +14,9 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_stream
 from training.run import train
 
-LINES = [f"A norm is the largest singular value of matrix {i * i}; é is a letter.\n"
-         for i in range(300)]  # fmt: skip
+LINES = [
+    f"A norm is the largest singular value of matrix {i * i}; é is a letter.\n" for i in range(300)
+]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 SIZE = 330
 

@@ -116,13 +116,16 @@ def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
     assert list(kept.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("tokenizer.json", "root:x:0:0"),
-    ("tokenizer.json", "{}"),
-    ("tokenizer_config.json", "root:x:0:0"),
-    ("generation_config.json", "[" * 100_000),
-    ("generation_config.json", "[]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "root:x:0:0"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "root:x:0:0"),
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", "[]"),
+    ],
+)
 def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, source, kept):
     (source / name).write_text(content)
     with pytest.raises(InputError, match=name):
@@ -130,8 +133,10 @@ def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, source
     assert list(kept.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", ['{"a": 5}', "[1]", "[" * 100_000, '{"weight_map": {"a": 5}}',
-                                     '{"weight_map": [1]}', "5"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    ['{"a": 5}', "[1]", "[" * 100_000, '{"weight_map": {"a": 5}}', '{"weight_map": [1]}', "5"],
+)
 def test_an_index_of_another_form_is_named(content, tmp_path):
     (tmp_path / INDEX_FILE).write_text(content)
     with contextlib.ExitStack() as stack, pytest.raises(InputError, match=INDEX_FILE):
@@ -145,15 +150,18 @@ def test_a_pipe_is_not_read(tmp_path):
     assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
 
 
-@pytest.mark.parametrize(("folder", "options", "rule"), [
-    ("", ["\udcff"], "the prompt must be UTF-8"),
-    ("", ["a", "--temperature", "nan"], "--temperature must be finite and at least 0, got nan"),
-    ("", ["a", "--temperature", "-1"], "--temperature must be finite and at least 0, got -1"),
-    ("", ["a", "--tokenizer", "t"], "--tokenizer needs a run or checkpoint, got the export"),
-    ("", ["a"], "must contain tokenizer.json; export it with a tokenizer"),
-    ("absent", ["a"], "absent does not exist"),
-    ("empty", ["a"], "empty contains no checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("folder", "options", "rule"),
+    [
+        ("", ["\udcff"], "the prompt must be UTF-8"),
+        ("", ["a", "--temperature", "nan"], "--temperature must be finite and at least 0, got nan"),
+        ("", ["a", "--temperature", "-1"], "--temperature must be finite and at least 0, got -1"),
+        ("", ["a", "--tokenizer", "t"], "--tokenizer needs a run or checkpoint, got the export"),
+        ("", ["a"], "must contain tokenizer.json; export it with a tokenizer"),
+        ("absent", ["a"], "absent does not exist"),
+        ("empty", ["a"], "empty contains no checkpoint"),
+    ],
+)
 def test_what_cannot_be_continued_is_refused(folder, options, rule, tmp_path, refusal) -> None:
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "empty").mkdir()

@@ -37,21 +37,28 @@ from training.run import train
 
 MODELS = {
     "llama": {},
-    "llama 3.2": {"model__tie_embeddings": True, "model__rope_base": 5e5,
-                  "model__rope_scaling__kind": "llama3", "model__rope_scaling__factor": 32.0,
-                  "model__rope_scaling__original_max_position_embeddings": 8,
-                  "model__rope_scaling__low_freq_factor": 1.0,
-                  "model__rope_scaling__high_freq_factor": 4.0},
+    "llama 3.2": {
+        "model__tie_embeddings": True,
+        "model__rope_base": 5e5,
+        "model__rope_scaling__kind": "llama3",
+        "model__rope_scaling__factor": 32.0,
+        "model__rope_scaling__original_max_position_embeddings": 8,
+        "model__rope_scaling__low_freq_factor": 1.0,
+        "model__rope_scaling__high_freq_factor": 4.0,
+    },
     "qwen2": {"model__attention_bias": "qkv", "model__norm_epsilon": 1e-6},
-    "all biases": {"model__attention_bias": "all", "model__rope_scaling__kind": "yarn",
-                   "model__rope_scaling__factor": 4.0,
-                   "model__rope_scaling__original_max_position_embeddings": 8},
+    "all biases": {
+        "model__attention_bias": "all",
+        "model__rope_scaling__kind": "yarn",
+        "model__rope_scaling__factor": 4.0,
+        "model__rope_scaling__original_max_position_embeddings": 8,
+    },
     "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
     "gemma2": GEMMA2,
     "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
     "moe": MOE,
     "moe softmax": SOFTMAX_MOE,
-}  # fmt: skip
+}
 GROUPS = ("matrix", "embedding", "head", "scalar")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -311,11 +318,22 @@ def test_a_tied_head_stays_tied(twice, tokens, tmp_path, world, capsys) -> None:
         assert json.loads((out / place.name / "config.json").read_text())["tie_word_embeddings"]
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120,
-         "max_position_embeddings": 131_072}  # fmt: skip
-LLAMA3_2 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 120,
+    "max_position_embeddings": 131_072,
+}
+LLAMA3_2 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 PUBLISHED = {
     "Llama 3.2 1B": LlamaConfig(
         **SMALL, rope_theta=5e5, rope_scaling=LLAMA3_2, tie_word_embeddings=True, head_dim=16
@@ -383,8 +401,15 @@ def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path
 
 
 def test_the_base_of_rotary_positions_is_read_where_each_version_of_transformers_keeps_it():
-    settings = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8,
-                "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16,
-                "vocab_size": 9, "rms_norm_eps": 1e-6}  # fmt: skip
+    settings = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 9,
+        "rms_norm_eps": 1e-6,
+    }
     for place in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}):
         assert model_section(settings | place)["rope_base"] == 5e5

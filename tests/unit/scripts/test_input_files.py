@@ -88,12 +88,15 @@ def test_text_beside_rows_is_warned_of(tmp_path, capsys, name) -> None:
     assert f"warning: {said}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("names", "warned"), [
-    (("a.jsonl", "a.jsonl.gz"), True),
-    (("a.txt", "a.md"), True),
-    (("a.json", "b.jsonl", "b.parquet"), True),
-    (("a.jsonl", "a.b.jsonl", "sub/a.jsonl.gz"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "warned"),
+    [
+        (("a.jsonl", "a.jsonl.gz"), True),
+        (("a.txt", "a.md"), True),
+        (("a.json", "b.jsonl", "b.parquet"), True),
+        (("a.jsonl", "a.b.jsonl", "sub/a.jsonl.gz"), False),
+    ],
+)
 def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_path) -> None:
     (tmp_path / "sub").mkdir()
     for name in names:
@@ -374,8 +377,12 @@ def test_a_sample_is_not_taken_for_another(tmp_path: Path) -> None:
     for size in ("10BT", "100BT", "350BT"):
         (tmp_path / "sample" / size).mkdir(parents=True)
         write_jsonl(tmp_path / "sample" / size / "a.jsonl", [size])
-    corpora = {"fineweb": "350BT", "fineweb_gpt2": "100BT", "fineweb_edu": "10BT",
-               "fineweb_edu_100b": "100BT"}  # fmt: skip
+    corpora = {
+        "fineweb": "350BT",
+        "fineweb_gpt2": "100BT",
+        "fineweb_edu": "10BT",
+        "fineweb_edu_100b": "100BT",
+    }
     for name, size in corpora.items():
         portions = read_corpora()[name].set_plan(1000, tmp_path).portions
         assert list(read_documents(portions[0].inputs, ReadOptions())) == [size]

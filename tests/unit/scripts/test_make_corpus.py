@@ -104,10 +104,13 @@ def test_compressed_texts_are_read_by_path(deb) -> None:
     assert [*texts] == [(f"{place}a.txt.gz", "the fïrst\n"), (f"{place}b.txt", "the second\n")]
 
 
-@pytest.mark.parametrize(("text", "entry", "expected"), [
-    ("\na\n\nb\n\n", None, ["a\n\nb\n"]),
-    ("A\n a\nB\n\n b\n \t\nC\n\n\n\nD", "[A-Z]", ["A\n a\nB\n\n b\n", "C\n", "D\n"]),
-    (" \n\n\t\n", "x", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "entry", "expected"),
+    [
+        ("\na\n\nb\n\n", None, ["a\n\nb\n"]),
+        ("A\n a\nB\n\n b\n \t\nC\n\n\n\nD", "[A-Z]", ["A\n a\nB\n\n b\n", "C\n", "D\n"]),
+        (" \n\n\t\n", "x", []),
+    ],
+)
 def test_an_entry_starts_a_document_only_after_a_blank_line(text, entry, expected) -> None:
     assert [*documents(text, entry)] == expected

@@ -51,8 +51,13 @@ from training.run import train
 
 PAPERS = read_catalogue()
 # Numbers of figures and tables in the papers. "Towards a Principled Muon" has none.
-NUMBERED = {"pc_layer": (15, 7), "sso": (12, 3), "muon_plus_plus": (0, 0), "gram_penalty": (7, 0),
-            "spectral_updates": (28, 5)}  # fmt: skip
+NUMBERED = {
+    "pc_layer": (15, 7),
+    "sso": (12, 3),
+    "muon_plus_plus": (0, 0),
+    "gram_penalty": (7, 0),
+    "spectral_updates": (28, 5),
+}
 ITEMS = {(n, key): item for n, paper in PAPERS.items() for key, item in paper.items.items()}
 MEASURED = [name for name, item in ITEMS.items() if item.measure is not None]
 TEXTS = re.compile(">([^<>]+)</text>")
@@ -285,10 +290,17 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("pc_layer", "figure_5"): conditioned_better,
     ("pc_layer", "figure_6"): quantiles_higher,
     ("pc_layer", "figure_7"): lambda none, one, two, three, four, muon, m1, m2, m3, m4: [
-        above(one), below(four), below(m2)],
+        above(one),
+        below(four),
+        below(m2),
+    ],
     ("pc_layer", "figure_9"): recovery_decides,
     ("pc_layer", "figure_13"): lambda adamw_level, adamw_flat, muon_level, muon_flat: [
-        above(adamw_flat), above(muon_flat), below(adamw_level), below(muon_level)],
+        above(adamw_flat),
+        above(muon_flat),
+        below(adamw_level),
+        below(muon_level),
+    ],
     ("pc_layer", "figure_14"): conditioned_better,
     ("pc_layer", "figure_15"): quantiles_higher,
     ("pc_layer", "table_4"): recovery_decides,
@@ -311,10 +323,12 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ("spectral_updates", "figure_2"): lambda muon: [muon.largest.greatest < 0.05 * 512],
     ("spectral_updates", "figure_5"): above_one("up_ratio", "down_ratio"),
     ("spectral_updates", "figure_6"): lambda muon: [
-        each.settled < 10 for each in (muon.attention_mean, muon.ffn_mean, muon.final)],
+        each.settled < 10 for each in (muon.attention_mean, muon.ffn_mean, muon.final)
+    ],
     ("spectral_updates", "figure_7"): lambda muon: [
         each.settled < min(muon.up_ratio.settled, muon.down_ratio.settled)
-        for each in (muon.embedding_ratio, muon.head_ratio)],
+        for each in (muon.embedding_ratio, muon.head_ratio)
+    ],
     ("spectral_updates", "figure_8"): above_one("q_ratio", "k_ratio"),
     ("spectral_updates", "figure_9"): lambda muon: [
         muon.v.settled < muon.o.settled,
@@ -326,23 +340,33 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool | None]]] = {
     ],
     ("spectral_updates", "figure_22"): lambda relu2, swiglu: [
         getattr(relu2, name).settled < getattr(swiglu, name).settled < 10
-        for name in ("attention", "ffn", "final")],
+        for name in ("attention", "ffn", "final")
+    ],
     ("spectral_updates", "figure_23"): lambda relu2, swiglu: [
-        swiglu.largest.greatest < 0.05 * 320, relu2.median.settled < swiglu.median.settled],
+        swiglu.largest.greatest < 0.05 * 320,
+        relu2.median.settled < swiglu.median.settled,
+    ],
     ("spectral_updates", "figure_24"): lambda swiglu: [
         swiglu.head.settled < swiglu.embedding.settled,
-        swiglu.embedding.first < swiglu.embedding.last],
+        swiglu.embedding.first < swiglu.embedding.last,
+    ],
     ("spectral_updates", "figure_25"): lambda swiglu: [
-        swiglu.up.settled < swiglu.down.settled, swiglu.gate.settled < swiglu.down.settled,
-        *above_one("up_ratio", "down_ratio", "gate_ratio")(swiglu)],
+        swiglu.up.settled < swiglu.down.settled,
+        swiglu.gate.settled < swiglu.down.settled,
+        *above_one("up_ratio", "down_ratio", "gate_ratio")(swiglu),
+    ],
     ("spectral_updates", "figure_26"): above_one("q_ratio", "k_ratio"),
     ("spectral_updates", "figure_27"): lambda swiglu: [
-        swiglu.v.settled < swiglu.o.settled, *above_one("o_ratio", "v_ratio")(swiglu)],
+        swiglu.v.settled < swiglu.o.settled,
+        *above_one("o_ratio", "v_ratio")(swiglu),
+    ],
     ("spectral_updates", "table_1"): lambda init: [
         init.embeddings.first < 1.67 * init.tokens.first,
-        init.before.first < 1.67 * init.ffn.first, init.post.first < 1.67 * init.ffn.first,
-        init.final.first < init.tokens.first],
-}  # fmt: skip
+        init.before.first < 1.67 * init.ffn.first,
+        init.post.first < 1.67 * init.ffn.first,
+        init.final.first < init.tokens.first,
+    ],
+}
 
 
 class Figures:
@@ -488,12 +512,15 @@ def test_series_are_the_figures_that_the_run_logged(world, folder: str) -> None:
     overrides = " ".join(f"{key.replace('__', '.')}={value}" for key, value in keys.items())
     command = f"python pretrain.py --config {folder}/config.yaml {overrides}"
     texts = {
-        "loss": "metric train/loss", "mean": "mean stable_rank down",
-        "mean of all": "metric monitor/stable_rank/down", "largest": "largest residual_rms blocks",
-        "largest of all": "metric monitor/residual_rms/max", "top": "mean quantile_100 o",
+        "loss": "metric train/loss",
+        "mean": "mean stable_rank down",
+        "mean of all": "metric monitor/stable_rank/down",
+        "largest": "largest residual_rms blocks",
+        "largest of all": "metric monitor/residual_rms/max",
+        "top": "mean quantile_100 o",
         **{f"{over} of medians": f"{over} quantile_50 down" for over in REDUCED},
         "layer": "mean quantile_50 down 1",
-    }  # fmt: skip
+    }
     found = measure(Measure(runs={"a": f"{folder}/run"}, series=texts), [command])["a"]
     assert found["command"] == command and found["steps"] == 3
     runs, seeds = {"a": f"{folder}/all"}, [7, 8]

@@ -30,16 +30,23 @@ def test_a_spectrum_counts_every_singular_value(world, folder, tmp_path):
     assert after > 1.5 * before  # level 4 gathers values at the largest
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"seeds": "12"}, "seeds must be a list"),
-    ({"rows": [{"variant": "SSO", "losses": ["a"], "runs": []}]}, "losses[0] must be of type"),
-    ({"variants": {n: {"against": None, "search": {}} for n in "ab"},
-      "rows": [{"variant": n, "losses": [1] * i, "runs": []} for i, n in enumerate("ab")]},
-     "all rows must have the same number of losses"),
-    ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be the variants"),
-    ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
-    ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seeds": "12"}, "seeds must be a list"),
+        ({"rows": [{"variant": "SSO", "losses": ["a"], "runs": []}]}, "losses[0] must be of type"),
+        (
+            {
+                "variants": {n: {"against": None, "search": {}} for n in "ab"},
+                "rows": [{"variant": n, "losses": [1] * i, "runs": []} for i, n in enumerate("ab")],
+            },
+            "all rows must have the same number of losses",
+        ),
+        ({"rows": [{"variant": "b", "losses": [1], "runs": []}]}, "rows must be the variants"),
+        ({"variants": {"a": {"against": "b", "search": {}}}, "rows": []}, "among a, got b"),
+        ({"variants": {"a": {"against": None, "search": {}}}, "rows": []}, "got x"),
+    ],
+)
 def test_other_results_are_a_line(root, tmp_path, capsys, change, said):
     results = root / "studies/optimizers/results/llama_0.1m/results.json"
     trial = {"variant": "x", "stage": "s", "share": 1, "candidate": [], "loss": None}

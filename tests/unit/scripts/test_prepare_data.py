@@ -203,13 +203,16 @@ def test_a_tokenizer_is_trained_on_an_equal_share_of_every_set(tmp_path, monkeyp
     assert seen == [text for rows in train_rows for text in rows[: -(-1000 // 6)]]
 
 
-@pytest.mark.parametrize(("special", "configs", "options", "expected"), [
-    (0, {}, [], 0),
-    (2, {"tokenizer_config.json": {"eos_token": "<s1>"}}, [], SIZE + 1),
-    (2, {"tokenizer_config.json": {"eos_token": {"content": "<s0>"}}}, [], SIZE),
-    (2, {"tokenizer_config.json": {}, "config.json": {"eos_token_id": SIZE + 1}}, [], SIZE + 1),
-    (2, {"generation_config.json": {"eos_token_id": [1, 2]}}, ["--eod", "<s0>"], SIZE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("special", "configs", "options", "expected"),
+    [
+        (0, {}, [], 0),
+        (2, {"tokenizer_config.json": {"eos_token": "<s1>"}}, [], SIZE + 1),
+        (2, {"tokenizer_config.json": {"eos_token": {"content": "<s0>"}}}, [], SIZE),
+        (2, {"tokenizer_config.json": {}, "config.json": {"eos_token_id": SIZE + 1}}, [], SIZE + 1),
+        (2, {"generation_config.json": {"eos_token_id": [1, 2]}}, ["--eod", "<s0>"], SIZE),
+    ],
+)
 def test_eod_of_an_existing_tokenizer(tokenizer, tmp_path, special, configs, options, expected):
     folder = hugging_face_folder(tokenizer, tmp_path / "hf", special, configs)
     manifest = prepare(f"set={write_jsonl(tmp_path / 'rows.jsonl', TEXTS)}",

@@ -81,11 +81,14 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "code", "message"), [
-    ("run killed", -signal.SIGKILL, ""),
-    ("worker killed", 1, "error: a worker process was killed"),
-    ("interrupted", 130, "interrupted: nothing was written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("run killed", -signal.SIGKILL, ""),
+        ("worker killed", 1, "error: a worker process was killed"),
+        ("interrupted", 130, "interrupted: nothing was written"),
+    ],
+)
 def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer, root, tmp_path):
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 2000)
     out = tmp_path / "out"

@@ -29,21 +29,42 @@ TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a l
 LABELLED = {"text": ["rows", "a [b] c", "columns", "d", "e"], "label": list("ABCDE")}
 NUMBERED = {"text": ["one", "two", "three", "four"], "label": list("1234")}  # in some rows
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "arc": [{"question": "What has a matrix?", "choices": LABELLED, "answerKey": "C"},
-            {"question": "How many?", "choices": NUMBERED, "answerKey": "3"}],
+    "arc": [
+        {"question": "What has a matrix?", "choices": LABELLED, "answerKey": "C"},
+        {"question": "How many?", "choices": NUMBERED, "answerKey": "3"},
+    ],
     "boolq": [{"passage": "A matrix.", "question": "is it a matrix", "label": 1}],
     "commonsense_qa": [{"question": " What is it? ", "choices": LABELLED, "answerKey": "D"}],
-    "hellaswag": [{"activity_label": "Baking [substeps]",
-                   "ctx_a": "A man [header] bakes [title] bread.", "ctx_b": "he  EATS",
-                   "endings": ["it.", " [step] slowly,  with care.", "[title] fast",
-                               "ends [title] it."], "label": "2"}],
+    "hellaswag": [
+        {
+            "activity_label": "Baking [substeps]",
+            "ctx_a": "A man [header] bakes [title] bread.",
+            "ctx_b": "he  EATS",
+            "endings": ["it.", " [step] slowly,  with care.", "[title] fast", "ends [title] it."],
+            "label": "2",
+        }
+    ],
     "openbookqa": [{"question_stem": "A matrix has", "choices": LABELLED, "answerKey": " B"}],
     "piqa": [{"goal": "Invert it", "sol1": "Divide.", "sol2": "Solve {{x}}.", "label": 0}],
-    "sciq": [{"support": "  A matrix has rows.", "question": "What has rows?", "distractor1": "a",
-              "distractor2": "b", "distractor3": "c", "correct_answer": "a matrix"},
-             {"support": "", "question": "What?", "distractor1": "a", "distractor2": "b",
-              "distractor3": "c", "correct_answer": "d"}],
-}  # fmt: skip
+    "sciq": [
+        {
+            "support": "  A matrix has rows.",
+            "question": "What has rows?",
+            "distractor1": "a",
+            "distractor2": "b",
+            "distractor3": "c",
+            "correct_answer": "a matrix",
+        },
+        {
+            "support": "",
+            "question": "What?",
+            "distractor1": "a",
+            "distractor2": "b",
+            "distractor3": "c",
+            "correct_answer": "d",
+        },
+    ],
+}
 """Rows of each format, including text that readers change."""
 
 LETTERS = "Question: What is it?\nA. rows\nB. a [b] c\nC. columns\nD. d\nE. e\nAnswer:"
@@ -58,9 +79,11 @@ EXAMPLES: dict[str, list[list[Any]]] = {
     "hellaswag": [["Baking : A man bakes. bread. He eats", ENDINGS, 2]],
     "openbookqa": [["A matrix has", LABELLED["text"], 1]],
     "piqa": [["Question: Invert it\nAnswer:", ["Divide.", "Solve {{x}}."], 0]],
-    "sciq": [["A matrix has rows.\nQuestion: What has rows?\nAnswer:", [*"abc", "a matrix"], 3],
-             ["\nQuestion: What?\nAnswer:", [*"abcd"], 3]],
-}  # fmt: skip
+    "sciq": [
+        ["A matrix has rows.\nQuestion: What has rows?\nAnswer:", [*"abc", "a matrix"], 3],
+        ["\nQuestion: What?\nAnswer:", [*"abcd"], 3],
+    ],
+}
 """The examples of these rows in lm-eval, with which a slow test compares them."""
 
 
@@ -196,14 +219,17 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
     assert rule in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "rule"), [
-    (["--tasks", "piqa"], "a run or checkpoint can be scored only on .jsonl tasks"),
-    (["--tasks", "{words}", "--device", "cuda"], "needs an exported model"),
-    (["--tasks", "{words}", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
-    (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
-    (["--tasks", "{words}", "{words}"], "must have different names"),
-    (["--tasks", "{words}"], "contains no checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--tasks", "piqa"], "a run or checkpoint can be scored only on .jsonl tasks"),
+        (["--tasks", "{words}", "--device", "cuda"], "needs an exported model"),
+        (["--tasks", "{words}", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
+        (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
+        (["--tasks", "{words}", "{words}"], "must have different names"),
+        (["--tasks", "{words}"], "contains no checkpoint"),
+    ],
+)
 def test_what_a_run_cannot_be_scored_on_is_refused(options, rule, tmp_path, capsys):
     words = write_tasks(tmp_path)["words"]
     assert evaluate([str(tmp_path), *(option.format(words=words) for option in options)]) == 2
@@ -230,17 +256,26 @@ def test_rows_become_examples(tmp_path, capsys):
     assert [found[0].context, found[0].choices, found[0].answer] == EXAMPLES["hellaswag"][0]
 
 
-@pytest.mark.parametrize(("row", "name", "rule"), [
-    (ROWS["arc"][0] | {"answerKey": ""}, "arc", "line 1: the row must have the format arc"),
-    (ROWS["hellaswag"][0] | {"label": ""}, "hellaswag",
-     "line 1: the row must have the format hellaswag"),
-    (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
-    (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two strings"),
-    ([1], "plain", r"line 1: the row must have the format plain, .* got \[1\]"),
-    ({key: value for key, value in ROWS["piqa"][0].items() if key != "sol1"}, "piqa",
-     "line 1: the row must .* format piqa, .* got no key 'sol1' among goal, sol2, label"),
-    (ROWS["arc"][0] | {"choices": {}}, "arc", "got no key 'text' among question, choices, ans"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "name", "rule"),
+    [
+        (ROWS["arc"][0] | {"answerKey": ""}, "arc", "line 1: the row must have the format arc"),
+        (
+            ROWS["hellaswag"][0] | {"label": ""},
+            "hellaswag",
+            "line 1: the row must have the format hellaswag",
+        ),
+        (ROWS["boolq"][0] | {"label": -1}, "boolq", "line 1: answer must be the index of one of 2"),
+        (ROWS["piqa"][0] | {"sol1": None}, "piqa", "line 1: choices must be at least two strings"),
+        ([1], "plain", r"line 1: the row must have the format plain, .* got \[1\]"),
+        (
+            {key: value for key, value in ROWS["piqa"][0].items() if key != "sol1"},
+            "piqa",
+            "line 1: the row must .* format piqa, .* got no key 'sol1' among goal, sol2, label",
+        ),
+        (ROWS["arc"][0] | {"choices": {}}, "arc", "got no key 'text' among question, choices, ans"),
+    ],
+)
 def test_rows_of_no_example_are_refused(row, name, rule, tmp_path, capsys):
     source = written(tmp_path, [row])
     with pytest.raises(DataError, match=rule):

@@ -180,39 +180,73 @@ def no_multiplier(right: Function) -> Function:
 FLATTENING = SCHEDULES["polar_express_upstream"].coefficients
 DESCENDING = ("relu_features", "gated_features", "sparse_regression", "gated_regression")
 WRONG: dict[str, tuple[Owner, str, Wrong]] = {
-    **{f"{experiment}: {what}": (SpectralDescentRule, "direction", wrong)
-       for experiment in DESCENDING for what, wrong in DESCENT.items()},
+    **{
+        f"{experiment}: {what}": (SpectralDescentRule, "direction", wrong)
+        for experiment in DESCENDING
+        for what, wrong in DESCENT.items()
+    },
     "pi_bound: the stable rank is a power too low": (random_features, "stable_rank", root_of),
-    "pi_bound: the nuclear rank in place of the stable rank":
-        (random_features, "stable_rank", swapped(measures.nuclear_rank)),
+    "pi_bound: the nuclear rank in place of the stable rank": (
+        random_features,
+        "stable_rank",
+        swapped(measures.nuclear_rank),
+    ),
     "rank_growth: one step too many": (random_features, "gradients", one_step_ahead),
-    "rank_growth: the stable rank in place of the nuclear rank":
-        (random_features, "nuclear_rank", swapped(measures.stable_rank)),
+    "rank_growth: the stable rank in place of the nuclear rank": (
+        random_features,
+        "nuclear_rank",
+        swapped(measures.stable_rank),
+    ),
     "gated_batches: the stable rank is a power too low": (networks, "stable_rank", root_of),
-    "gated_batches: gate and up are exchanged": (networks, "activate", lambda right: (
-        lambda kind, x: right(kind, x.roll(x.shape[-1] // 2, -1)))),
-    "gated_regression: Euclidean layers have the scale of spectral ones":
-        (networks.BlockDescent, "scale", block_scale),
+    "gated_batches: gate and up are exchanged": (
+        networks,
+        "activate",
+        lambda right: lambda kind, x: right(kind, x.roll(x.shape[-1] // 2, -1)),
+    ),
+    "gated_regression: Euclidean layers have the scale of spectral ones": (
+        networks.BlockDescent,
+        "scale",
+        block_scale,
+    ),
     "deep_linear: the last coefficient is one percent too large": (
-        pc_layers, "Preconditioner",
-        lambda right: lambda level: right(level=last_too_large(level))),
-    "deep_linear: the norm is not recovered":
-        (pc_layers, "Preconditioner", lambda right: partial(right, norm_recovery=False)),
-    "over_flattening: level 4 in place of the composite":
-        (odd_polynomial, "COMPOSITES", composite((odd_polynomial.PRESETS[4],))),
+        pc_layers,
+        "Preconditioner",
+        lambda right: lambda level: right(level=last_too_large(level)),
+    ),
+    "deep_linear: the norm is not recovered": (
+        pc_layers,
+        "Preconditioner",
+        lambda right: partial(right, norm_recovery=False),
+    ),
+    "over_flattening: level 4 in place of the composite": (
+        odd_polynomial,
+        "COMPOSITES",
+        composite((odd_polynomial.PRESETS[4],)),
+    ),
     "over_flattening: a step too few": (odd_polynomial, "COMPOSITES", composite(FLATTENING[:-1])),
-    "muon_gap: u and v are exchanged":
-        (muon_plus_plus, "project_", lambda right: lambda m, u, v: right(m, v, u)),
+    "muon_gap: u and v are exchanged": (
+        muon_plus_plus,
+        "project_",
+        lambda right: lambda m, u, v: right(m, v, u),
+    ),
     "muon_gap: the weight is not rescaled": (MuonPlusPlusRule, "rescale", no_rescaling),
-    "correlated_weights: rho in place of its root": (weight_norms, "correlated", lambda right: (
-        lambda phi, rho, z: rho * z + math.sqrt(1 - rho) * phi)),
-    "correlated_weights: the estimate keeps the diagonal":
-        (weight_norms, "correlation", swapped(biased_correlation)),
+    "correlated_weights: rho in place of its root": (
+        weight_norms,
+        "correlated",
+        lambda right: lambda phi, rho, z: rho * z + math.sqrt(1 - rho) * phi,
+    ),
+    "correlated_weights: the estimate keeps the diagonal": (
+        weight_norms,
+        "correlation",
+        swapped(biased_correlation),
+    ),
     "solver_curve: no multiplier": (solver_curve, "solve_multiplier", no_multiplier),
     "solver_curve: the multiplier has the other sign": (
-        solver_curve, "solve_multiplier",
-        lambda right: lambda m, u, v, **options: right(m, -u, v, **options)),
-}  # fmt: skip
+        solver_curve,
+        "solve_multiplier",
+        lambda right: lambda m, u, v, **options: right(m, -u, v, **options),
+    ),
+}
 """Replacements of attributes by experiment, at least two each."""
 
 

@@ -81,12 +81,15 @@ def test_monitored_steps_have_their_own_tokens() -> None:
     assert run.tokens({"step": 14}) == 72 + 2 * 8  # nothing counts them: full batches
 
 
-@pytest.mark.parametrize(("bits", "vocabularies", "expected"), [
-    ((1.0, 1.1), (100, 200), BITS),
-    ((1.0, None), (100, 200), LOSS),  # not ranked by a metric that one of them lacks
-    ((None, None), (100, 200), LOSS),
-    ((1.0, 1.1), (100, 100), LOSS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bits", "vocabularies", "expected"),
+    [
+        ((1.0, 1.1), (100, 200), BITS),
+        ((1.0, None), (100, 200), LOSS),  # not ranked by a metric that one of them lacks
+        ((None, None), (100, 200), LOSS),
+        ((1.0, 1.1), (100, 100), LOSS),
+    ],
+)
 def test_runs_are_ordered_by_what_all_have(bits, vocabularies, expected) -> None:
     runs = []
     for value, vocabulary in zip(bits, vocabularies, strict=True):
@@ -122,10 +125,16 @@ def test_every_card_of_a_run_is_its_figure() -> None:
         line |= {"perf/mfu": 40 + seconds, "moe/max_vio": seconds / 8}
         line["optim/skipped_steps"] = seconds
     assert dict(key_figures(run_of(*lines))) == {
-        "training loss": "3.5000", "validation loss": "2.5000", "best validation": "2.0000",
-        "tokens": "4k", "tokens / second": "4k", "time of stepping": "0:01:50", "MFU": "44.0",
-        "MaxVio": "0.50", "skipped steps": "4",
-    }  # fmt: skip
+        "training loss": "3.5000",
+        "validation loss": "2.5000",
+        "best validation": "2.0000",
+        "tokens": "4k",
+        "tokens / second": "4k",
+        "time of stepping": "0:01:50",
+        "MFU": "44.0",
+        "MaxVio": "0.50",
+        "skipped steps": "4",
+    }
 
 
 @pytest.mark.parametrize("order", [LOSS, BITS], ids=["nats", "bits"])
@@ -181,6 +190,8 @@ def test_the_table_of_sets_is_the_use_of_each(tmp_path: Path) -> None:
     run = replace(run_of(earlier, counted, {"step": 41, "val/loss": 1.0}), folder=tmp_path)
     assert data_use(run) == {
         "header": ["set", "from step 1", "from step 31", "tokens read", "total tokens", "epochs"],
-        "rows": [["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
-                 ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"]],
-    }  # fmt: skip
+        "rows": [
+            ["web", "100.0%", "25.0%", "5,000", "9,000", "0.25"],
+            ["books", "0.0%", "75.0%", "1,000", "4,000", "2.50"],
+        ],
+    }

@@ -37,11 +37,17 @@ def folder(shared_folder):
     world = process_groups.initialize()
     common = {"train__steps": 6, "train__micro_batch": 4, "log__interval": 1}
     own = {
-        "run__dir": f"{folder}/pc", "run__name": "a <b>", "pc__level": 4, "train__z_loss": 1e-3,
-        "gram_penalty__horizon": 1.0, "monitors__interval": 2,
+        "run__dir": f"{folder}/pc",
+        "run__name": "a <b>",
+        "pc__level": 4,
+        "train__z_loss": 1e-3,
+        "gram_penalty__horizon": 1.0,
+        "monitors__interval": 2,
         "monitors__groups": "[weights,gradients,updates,noise,activations,attention,spectra]",
-        "monitors__noise_samples": 3, "checkpoint__interval": 3, "validation__interval": 3,
-    }  # fmt: skip
+        "monitors__noise_samples": 3,
+        "checkpoint__interval": 3,
+        "validation__interval": 3,
+    }
     train(tiny_config(str(folder), "adamw", **common, **own, train__exit_step=3), world)
     train(tiny_config(str(folder), "adamw", **common, **own), world)
     plain = {"run__dir": f"{folder}/plain", "monitors__interval": 0}
@@ -464,12 +470,14 @@ def test_the_status_of_a_run(folder, tmp_path):
 
 
 HOSTILE = {
-    "metrics.jsonl": [({"step": 7, "train/loss": "low"}, "train/loss must be of type"),
-                      ({"step": 7, "perf/step_time_s": [1]}, "perf/step_time_s must be of type"),
-                      ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2")],
+    "metrics.jsonl": [
+        ({"step": 7, "train/loss": "low"}, "train/loss must be of type"),
+        ({"step": 7, "perf/step_time_s": [1]}, "perf/step_time_s must be of type"),
+        ({"step": 2, "train/loss": 1.0}, "step must be at least 6, got 2"),
+    ],
     "monitors.jsonl": [({"step": 7, "units": [], "blocks": {}}, "units must be a mapping")],
     "events.jsonl": [({"step": 7, "kind": "failed"}, "must have the key text")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -42,12 +42,18 @@ def study_file(minimal, folder, tmp_path) -> Path:
     minimal.write_text(yaml.safe_dump(config))
     path = tmp_path / "study.yaml"
     study = {
-        "title": "t", "seeds": [1, 2],
+        "title": "t",
+        "seeds": [1, 2],
         "overrides": ["validation.samples=4", "checkpoint.interval=0"],
-        "variants": {"plain": {"config": str(minimal)},
-                     "lr": {"config": str(minimal), "overrides": ["optimizer.embedding.lr=0.5"],
-                            "against": "plain"}},
-    }  # fmt: skip
+        "variants": {
+            "plain": {"config": str(minimal)},
+            "lr": {
+                "config": str(minimal),
+                "overrides": ["optimizer.embedding.lr=0.5"],
+                "against": "plain",
+            },
+        },
+    }
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     return path
 
@@ -182,16 +188,19 @@ def test_a_run_of_another_process_is_not_trained_again(waits, study_file, tmp_pa
             assert [record.loss for record in trainer.records([run])] == [2.0]
 
 
-@pytest.mark.parametrize(("code", "log", "done", "loss", "expected"), [
-    (0, "done", True, 2.5, 2.5),
-    (1, "error: the loss is not finite", False, 2.5, None),
-    (1, "error: the gradient is not finite", False, None, None),
-    (1, "error: no disk", True, 2.5, "exited with code 1 without a loss: error: no disk"),
-    (-9, "step 3", False, 2.5, "exited with code -9 without a loss: step 3"),
-    (0, "stopped at step 3", False, 2.5, "without a loss: stopped at step 3"),
-    (0, "done", True, None, "without a loss: done"),
-    (0, "changes the data", True, 2.5, "plain-1: the data changed during the run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "log", "done", "loss", "expected"),
+    [
+        (0, "done", True, 2.5, 2.5),
+        (1, "error: the loss is not finite", False, 2.5, None),
+        (1, "error: the gradient is not finite", False, None, None),
+        (1, "error: no disk", True, 2.5, "exited with code 1 without a loss: error: no disk"),
+        (-9, "step 3", False, 2.5, "exited with code -9 without a loss: step 3"),
+        (0, "stopped at step 3", False, 2.5, "without a loss: stopped at step 3"),
+        (0, "done", True, None, "without a loss: done"),
+        (0, "changes the data", True, 2.5, "plain-1: the data changed during the run"),
+    ],
+)
 def test_only_a_whole_run_is_recorded(
     code, log, done, loss, expected, study_file, tmp_path, monkeypatch
 ):
@@ -222,15 +231,18 @@ def test_only_a_whole_run_is_recorded(
         assert (run.key in book) is not isinstance(expected, str)
 
 
-@pytest.mark.parametrize(("visible", "options", "expected"), [
-    ("0,1,2,3,4", "--gpus-per-run 2", [(2, "0,1"), (2, "2,3")]),
-    ("3, GPU-ab,1,-1,2", "--gpus-per-run 1 --jobs 2", [(1, "3"), (1, "GPU-ab")]),
-    ("0", "--nproc 2 --jobs 3", [(2, None)] * 3),
-    ("0", "", [(1, None)]),
-    ("", "--gpus-per-run 1", "--gpus-per-run must be at most 0, "),
-    ("0,1,-1,2", "--gpus-per-run 3", "--gpus-per-run must be at most 2, "),
-    ("0,1,2", "--gpus-per-run 2 --jobs 2", "--jobs must be at most 1 with --gpus-per-run 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("visible", "options", "expected"),
+    [
+        ("0,1,2,3,4", "--gpus-per-run 2", [(2, "0,1"), (2, "2,3")]),
+        ("3, GPU-ab,1,-1,2", "--gpus-per-run 1 --jobs 2", [(1, "3"), (1, "GPU-ab")]),
+        ("0", "--nproc 2 --jobs 3", [(2, None)] * 3),
+        ("0", "", [(1, None)]),
+        ("", "--gpus-per-run 1", "--gpus-per-run must be at most 0, "),
+        ("0,1,-1,2", "--gpus-per-run 3", "--gpus-per-run must be at most 2, "),
+        ("0,1,2", "--gpus-per-run 2 --jobs 2", "--jobs must be at most 1 with --gpus-per-run 2"),
+    ],
+)
 def test_each_run_has_gpus_of_its_own(visible, options, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     parsed = parse(["study.yaml", "out", *options.split()])
@@ -357,34 +369,51 @@ def searching(*counts: int, rungs=((1.0, 1),), kind="grid") -> dict[str, Any]:
 CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"curve": CURVE}, "full must be set if the study has search or curve, got {}"),
-    ({"curve": CURVE | {"variant": "x"}, "full": {"train.steps": 4}},
-     "curve.variant must be one of the variants, got x"),
-    (searching(2, 3), "must have the same tuning budget in full runs, got a 2, b 3"),
-    (searching(3, rungs=((0.5, 3), (1, 1))), "and end at 1, got [3, 3, 1]"),
-    (searching(3, rungs=((1, 2),)), "decrease at each rung of s and end at 1, got [3, 2]"),
-    (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
-    (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
-    (searching(2, kind="factors"), "a: factors in s need tuned_in, got null"),
-    ({}, "the command line must not set seed, which the study sets from seeds"),
-    ({"seeds": [1, 1]}, "seeds must be a nonempty list of distinct numbers, got [1, 1]"),
-    ({"variants": {"a": {"config": "x", "against": "b"}}},
-     "a.against must be a variant of the study, got b"),
-    ({"overrides": ["train.steps=4", "train={steps: 5}"]},
-     "once: override train={steps: 5} replaces override train.steps=4"),
-    ({"overrides": ["seed=3"]}, "overrides must not set seed, which the study sets from seeds"),
-    ({"variants": {"a": {"config": "x", "overrides": ["run.dir=y"]}}},
-     "a.overrides must not set run.dir, which the study sets from the study's folder"),
-    ({"full": {"train.steps": 4}, "overrides": ["train={steps: 5}"]},
-     "overrides must not set train.steps, which the study sets from full"),
-    ({"full": {"train.steps": 4},
-      "variants": {"a": {"config": "x", "overrides": ["train.steps=8"]}}},
-     "a.overrides must not set train.steps, which the study sets from full"),
-    ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
-    ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
-    ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curve": CURVE}, "full must be set if the study has search or curve, got {}"),
+        (
+            {"curve": CURVE | {"variant": "x"}, "full": {"train.steps": 4}},
+            "curve.variant must be one of the variants, got x",
+        ),
+        (searching(2, 3), "must have the same tuning budget in full runs, got a 2, b 3"),
+        (searching(3, rungs=((0.5, 3), (1, 1))), "and end at 1, got [3, 3, 1]"),
+        (searching(3, rungs=((1, 2),)), "decrease at each rung of s and end at 1, got [3, 2]"),
+        (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
+        (searching(2, kind="factors"), "a: factors in s need tuned_in, got null"),
+        ({}, "the command line must not set seed, which the study sets from seeds"),
+        ({"seeds": [1, 1]}, "seeds must be a nonempty list of distinct numbers, got [1, 1]"),
+        (
+            {"variants": {"a": {"config": "x", "against": "b"}}},
+            "a.against must be a variant of the study, got b",
+        ),
+        (
+            {"overrides": ["train.steps=4", "train={steps: 5}"]},
+            "once: override train={steps: 5} replaces override train.steps=4",
+        ),
+        ({"overrides": ["seed=3"]}, "overrides must not set seed, which the study sets from seeds"),
+        (
+            {"variants": {"a": {"config": "x", "overrides": ["run.dir=y"]}}},
+            "a.overrides must not set run.dir, which the study sets from the study's folder",
+        ),
+        (
+            {"full": {"train.steps": 4}, "overrides": ["train={steps: 5}"]},
+            "overrides must not set train.steps, which the study sets from full",
+        ),
+        (
+            {
+                "full": {"train.steps": 4},
+                "variants": {"a": {"config": "x", "overrides": ["train.steps=8"]}},
+            },
+            "a.overrides must not set train.steps, which the study sets from full",
+        ),
+        ({"level_within": -0.1}, "level_within must be finite and at least 0, got -0.1"),
+        ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
+        ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
+    ],
+)
 def test_what_is_no_study_is_refused(study_file, change, message, refusal):
     changed(study_file, **change)
     arguments = [str(study_file), str(study_file.parent / "out"), *([] if change else ["seed=4"])]
@@ -405,13 +434,16 @@ def test_every_candidate_of_the_studies_is_a_config(root):
                 load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
 
 
-@pytest.mark.parametrize(("log", "expected"), [
-    (["error: old", "step 1", "error: no a.idx", "error: mount it"], "error: no a.idx"),
-    (["error: one", "Exception ignored"], "error: one"),
-    (["step 1", "Killed"], "Killed"),
-    ([], "nothing"),
-    (["error: one", "\udcff"], "error: one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (["error: old", "step 1", "error: no a.idx", "error: mount it"], "error: no a.idx"),
+        (["error: one", "Exception ignored"], "error: one"),
+        (["step 1", "Killed"], "Killed"),
+        ([], "nothing"),
+        (["error: one", "\udcff"], "error: one"),
+    ],
+)
 def test_a_failed_run_is_named_with_the_first_line_of_its_error(log, expected, tmp_path):
     """Further lines of an error say where a value is set; a killed run may end within a
     character."""

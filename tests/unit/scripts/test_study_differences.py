@@ -38,9 +38,13 @@ def test_other_keys_than_those_that_are_tuned_are_named(tmp_path):
     }
     search = {"seed": 1, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
     found = found_in(tmp_path, variants, search=search, full={"train.steps": 40})
-    assert found == {"SSO": {"model.init.depth_scaled": (False, True),
-                             "model.init.spectral": (True, False),
-                             "optimizer.matrix.weight_decay": (0.0, 0.1)}}  # fmt: skip
+    assert found == {
+        "SSO": {
+            "model.init.depth_scaled": (False, True),
+            "model.init.spectral": (True, False),
+            "optimizer.matrix.weight_decay": (0.0, 0.1),
+        }
+    }
 
 
 def test_keys_that_the_study_sets_or_declares_are_meant(tmp_path):

@@ -14,11 +14,17 @@ from training.errors import InputError
 RATES = [0.01, 0.02, 0.04, 0.08]
 PAIRS = [["m=0.9", "w=0"], ["m=0.95", "w=0.1"]]
 STAGES = {"rate": Stage(grid={"lr": RATES}), "pair": Stage(choices=PAIRS)}
-RUNGS = {"rate": [Rung(share=0.25, keep=2), Rung(share=0.5, keep=1)],
-         "pair": [Rung(share=0.25, keep=1)]}  # fmt: skip
-STUDY = Study(title="t", seeds=[1, 2], full={"steps": 80, "warmup": 8},
-              variants={name: Variant(config="c.yaml", search=STAGES) for name in ("a", "b")},
-              search=Search(seed=7, stages=RUNGS))  # fmt: skip
+RUNGS = {
+    "rate": [Rung(share=0.25, keep=2), Rung(share=0.5, keep=1)],
+    "pair": [Rung(share=0.25, keep=1)],
+}
+STUDY = Study(
+    title="t",
+    seeds=[1, 2],
+    full={"steps": 80, "warmup": 8},
+    variants={name: Variant(config="c.yaml", search=STAGES) for name in ("a", "b")},
+    search=Search(seed=7, stages=RUNGS),
+)
 BEST = {"a": 0.04, "b": 0.01}
 
 

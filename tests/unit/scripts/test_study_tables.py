@@ -50,15 +50,18 @@ def test_differences_are_paired_by_seed():
     assert row in markdown(results)
 
 
-@pytest.mark.parametrize(("b", "more", "verdict"), [
-    ([1.9, 2.9, 3.89], {}, "lower"),
-    ([2.1, 3.1, 4.11], {}, "higher"),
-    ([1.999, 3.001, 4.0], {}, "level"),
-    ([1.999, 3.001, 4.0], {"level_within": 0.002}, "cannot tell"),
-    ([1.999, 3.001, 4.0], {"level_within": 0.5}, "level"),
-    ([1.9, 3.1, 4.0], {}, "cannot tell"),
-    ([1.98, 2.98, 3.999], {}, "cannot tell"),  # -0.013, -0.040 to +0.014: one end is far from 0
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("b", "more", "verdict"),
+    [
+        ([1.9, 2.9, 3.89], {}, "lower"),
+        ([2.1, 3.1, 4.11], {}, "higher"),
+        ([1.999, 3.001, 4.0], {}, "level"),
+        ([1.999, 3.001, 4.0], {"level_within": 0.002}, "cannot tell"),
+        ([1.999, 3.001, 4.0], {"level_within": 0.5}, "level"),
+        ([1.9, 3.1, 4.0], {}, "cannot tell"),
+        ([1.98, 2.98, 3.999], {}, "cannot tell"),  # -0.013, -0.040 to +0.014: one end is far from 0
+    ],
+)
 def test_only_a_narrow_interval_around_0_is_level(b, more, verdict):
     """A study may set the difference that counts as none."""
     assert comparison(study([2.0, 3.0, 4.0], b, **more))["verdict"][1] == verdict
@@ -87,11 +90,14 @@ def searched(chosen):
                  trials=trials)  # fmt: skip
 
 
-@pytest.mark.parametrize(("a", "b", "ended"), [
-    (["lr=2", "beta=0.5"], ["lr=2", "beta=0.5"], {}),
-    (["lr=2", "beta=0.5"], ["lr=4", "beta=0.5"], {"b": ["lr = 4"]}),
-    (["lr=2", "beta=0.3"], ["lr=2", "beta=0.5"], {"a": ["beta = 0.3"]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("a", "b", "ended"),
+    [
+        (["lr=2", "beta=0.5"], ["lr=2", "beta=0.5"], {}),
+        (["lr=2", "beta=0.5"], ["lr=4", "beta=0.5"], {"b": ["lr = 4"]}),
+        (["lr=2", "beta=0.3"], ["lr=2", "beta=0.5"], {"a": ["beta = 0.3"]}),
+    ],
+)
 def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended, monkeypatch):
     """The refusal includes variants that are compared with the variant, or tuned as it is."""
     results = searched({"a": a, "b": b})

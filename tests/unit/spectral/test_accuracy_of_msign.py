@@ -33,9 +33,12 @@ def measured(schedule: str, steps: int, dtype: torch.dtype) -> dict[str, float]:
         tangent = solve_multiplier(matrix, *pair, tolerance=5e-3, **options)
         residuals.append(tangent.residual.abs().item())
     return {
-        "error": sum(errors) / len(errors), "worst error": max(errors), "least gain": min(gains),
-        "greatest gain": max(gains), "largest |f|": max(residuals),
-    }  # fmt: skip
+        "error": sum(errors) / len(errors),
+        "worst error": max(errors),
+        "least gain": min(gains),
+        "greatest gain": max(gains),
+        "largest |f|": max(residuals),
+    }
 
 
 @pytest.mark.parametrize(

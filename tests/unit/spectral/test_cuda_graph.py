@@ -156,12 +156,15 @@ def test_the_first_step_may_move_the_state(kind, released):
     step()
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"nonfinite": "raise"}, "nonfinite must be 'skip'"),
-    ({"lr": 0.01}, "lr of group 0 must be a 0-d tensor on cpu"),
-    ({"lr": torch.tensor(0.01, device="meta")}, "must be a 0-d tensor on cpu .*'meta'"),
-    ({"early_exit": True}, "early_exit of group 0 must not be True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nonfinite": "raise"}, "nonfinite must be 'skip'"),
+        ({"lr": 0.01}, "lr of group 0 must be a 0-d tensor on cpu"),
+        ({"lr": torch.tensor(0.01, device="meta")}, "must be a 0-d tensor on cpu .*'meta'"),
+        ({"early_exit": True}, "early_exit of group 0 must not be True"),
+    ],
+)
 def test_what_cannot_be_recorded_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         CapturedStep(library_optimizer(SpectralSphere, **fields))

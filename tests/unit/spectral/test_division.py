@@ -16,26 +16,42 @@ RULES = ["muon", "normuon", "muon_sphere", "spectral_sphere", "muon_plus_plus", 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], Any]] = {
     "interleaved": ({"stride": 2}, (10, 4), lambda w: [w[0::2], w[1::2]]),
     "heads of interleaved q, k, v": (
-        {"stride": 3, "rows": [2]}, (12, 5),
-        lambda w: [w.view(2, 2, 3, 5)[h, :, j] for j in range(3) for h in range(2)]),
+        {"stride": 3, "rows": [2]},
+        (12, 5),
+        lambda w: [w.view(2, 2, 3, 5)[h, :, j] for j in range(3) for h in range(2)],
+    ),
     "interleaved experts": (
-        {"stacked": True, "transposed": True, "stride": 2}, (2, 5, 8),
-        lambda w: [e[:, j::2].T for e in w for j in range(2)]),
+        {"stacked": True, "transposed": True, "stride": 2},
+        (2, 5, 8),
+        lambda w: [e[:, j::2].T for e in w for j in range(2)],
+    ),
     "rows, transposed and stacked": (
-        {"rows": [4, 2], "transposed": True, "stacked": True}, (2, 5, 12),
-        lambda w: [m for e in w for m in e.T.split([4, 2, 4, 2])]),
+        {"rows": [4, 2], "transposed": True, "stacked": True},
+        (2, 5, 12),
+        lambda w: [m for e in w for m in e.T.split([4, 2, 4, 2])],
+    ),
     "grouped convolution": (
-        {"rows": [3]}, (6, 2, 3), lambda w: [part.flatten(1) for part in w.chunk(2)]),
+        {"rows": [3]},
+        (6, 2, 3),
+        lambda w: [part.flatten(1) for part in w.chunk(2)],
+    ),
     "convolution": ({}, (6, 2, 2, 2), lambda w: [w.flatten(1)]),
     "transposed convolution": (
-        {"transposed": True}, (5, 3, 2, 2), lambda w: [w.transpose(0, 1).flatten(1)]),
+        {"transposed": True},
+        (5, 3, 2, 2),
+        lambda w: [w.transpose(0, 1).flatten(1)],
+    ),
     "grouped transposed convolution": (
-        {"transposed": True, "groups": 3}, (6, 2, 4),
-        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(3)]),
+        {"transposed": True, "groups": 3},
+        (6, 2, 4),
+        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(3)],
+    ),
     "experts in one axis": (
-        {"transposed": True, "groups": 2, "rows": [2]}, (6, 4),
-        lambda w: [part[:, i : i + 2].T for part in w.chunk(2) for i in (0, 2)]),
-}  # fmt: skip
+        {"transposed": True, "groups": 2, "rows": [2]},
+        (6, 4),
+        lambda w: [part[:, i : i + 2].T for part in w.chunk(2) for i in (0, 2)],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,17 +117,20 @@ def test_shards_hold_parts_of_matrices(name: str) -> None:
             assert torch.equal(covered, torch.ones_like(shard))
 
 
-@pytest.mark.parametrize(("units", "shape", "message"), [
-    ({"stride": 0}, (4, 4), "stride of units must be a positive integer, got 0"),
-    ({"groups": True}, (4, 4), "groups of units must be a positive integer, got True"),
-    ({"transposed": "yes"}, (4, 4), "transposed of units must be True or False, got 'yes'"),
-    ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
-    ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
-    ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
-    ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
-    ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
-    ({"columns": [3]}, (4, 4), "units has no key columns"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("units", "shape", "message"),
+    [
+        ({"stride": 0}, (4, 4), "stride of units must be a positive integer, got 0"),
+        ({"groups": True}, (4, 4), "groups of units must be a positive integer, got True"),
+        ({"transposed": "yes"}, (4, 4), "transposed of units must be True or False, got 'yes'"),
+        ({"stride": 3}, (4, 4), r"divide the 4 outputs .* at a stride of 3"),
+        ({"stride": 2, "rows": [3]}, (8, 4), r"got \(3,\) at a stride of 2"),
+        ({"groups": 3}, (4, 6), r"groups of units must divide axis 0 .* \(4, 6\), got 3"),
+        ({"groups": 2, "rows": [3]}, (8, 6), r"divide the 4 outputs"),
+        ({"stacked": True}, (4, 4), "with at least 3 dimensions"),
+        ({"columns": [3]}, (4, 4), "units has no key columns"),
+    ],
+)
 def test_what_cannot_be_divided_is_refused(units, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
         Division.of(units).boxes(shape)

@@ -209,16 +209,19 @@ def test_differentiating_twice_raises(reduce: Callable[[Tensor], Tensor]) -> Non
         (grad + w).sum().backward()
 
 
-@pytest.mark.parametrize("change", [
-    {"level": 5},
-    {"level": "flat"},
-    {"level": ()},
-    {"u": torch.ones(4)},
-    {"v": torch.ones(6)},
-    {"gamma": torch.ones(2)},
-    {"spectral_norm": "svd"},
-    {"w": torch.ones(6)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"level": 5},
+        {"level": "flat"},
+        {"level": ()},
+        {"u": torch.ones(4)},
+        {"v": torch.ones(6)},
+        {"gamma": torch.ones(2)},
+        {"spectral_norm": "svd"},
+        {"w": torch.ones(6)},
+    ],
+)
 def test_rejects(change: dict[str, object]) -> None:
     given_ = {"w": torch.ones(6, 4), "u": torch.ones(6), "v": torch.ones(4), "gamma": 1, "level": 2}
     with pytest.raises(ValueError, match=f"^{next(iter(change))} "):

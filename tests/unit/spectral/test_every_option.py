@@ -28,9 +28,14 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 }
 """Options that act only together with others."""
 OTHER: dict[str, Any] = {
-    "radius": "align_adam_rms", "msign_dtype": "bfloat16", "tolerance": 1e-12, "max_evaluations": 1,
-    "krylov_steps": 1, "steps": 3, "schedule": "simple",
-}  # fmt: skip
+    "radius": "align_adam_rms",
+    "msign_dtype": "bfloat16",
+    "tolerance": 1e-12,
+    "max_evaluations": 1,
+    "krylov_steps": 1,
+    "steps": 3,
+    "schedule": "simple",
+}
 """Values to try for types without an obvious value."""
 
 

@@ -63,21 +63,33 @@ def parameters_of(optimizer: SpectralOptimizer) -> list[Parameter]:
 def within(parameter: Parameter) -> dict[str, Any]:
     """Return state entries of many types, the last with the parameter's shape or another dtype."""
     return {
-        "count": 3, "note": "text", "nothing": None, "object": Note(),
+        "count": 3,
+        "note": "text",
+        "nothing": None,
+        "object": Note(),
         "pair": (torch.ones(2, dtype=torch.float64), [1, "x"]),
         "average": torch.full_like(parameter, 0.1, dtype=torch.float64),
         "mask": torch.ones(parameter.shape, dtype=torch.bool),
         "other": torch.ones(3, 7, dtype=torch.int64),
         "empty": torch.ones(0),
         5: {"nested": torch.ones(2)},
-    }  # fmt: skip
+    }
 
 
 def beside() -> dict[Any, Any]:
     """Return entries under keys that are not parameters."""
-    return {"ema": {"decay": 0.9}, "counter": 4, None: "none", 0: {"step": 1}, 1: "one",
-            17: torch.ones(2), ("a", 1): [1], Note(): Note(), "foreign": {"decay": 0.9},
-            torch.ones(2): {"momentum": torch.ones(2)}}  # fmt: skip
+    return {
+        "ema": {"decay": 0.9},
+        "counter": 4,
+        None: "none",
+        0: {"step": 1},
+        1: "one",
+        17: torch.ones(2),
+        ("a", 1): [1],
+        Note(): Note(),
+        "foreign": {"decay": 0.9},
+        torch.ones(2): {"momentum": torch.ones(2)},
+    }
 
 
 def same(a: Any, b: Any) -> bool:

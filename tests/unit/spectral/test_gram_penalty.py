@@ -36,8 +36,12 @@ def test_value_and_gradient_are_those_of_the_definition(shape, power, side, norm
 @pytest.mark.parametrize(("power", "side", "normalize"), OPTIONS)
 @pytest.mark.parametrize("kind", ["zero", "orthogonal", "one column", "one row"])
 def test_no_overlap_means_zero_and_a_finite_gradient(kind, power, side, normalize) -> None:
-    w = {"zero": torch.zeros(3, 4, 6), "orthogonal": torch.linalg.qr(torch.randn(3, 6, 6)).Q,
-         "one column": torch.randn(3, 6, 1), "one row": torch.randn(3, 1, 6)}[kind]  # fmt: skip
+    w = {
+        "zero": torch.zeros(3, 4, 6),
+        "orthogonal": torch.linalg.qr(torch.randn(3, 6, 6)).Q,
+        "one column": torch.randn(3, 6, 1),
+        "one row": torch.randn(3, 1, 6),
+    }[kind]
     side = {"one column": "in", "one row": "out"}.get(kind, side)
     value, grad = gram_penalty_and_grad(w, power=power, side=side, normalize=normalize)
     # Orthogonal columns overlap by the rounding of float32: 6 entries of 1e-7.

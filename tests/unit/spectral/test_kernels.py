@@ -41,15 +41,18 @@ def test_small_problems_take_a_kernel_on_listed_devices() -> None:
     assert not dispatch.small_problem(20, "cpu")
 
 
-@pytest.mark.parametrize(("batch", "rows", "cols", "dtype", "device", "tile"), [
-    (1, 4096, 4096, "bfloat16", H100, "128x128x64"),
-    (32, 128, 2048, "bfloat16", H200, None),
-    (4, 2048, 5632, "float32", H200, "64x64x32 tf32x3"),
-    (1, 4096, 4096, "float64", H200, None),
-    (1, 4096, 4096, "bfloat16", "NVIDIA B200 (sm_100)", "128x128x64"),
-    (1, 4096, 4096, "bfloat16", "cpu", None),
-    (0, 4096, 4096, "bfloat16", H200, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "rows", "cols", "dtype", "device", "tile"),
+    [
+        (1, 4096, 4096, "bfloat16", H100, "128x128x64"),
+        (32, 128, 2048, "bfloat16", H200, None),
+        (4, 2048, 5632, "float32", H200, "64x64x32 tf32x3"),
+        (1, 4096, 4096, "float64", H200, None),
+        (1, 4096, 4096, "bfloat16", "NVIDIA B200 (sm_100)", "128x128x64"),
+        (1, 4096, 4096, "bfloat16", "cpu", None),
+        (0, 4096, 4096, "bfloat16", H200, None),
+    ],
+)
 def test_the_shipped_table(batch, rows, cols, dtype, device, tile) -> None:
     pytest.importorskip("triton")
     found = dispatch.lookup("gram", batch, rows, cols, dtype, device)

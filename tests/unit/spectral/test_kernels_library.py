@@ -59,10 +59,13 @@ def test_products_through_float32_are_rounded_once(slow, monkeypatch) -> None:
         c, r = symmetric(3, 33, 33, dtype=dtype), symmetric(3, 33, 33, dtype=dtype)
         exact, gram, square = (x.double() @ y.double() for x, y in ((a, b), (a, a.mT), (r, r)))
         with Operations() as operations:
-            results = {library.product(a, b): exact, library.product(a[:1], b[:1]): exact[:1],
-                       kernels.gram(a): gram,
-                       library.product(a, b, c, beta=0.5, alpha=2.0): 0.5 * c.double() + 2 * exact,
-                       kernels.polynomial(r, 0.5, 2.0): 0.5 * r.double() + 2 * square}  # fmt: skip
+            results = {
+                library.product(a, b): exact,
+                library.product(a[:1], b[:1]): exact[:1],
+                kernels.gram(a): gram,
+                library.product(a, b, c, beta=0.5, alpha=2.0): 0.5 * c.double() + 2 * exact,
+                kernels.polynomial(r, 0.5, 2.0): 0.5 * r.double() + 2 * square,
+            }
         multiplied = [kinds for name, kinds in operations.seen if "mm" in name]
         assert {kind for kinds in multiplied for _, kind, _ in kinds} == {
             torch.float32 if dtype == slow else dtype

@@ -114,8 +114,10 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
     "grouped": (nn.Conv1d(8, 12, 3, groups=2), "weight", rows(6)),
     "depthwise with several outputs": (nn.Conv1d(4, 8, 3, groups=4), "weight", rows(2)),
     "grouped and transposed": (
-        nn.ConvTranspose1d(8, 12, 3, groups=2), "weight",
-        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(2)]),
+        nn.ConvTranspose1d(8, 12, 3, groups=2),
+        "weight",
+        lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(2)],
+    ),
     "transposed": (nn.ConvTranspose2d(4, 2, 2), "weight", lambda w: whole(w.transpose(0, 1))),
     "convolution": (nn.Conv3d(3, 5, 2), "weight", whole),
     "keys of a linear attention": (named("q_proj", head_k_dim=2, head_v_dim=4), "q_proj", rows(2)),
@@ -136,32 +138,48 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
     "one head": (named(num_heads=1), "q_proj", whole),
     "a projection before layers that the model names first": (
         module("", lambda m, x: m.blocks[0](m.enter(x)), blocks=blocks(), enter=linear(8, 8)),
-        "enter", whole),
+        "enter",
+        whole,
+    ),
     "convolutions": (named(make=lambda i, o: nn.Conv2d(i, o, 1), heads=2), "q_proj", rows(4)),
     "qkv of a number": (module("Attention: qkv 8 24, proj 8 8", num_heads=4), "qkv", rows(2)),
     "fewer keys": (module("A: Wqkv 8 16", num_heads=4, num_key_value_heads=2), "Wqkv", rows(2)),
     "kv": (module("A: to_kv 8 16", heads=2), "to_kv", rows(4)),
     "qkv in a sequence": (
-        module("A:", qkv=nn.Sequential(nn.Conv2d(8, 24, 1), nn.ReLU()), num_heads=2), "qkv.0",
-        rows(4)),
+        module("A:", qkv=nn.Sequential(nn.Conv2d(8, 24, 1), nn.ReLU()), num_heads=2),
+        "qkv.0",
+        rows(4),
+    ),
     "indexer": (module("Indexer: wq_b 6 8", n_heads=4, head_dim=2), "wq_b", rows(2)),
     "gated delta network": (
-        module("Net: in_proj_qkv 6 14, in_proj_z 6 6", **GATED_DELTA), "in_proj_qkv",
-        rows(2, 2, 2, 2, 3, 3)),
+        module("Net: in_proj_qkv 6 14, in_proj_z 6 6", **GATED_DELTA),
+        "in_proj_qkv",
+        rows(2, 2, 2, 2, 3, 3),
+    ),
     "its gate": (module("Net: in_proj_z 6 6, out 6 6", norm=nn.LayerNorm(3)), "in_proj_z", whole),
     "latent and rotary": (
         module("A: kv_a_proj_with_mqa 6 10", kv_lora_rank=8, qk_rope_head_dim=2),
-        "kv_a_proj_with_mqa", rows(8, 2)),
+        "kv_a_proj_with_mqa",
+        rows(8, 2),
+    ),
     "Mamba": (
-        module("Mixer: x_proj 8 7", time_step_rank=3, ssm_state_size=2), "x_proj", rows(3, 2, 2)),
+        module("Mixer: x_proj 8 7", time_step_rank=3, ssm_state_size=2),
+        "x_proj",
+        rows(3, 2, 2),
+    ),
     # Names behind hooks, wrappers and adapters
     "weight_norm": (hooked(weight_norm), "q_proj.weight_v", rows(4)),
     "spectral_norm": (hooked(nn.utils.spectral_norm), "q_proj.weight_orig", rows(4)),
     "parametrized": (
-        hooked(nn.utils.parametrizations.weight_norm), "q_proj.parametrizations.weight.original1",
-        rows(4)),
+        hooked(nn.utils.parametrizations.weight_norm),
+        "q_proj.parametrizations.weight.original1",
+        rows(4),
+    ),
     "wrapped": (
-        module("A:", q_proj=module("Clipped: linear 8 8"), num_heads=2), "q_proj.linear", rows(4)),
+        module("A:", q_proj=module("Clipped: linear 8 8"), num_heads=2),
+        "q_proj.linear",
+        rows(4),
+    ),
     "adapter's outputs": (adapted(), "qkv_proj.lora_B.default", rows(4)),
     "adapter's inputs": (adapted(), "qkv_proj.lora_A.default", whole),
     # Recurrent layers
@@ -171,13 +189,19 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
     # Experts
     "experts of a layout": (
         experts("AnyExperts: gate_up_proj 2x10x6, down_proj 2x6x5", is_transposed=False),
-        "experts.gate_up_proj", lambda w: [m for e in w for m in e.split(5)]),
+        "experts.gate_up_proj",
+        lambda w: [m for e in w for m in e.split(5)],
+    ),
     "experts [in, out]": (
         experts("QwenMoeTextExperts: gate_up_proj 2x6x10, down_proj 2x5x6", is_transposed=True),
-        "experts.gate_up_proj", lambda w: [m.T for e in w for m in e.split(5, dim=1)]),
+        "experts.gate_up_proj",
+        lambda w: [m.T for e in w for m in e.split(5, dim=1)],
+    ),
     "experts' outputs": (
-        experts("AnyExperts: down_proj 2x5x6", is_transposed=True), "experts.down_proj",
-        lambda w: [e.T for e in w]),
+        experts("AnyExperts: down_proj 2x5x6", is_transposed=True),
+        "experts.down_proj",
+        lambda w: [e.T for e in w],
+    ),
     "interleaved experts": (
         experts(
             "AnyExperts: gate_up_proj 2x6x10, gate_up_proj_bias 2x10, down_proj 2x5x6",
@@ -185,14 +209,18 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
             is_concatenated=False,
         ),
         "experts.gate_up_proj",
-        lambda w: [e[:, j::2].T for e in w for j in (0, 1)]),
+        lambda w: [e[:, j::2].T for e in w for j in (0, 1)],
+    ),
     # Weights that are plainly one matrix
     "feed-forward": (module("Mlp: fc1 8 32, fc2 32 8"), "fc1", whole),
     "merge of patches": (PATCHES, "0.reduction", whole),
     "a norm in its class": (module(mixed=module("LayerNormLinear: weight 6x4")), "mixed", whole),
     "below an embedding": (
-        module(embed_tokens_extend=module("encoder 4 4")), "embed_tokens_extend.encoder", whole),
-}  # fmt: skip
+        module(embed_tokens_extend=module("encoder 4 4")),
+        "embed_tokens_extend.encoder",
+        whole,
+    ),
+}
 
 
 def by_name(model: nn.Module, **options: Any) -> dict[str, Any]:
@@ -243,10 +271,13 @@ ELEMENTWISE: dict[str, tuple[nn.Module, str]] = {
     "router": (module("gate 6 3", experts=nn.ModuleList([linear(6, 6)])), "gate"),
     "torchtitan's": (module(router=module("R: gate 6 3"), experts=module("w 6 6")), "router.gate"),
     "router in a class": (
-        module(gate=module("TopKRouter: weight 3x6"), experts=linear(6, 6)), "gate"),
+        module(gate=module("TopKRouter: weight 3x6"), experts=linear(6, 6)),
+        "gate",
+    ),
     "JetMoe's": (
         module(router=module("TopKGating: layer 6 3"), mlp=module("ParallelExperts: w 6 6")),
-        "router.layer"),
+        "router.layer",
+    ),
     "relative positions": (module("rel_pos_h 7x4"), "rel_pos_h"),
     "attention biases": (module("attention_biases 4x49"), "attention_biases"),
     "latents": (module("latents 6x8"), "latents"),
@@ -257,13 +288,15 @@ ELEMENTWISE: dict[str, tuple[nn.Module, str]] = {
     "head": (trunk(unembed=linear(8, 9)), "unembed"),
     "head that was saved": (trunk(score=SAVED), "score.modules_to_save.default"),
     "head of a classifier": (
-        trunk(classifier=nn.Sequential(linear(8, 8), nn.ReLU(), linear(8, 9))), "classifier.2"),
+        trunk(classifier=nn.Sequential(linear(8, 8), nn.ReLU(), linear(8, 9))),
+        "classifier.2",
+    ),
     "head that timm names": (named_head(), "backbone.out"),
     "head that transformers name": (named_head("get_output_embeddings"), "backbone.out"),
     "last of the layers of a named head": (named_head(head=TOP), "backbone.out.2"),
     "heads in a named list": (named_head(head=nn.ModuleList(PAIR.values())), "backbone.out.0"),
     "heads in a named mapping": (named_head(head=nn.ModuleDict(PAIR)), "backbone.out.a"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -371,16 +404,20 @@ ADAPTER = module("lora_a 8 2, lora_b 2 24")
 UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "gate in a module of its own": (
         module(net=nn.Sequential(module("proj 8 24"), nn.Dropout(), linear(12, 8))),
-        "net.0.proj.weight looks like .*no layer uses its 24 outputs"),
+        "net.0.proj.weight looks like .*no layer uses its 24 outputs",
+    ),
     "a gate as wide as the last layer's outputs": (
         nn.Sequential(module("Gate: proj 10 24", lambda m, x: F.glu(m.proj(x))), linear(12, 24)),
-        "0.proj.weight looks like .*no layer uses its 24 outputs"),
+        "0.proj.weight looks like .*no layer uses its 24 outputs",
+    ),
     "convolutional qkv": (
         module(to_qkv=nn.Conv2d(16, 48, 1), to_out=nn.Conv2d(16, 16, 1)),
-        "to_qkv.weight looks like .*its name is to_qkv"),
+        "to_qkv.weight looks like .*its name is to_qkv",
+    ),
     "nine chunks in a block": (
         module(norm=module("linear 8 72"), attn=named(num_heads=2)),
-        "norm.linear.weight looks like .*uses its 72"),
+        "norm.linear.weight looks like .*uses its 72",
+    ),
     **{
         f"branches that take parts: {case}": (
             module(stem=nn.Conv2d(3, 8, 1), block=block, out=nn.Conv2d(8, 4, 1)),
@@ -394,54 +431,78 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     },
     "heads in groups": (
         module(to_qkv=nn.Conv1d(24, 24, 1, groups=3), out=nn.Conv1d(8, 8, 1)),
-        "to_qkv.weight: its groups may contain several heads"),
+        "to_qkv.weight: its groups may contain several heads",
+    ),
     "heads that a bare parameter shows": (
         module(gat=module("w 8 12, source 1x3x4, target 1x3x4"), out=linear(12, 4)),
-        "gat.w.weight looks like .*source arranges its 12 outputs along 2 axes"),
+        "gat.w.weight looks like .*source arranges its 12 outputs along 2 axes",
+    ),
     "joined outputs": (
         nn.Sequential(nn.Conv2d(16, 8, 3), nn.Conv2d(24, 8, 3), nn.Conv2d(32, 16, 1)),
-        "0.weight looks like .*uses its 8"),
+        "0.weight looks like .*uses its 8",
+    ),
     "pixels": (
         nn.Sequential(nn.Conv2d(4, 16, 3), nn.PixelShuffle(2), nn.Conv2d(4, 3, 3)),
-        "0.weight looks like .*uses its 16"),
+        "0.weight looks like .*uses its 16",
+    ),
     "a projection without heads": (named(), "q_proj.weight looks like .*its name is q_proj"),
     "another layer of attention": (named("q_proj k_proj mixed o_proj", num_heads=2), PROJECTION),
     "a convolution of keys that queries scale": (
         named("query key value key_conv_attn_layer", num_heads=2),
-        PROJECTION.replace("mixed", "key_conv_attn_layer")),
+        PROJECTION.replace("mixed", "key_conv_attn_layer"),
+    ),
     "unequal parts": (
-        module("inner 8 7, rank 3 8, out 8 8"), "inner.weight looks like .*uses its 7"),
+        module("inner 8 7, rank 3 8, out 8 8"),
+        "inner.weight looks like .*uses its 7",
+    ),
     "heads that do not divide": (named(head_dim=3), f"q_proj.{INDIVISIBLE} 8"),
     "queries narrower than heads": (named(head_dim=4, num_heads=4), f"q_proj.{INDIVISIBLE} 8"),
     "keys next to such queries": (
-        named("k_proj v_proj q_proj", head_dim=4, num_heads=4), f"k_proj.{INDIVISIBLE} 8"),
+        named("k_proj v_proj q_proj", head_dim=4, num_heads=4),
+        f"k_proj.{INDIVISIBLE} 8",
+    ),
     "values of several vectors per head": (
-        named("q_proj v_proj", head_dim=2, num_heads=2, num_kv_heads=1), f"v_proj.{INDIVISIBLE} 8"),
+        named("q_proj v_proj", head_dim=2, num_heads=2, num_kv_heads=1),
+        f"v_proj.{INDIVISIBLE} 8",
+    ),
     "values wider than heads": (
-        module("Attention: v_proj 8 16", head_dim=4, num_heads=2), f"v_proj.{INDIVISIBLE} 16"),
+        module("Attention: v_proj 8 16", head_dim=4, num_heads=2),
+        f"v_proj.{INDIVISIBLE} 16",
+    ),
     "fused heads of other sizes": (
-        module("Attention: qkv 8 48", num_heads=2, key_dim=4, val_dim=16), f"qkv.{INDIVISIBLE} 48"),
+        module("Attention: qkv 8 48", num_heads=2, key_dim=4, val_dim=16),
+        f"qkv.{INDIVISIBLE} 48",
+    ),
     "values of another size": (
-        module("qkv 8 24", head_dim=4, v_head_dim=2), "qkv.weight looks like"),
+        module("qkv 8 24", head_dim=4, v_head_dim=2),
+        "qkv.weight looks like",
+    ),
     "adapter of a fused weight": (
-        module(gate_in=ADAPTER, o=linear(12, 8)), "gate_in.lora_b.weight looks like .*uses its 24"),
+        module(gate_in=ADAPTER, o=linear(12, 8)),
+        "gate_in.lora_b.weight looks like .*uses its 24",
+    ),
     "spectral_norm": (
         module(wi=nn.utils.spectral_norm(linear(8, 24)), wo=linear(12, 8)),
-        "wi.weight_orig looks like .*uses its 24"),
+        "wi.weight_orig looks like .*uses its 24",
+    ),
     "experts that state no layout": (
         experts("TextExperts: gate_up_proj 2x6x10, down_proj 2x5x6"),
-        r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown"),
+        r"gate_up_proj has shape \(2, 6, 10\), whose matrix axes are unknown",
+    ),
     "three dimensions": (module("kernel 3x4x5"), "kernel has shape"),
     "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
         module(mix=module("Mixture: gate 6 3", experts=module("weight 3x8x6"))),
-        "whose matrix axes are unknown"),
+        "whose matrix axes are unknown",
+    ),
     "focal modulation": (
         module("projection_in 8 19, projection_out 8 8"),
-        "projection_in.weight looks like several matrices"),
+        "projection_in.weight looks like several matrices",
+    ),
     "a size that the config alone says": (
         module("Conv: in_proj 8 12", config=module(intermediate_size=6)),
-        "in_proj.weight looks like several matrices"),
+        "in_proj.weight looks like several matrices",
+    ),
     "a bare weight": (module("real_weight 4x6"), "may be rows or columns"),
     "a stack of one": (module("fc_weights 1x4x6"), "whose matrix axes are unknown"),
     # What the forward pass does with the outputs
@@ -451,16 +512,20 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             lambda m, a: m.text(m.trunk(a)) @ m.image(a).mT,
             **{"trunk": trunk(), "text": linear(8, 6), "image": linear(8, 6)},
         ),
-        f"text.{UNCLEAR} Clip adds or multiplies"),
+        f"text.{UNCLEAR} Clip adds or multiplies",
+    ),
     "a last layer that is added": (
         trunk(pool=module("Pool:", lambda m, x: x + m.mlp(x), mlp=MLP(8, 24, 8))),
-        f"mlp.layers.1.{UNCLEAR} Pool adds"),
+        f"mlp.layers.1.{UNCLEAR} Pool adds",
+    ),
     "a pooler before other blocks": (
         module(tower=trunk(pooler=linear(8, 8)), more=blocks()),
-        f"tower.pooler.{UNCLEAR} other blocks run after"),
+        f"tower.pooler.{UNCLEAR} other blocks run after",
+    ),
     "a pooler beside a tower and a layer that takes no pooled outputs": (
         module(tower=trunk(pooler=linear(8, 8)), neck=linear(8, 8), more=blocks(1)),
-        f"tower.pooler.{UNCLEAR} other blocks run after"),
+        f"tower.pooler.{UNCLEAR} other blocks run after",
+    ),
     "a projection of a tower before another tower": (
         module(
             "Clip:",
@@ -468,66 +533,91 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
             text=trunk(end=linear(8, 8)),
             image=trunk(end=linear(8, 8)),
         ),
-        f"text.end.{UNCLEAR} other blocks run after"),
+        f"text.end.{UNCLEAR} other blocks run after",
+    ),
     "a last layer of an encoder before a decoder": (
         module(encoder=trunk(end=linear(8, 8)), decoder=blocks(1)),
-        f"encoder.end.{UNCLEAR} other blocks run after"),
+        f"encoder.end.{UNCLEAR} other blocks run after",
+    ),
     "a layer between blocks that the blocks may not take": (
         module(first=blocks(1), auxiliary=linear(8, 8), second=blocks(1)),
-        f"auxiliary.{UNCLEAR} other blocks run after"),
+        f"auxiliary.{UNCLEAR} other blocks run after",
+    ),
     "a first layer, whose outputs are joined": (
-        module("enter 16 4", blocks=blocks()), "enter.weight looks like .*uses its 4"),
+        module("enter 16 4", blocks=blocks()),
+        "enter.weight looks like .*uses its 4",
+    ),
     "a last layer of gates": (
         module(
             cell=module("Cell: g 8 32", lambda m, h: m.norm(m.g(h)).chunk(4, -1)), up=linear(32, 8)
         ),
-        "cell.g.weight looks like .*Cell splits channels"),
+        "cell.g.weight looks like .*Cell splits channels",
+    ),
     "values of heads that are joined": (
         module(
             "Diff: v_proj 8 8",
             lambda m, x: torch.cat(torch.chunk(m.v_proj(x).view(2, 4, -1), 2), -1),
             num_heads=2,
         ),
-        "v_proj.weight looks like .*heads of Diff .* or are concatenated"),
+        "v_proj.weight looks like .*heads of Diff .* or are concatenated",
+    ),
     "queries beside a token that no layer projects": (
         module(
             "Attention:",
             to_q=module("Conv: net 8 8", lambda m, x: torch.cat([x[:1], m.net(x)])),
             heads=2,
         ),
-        "to_q.net.weight looks like .*heads of Attention .* or are concatenated"),
+        "to_q.net.weight looks like .*heads of Attention .* or are concatenated",
+    ),
     "channels that a slice takes apart": (
-        images(ghost(lambda m, x: m.b(x[:, :4]))), "0.weight looks like .*Ghost splits channels"),
+        images(ghost(lambda m, x: m.b(x[:, :4]))),
+        "0.weight looks like .*Ghost splits channels",
+    ),
     "channels that a function takes apart": (
         images(ghost(lambda m, x: m.b(first_half(x)))),
-        "0.weight looks like .*Ghost splits channels"),
+        "0.weight looks like .*Ghost splits channels",
+    ),
     "outputs of several pixels": (
         nn.Sequential(
             module("Merge:", down=nn.Conv2d(32, 8, 1)),
             module("Split:", lambda m, x: F.pixel_shuffle(m.up(x), 2), up=nn.Conv2d(8, 32, 1)),
             nn.Conv2d(8, 4, 1),
         ),
-        "1.up.weight looks like .*Split splits channels"),
+        "1.up.weight looks like .*Split splits channels",
+    ),
     # Heads of the outputs of an earlier layer
     "tokens that generated layers mix by heads": (
-        mixing("Mixing:", hypermixed, make=nn.LayerNorm(8)), HEADS.replace("Core", "Mixing")),
+        mixing("Mixing:", hypermixed, make=nn.LayerNorm(8)),
+        HEADS.replace("Core", "Mixing"),
+    ),
     "attention whose values no layer projects": (
-        mixing("Core:", unprojected, norm=nn.LayerNorm(8)), HEADS),
+        mixing("Core:", unprojected, norm=nn.LayerNorm(8)),
+        HEADS,
+    ),
     "values that are inputs": (mixing("Core: q 8 8, k 8 8", scored, heads=2), HEADS),
     "heads of inputs that are projected one by one": (
-        mixing("Core: q_proj 4 4, k_proj 4 4, v_proj 4 4, out 8 8", per_head, head_dim=4), HEADS),
+        mixing("Core: q_proj 4 4, k_proj 4 4, v_proj 4 4, out 8 8", per_head, head_dim=4),
+        HEADS,
+    ),
     "inputs as queries, fused keys": (mixing("Core: qkv 8 16", queried, head_dim=4), HEADS),
     "inputs as queries, a layer of keys": (mixing("Core: kv 8 16", queried, heads=2), HEADS),
     "queries of a parameter and values that are inputs": (
-        mixing("Core: query_tokens 3x4", pooled, norm=nn.LayerNorm(8)), HEADS),
+        mixing("Core: query_tokens 3x4", pooled, norm=nn.LayerNorm(8)),
+        HEADS,
+    ),
     "keys narrower than queries": (
-        module("A: to_q 8 8, to_kv 8 4", heads=4), "to_kv.weight looks like .*: heads of A"),
+        module("A: to_q 8 8, to_kv 8 4", heads=4),
+        "to_kv.weight looks like .*: heads of A",
+    ),
     "a projection that may be [in, out]": (
-        module("A: proj_k 16x4", head_dim=4), "proj_k looks like .*its name is proj_k"),
+        module("A: proj_k 16x4", head_dim=4),
+        "proj_k looks like .*its name is proj_k",
+    ),
     "a mix of heads": (
         module("Attend:", heads=4, pre=nn.Conv2d(4, 4, 1), post=nn.Conv2d(4, 4, 1)),
-        "pre.weight looks like .*it mixes the 4 heads"),
-}  # fmt: skip
+        "pre.weight looks like .*it mixes the 4 heads",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -666,42 +756,45 @@ def followed(*cuts: nn.Module) -> nn.Module:
 CONVOLUTIONS = {"wide": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 8, 1)}
 
 
-@pytest.mark.parametrize("layer", [
-    branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
-    branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
-    branch(interleaved, 4),
-    branch(heads),
-    branch(heads_in_a_loop),
-    branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
-    branch(kept, 4, cut=lambda y: y.split(4, -1)),
-    module("Branch:", positions, **CONVOLUTIONS),
-    branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
-    branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
-    branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
-    branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
-    branch(called(functools.lru_cache(gated))),
-    branch(called(lambda y: gated(y))),
-    branch(called(torch.jit.script(gated))),
-    branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
-    branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
-    branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
-    branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
-    branch(imported),
-    inherited(),
-    followed(Gated(), linear(8, 8)),
-    # Functions of torch, whose code is not read.
-    followed(nn.GLU(), linear(4, 8)),
-    branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
-    followed(Next()),
-    branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
-    branch(lambda m, x: m.out(serialize(m.wide(x)))),
-    branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
-    branch(called(part)),
-    branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
-    branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
-    branch(not_imported),
-    module("Gate: wide 8 8", gated_halves),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layer",
+    [
+        branch(lambda m, x: m.out(F.glu(m.wide(x))), 4),
+        branch(lambda m, x: m.out(m.wide(x)[..., :4] * m.wide(x)[..., 4:]), 4),
+        branch(interleaved, 4),
+        branch(heads),
+        branch(heads_in_a_loop),
+        branch(kept, 4, cut=functools.partial(torch.chunk, chunks=2, dim=-1)),
+        branch(kept, 4, cut=lambda y: y.split(4, -1)),
+        module("Branch:", positions, **CONVOLUTIONS),
+        branch(lambda m, x: m.out(m.wide(x)[:, :, :4] * m.wide(x)[:, :, 4:]), 4),
+        branch(lambda m, x: m.out(Gated.twice(m.wide(x)))),
+        branch(lambda m, x: m.out(Function.apply(m.wide(x)))),
+        branch(lambda m, x: m.out(m.cut(m.wide(x))), cut=Gated()),
+        branch(called(functools.lru_cache(gated))),
+        branch(called(lambda y: gated(y))),
+        branch(called(torch.jit.script(gated))),
+        branch(lambda m, x: m.out(GATED.once(m.wide(x)))),
+        branch(lambda m, x, cut=gated: m.out(cut(m.wide(x)))),
+        branch(lambda m, x: m.out(m.cut["gated"](m.wide(x))), cut={"gated": gated}),
+        branch(lambda m, x: m.out(m.next.cut(m.wide(x))), next=Next()),
+        branch(imported),
+        inherited(),
+        followed(Gated(), linear(8, 8)),
+        # Functions of torch, whose code is not read.
+        followed(nn.GLU(), linear(4, 8)),
+        branch(kept, 4, cut=nn.Unflatten(-1, (2, 4))),
+        followed(Next()),
+        branch(lambda m, x: m.out(SPLIT(m.wide(x)))),
+        branch(lambda m, x: m.out(serialize(m.wide(x)))),
+        branch(lambda m, x: m.out(torch.ops.spectrain_tests.part(m.wide(x)))),
+        branch(called(part)),
+        branch(lambda m, x: kernel[(1,)](m.out(m.wide(x)))),
+        branch(lambda m, x: tuned[(1,)](m.out(m.wide(x)))),
+        branch(not_imported),
+        module("Gate: wide 8 8", gated_halves),
+    ],
+)
 def test_a_layer_that_fits_its_neighbour_and_may_be_cut_is_refused(layer: nn.Module) -> None:
     why = "(splits channels|calls code that cannot be read)"
     with pytest.raises(ValueError, match=f"1.wide.weight looks like .*{why}"):
@@ -714,11 +807,15 @@ def test_slices_of_tokens_do_not_divide_a_layer() -> None:
     assert found["1.wide"].reason == "one matrix"
 
 
-@pytest.mark.parametrize("container", [
-    lambda layer: nn.Sequential(layer), lambda layer: nn.ModuleList([layer]),
-    lambda layer: nn.ModuleDict({"0": layer}),
-    lambda layer: nn.Sequential(nn.Sequential(nn.SiLU(), layer)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda layer: nn.Sequential(layer),
+        lambda layer: nn.ModuleList([layer]),
+        lambda layer: nn.ModuleDict({"0": layer}),
+        lambda layer: nn.Sequential(nn.Sequential(nn.SiLU(), layer)),
+    ],
+)
 def test_a_layer_in_a_container_may_be_cut_by_the_module_around(container: Any) -> None:
     inner: Any = branch(lambda m, x: m.out(m.wide[0](x).chunk(2, -1)[0]), 4)
     inner.wide = container(inner.wide)
@@ -776,21 +873,30 @@ PERCEPTRON = nn.Sequential(nn.Flatten(), linear(12, 6), nn.ReLU(), linear(6, 10)
 ENDINGS: dict[str, tuple[nn.Module, str]] = {
     "DETR": (
         trunk(class_embed=linear(8, 92), bbox_embed=MLP(8, 8, 4)),
-        "class_embed bbox_embed.layers.1"),
+        "class_embed bbox_embed.layers.1",
+    ),
     "of each layer": (
-        trunk(class_embed=EACH, boxes=MLP(8, 8, 5)), "class_embed.0 class_embed.1 boxes.layers.1"),
+        trunk(class_embed=EACH, boxes=MLP(8, 8, 5)),
+        "class_embed.0 class_embed.1 boxes.layers.1",
+    ),
     "as many pixels as channels": (trunk(pred=linear(8, 8)), "pred"),
     "SAM": (trunk(iou=module("MLP: proj_in 8 8, proj_out 8 4")), "iou.proj_out"),
     "before a norm": (trunk(neck=linear(8, 6), end=nn.LayerNorm(6)), "neck"),
     "upsampled": (trunk(mask=nn.ConvTranspose2d(8, 3, 2)), "mask"),
     "behind a hidden layer": (
-        trunk(top=nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40))), "top.2"),
+        trunk(top=nn.Sequential(nn.LayerNorm(8), linear(8, 16), linear(16, 40))),
+        "top.2",
+    ),
     "adapted": (
-        trunk(final=adapter(8, 50).requires_grad_()), "final.base_layer final.lora_B.default"),
+        trunk(final=adapter(8, 50).requires_grad_()),
+        "final.base_layer final.lora_B.default",
+    ),
     "of an auxiliary loss, before layers": (
-        module("stem 8 8, auxiliary 8 5", body=MLP(8, 8), end=linear(8, 5)), "auxiliary end"),
+        module("stem 8 8, auxiliary 8 5", body=MLP(8, 8), end=linear(8, 5)),
+        "auxiliary end",
+    ),
     "without layers in a list": (PERCEPTRON, "3"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -894,14 +1000,17 @@ def test_one_output_a_head_is_a_gate() -> None:
         split_parameters(trunk({"attention": biased}))
 
 
-@pytest.mark.parametrize("model", [
-    trunk({"offsets": linear(8, 20)}),  # of deformable attention
-    trunk({"shared_keys": linear(8, 2)}),
-    trunk(shift_and_scale=linear(8, 16), last=linear(8, 3)),
-    trunk(boxes=nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)])),
-    module("context 8 10", update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
-    trunk(patches_out=linear(8, 16), smooth=nn.Conv2d(4, 4, 3)),  # U-ViT
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    [
+        trunk({"offsets": linear(8, 20)}),  # of deformable attention
+        trunk({"shared_keys": linear(8, 2)}),
+        trunk(shift_and_scale=linear(8, 16), last=linear(8, 3)),
+        trunk(boxes=nn.ModuleList([MLP(8, 8, 5), MLP(8, 8, 5)])),
+        module("context 8 10", update=Block(), mix=linear(13, 8)),  # 10 of 13 inputs
+        trunk(patches_out=linear(8, 16), smooth=nn.Conv2d(4, 4, 3)),  # U-ViT
+    ],
+)
 def test_outputs_of_a_size_that_no_layer_has_are_refused(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"no layer uses its.*example=.*elementwise"):
         split_parameters(model)

@@ -11,8 +11,13 @@ from spectral import measures
 from tests.matrices import gaussian, spectrum
 
 SHAPES = [(9, 6), (6, 9), (1, 7), (2, 3, 8, 5), (40, 31)]
-ZERO_FOR_ZERO = [measures.spectral_norm, measures.stable_rank, measures.nuclear_rank,
-                 measures.effective_rank, measures.correlation]  # fmt: skip
+ZERO_FOR_ZERO = [
+    measures.spectral_norm,
+    measures.stable_rank,
+    measures.nuclear_rank,
+    measures.effective_rank,
+    measures.correlation,
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -169,26 +169,33 @@ def test_splitting_parameters() -> None:
     assert [group.get("weight_decay") for group in split] == [None, None, 0.0]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"rule": "sgd"}, ValueError, "rule must be one of"),
-    ({"lr": -1}, ValueError, "lr must not be negative, got -1"),
-    ({"lr": "0.1"}, TypeError, "lr must be a number or a 0-d tensor, got '0.1'"),
-    ({"lr": torch.ones(2)}, ValueError, r"lr must be a number or a 0-d tensor, got shape \(2,\)"),
-    ({"momentum": 1.5}, ValueError, "momentum must be in"),
-    ({"nonfinite": "rais"}, ValueError, "nonfinite must be .*; did you mean 'raise'"),
-    ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
-    ({"replicas": 3}, TypeError, "replicas must be a process group or None, got 3"),
-    ({"exchange_dtype": "bfloat16"}, TypeError, "exchange_dtype .* mean torch.bfloat16"),
-    ({"steps": 2.5}, TypeError, "steps must be an integer, got 2.5"),
-    ({"steps": True}, TypeError, "steps must be an integer, got True"),
-    ({"momentum": "0.9"}, TypeError, "momentum must be a number, got '0.9'"),
-    ({"schedule": 3}, TypeError, "schedule must be a string, got 3"),
-    ({"scale": "spectral_mu"}, ValueError, "scale must .*; did you mean 'spectral_mup'"),
-    ({"scale_factor": math.inf}, ValueError, "scale_factor must be finite, got inf"),
-    ({"rule": "adamw", "betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
-    ({"units": 8}, TypeError, "units must be a mapping such as .* got 8"),
-    ({"units": {"rows": 8}}, ValueError, "rows of units must be a list .* got 8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rule": "sgd"}, ValueError, "rule must be one of"),
+        ({"lr": -1}, ValueError, "lr must not be negative, got -1"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number or a 0-d tensor, got '0.1'"),
+        (
+            {"lr": torch.ones(2)},
+            ValueError,
+            r"lr must be a number or a 0-d tensor, got shape \(2,\)",
+        ),
+        ({"momentum": 1.5}, ValueError, "momentum must be in"),
+        ({"nonfinite": "rais"}, ValueError, "nonfinite must be .*; did you mean 'raise'"),
+        ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
+        ({"replicas": 3}, TypeError, "replicas must be a process group or None, got 3"),
+        ({"exchange_dtype": "bfloat16"}, TypeError, "exchange_dtype .* mean torch.bfloat16"),
+        ({"steps": 2.5}, TypeError, "steps must be an integer, got 2.5"),
+        ({"steps": True}, TypeError, "steps must be an integer, got True"),
+        ({"momentum": "0.9"}, TypeError, "momentum must be a number, got '0.9'"),
+        ({"schedule": 3}, TypeError, "schedule must be a string, got 3"),
+        ({"scale": "spectral_mu"}, ValueError, "scale must .*; did you mean 'spectral_mup'"),
+        ({"scale_factor": math.inf}, ValueError, "scale_factor must be finite, got inf"),
+        ({"rule": "adamw", "betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
+        ({"units": 8}, TypeError, "units must be a mapping such as .* got 8"),
+        ({"units": {"rows": 8}}, ValueError, "rows of units must be a list .* got 8"),
+    ],
+)
 @pytest.mark.parametrize("where", ["optimizer", "group"])
 def test_mistakes_are_errors(options, error, message, where) -> None:
     weight, of = nn.Parameter(torch.ones(3, 3)), {"rule": "muon", **options}
@@ -204,13 +211,16 @@ def test_mistakes_are_errors(options, error, message, where) -> None:
             SpectralOptimizer([{"params": [weight], "rule": "adamw", "lr": 0.1}], **of)
 
 
-@pytest.mark.parametrize(("other", "message"), [
-    (lambda net: AdamW(net.named_parameters()), "must have rule 'muon' .* got 'adamw'"),
-    (lambda net: torch.optim.AdamW(net.parameters()), "must have rule .* got None"),
-    (lambda net: Muon([{"params": net.parameters(), "units": {"rows": [2]}}]), "units None"),
-    (lambda net: Muon([*net.named_parameters()][::-1]), "parameter 0 of the state is 1.weight"),
-    (lambda net: Muon(net[::-1].parameters()), r"momentum of parameter 0 .* \(6, 4\), got"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda net: AdamW(net.named_parameters()), "must have rule 'muon' .* got 'adamw'"),
+        (lambda net: torch.optim.AdamW(net.parameters()), "must have rule .* got None"),
+        (lambda net: Muon([{"params": net.parameters(), "units": {"rows": [2]}}]), "units None"),
+        (lambda net: Muon([*net.named_parameters()][::-1]), "parameter 0 of the state is 1.weight"),
+        (lambda net: Muon(net[::-1].parameters()), r"momentum of parameter 0 .* \(6, 4\), got"),
+    ],
+)
 def test_a_state_of_other_parameters_is_refused(other: Any, message: str) -> None:
     net = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
     saved = other(net)
@@ -256,8 +266,11 @@ def test_a_group_that_is_refused_is_not_added() -> None:
 def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
     """bfloat16 parameters equal the rounded weights of the same float32 steps, under rules that
     read weights and rules that do not; a checkpoint contains the masters."""
-    start = [torch.randn(6, 8).bfloat16(), torch.randn(6, 8).bfloat16(),
-             torch.randn(4, 8).bfloat16()]  # fmt: skip
+    start = [
+        torch.randn(6, 8).bfloat16(),
+        torch.randn(6, 8).bfloat16(),
+        torch.randn(4, 8).bfloat16(),
+    ]
     gradients = [torch.randn(4, *x.shape).bfloat16() for x in start]
 
     def run(dtype: torch.dtype, first: int, saved: Any = None, **options: object) -> tuple:  # type: ignore[type-arg]

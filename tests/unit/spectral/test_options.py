@@ -116,13 +116,16 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 @pytest.mark.parametrize("where", ["optimizer", "group"])
 @pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize(("name", "accepted", "refused"), [
-    ("fused", [True, False, None], []),
-    ("foreach", [True, False, None], []),
-    ("decoupled_weight_decay", [True], [False]),
-    *((name, [False, None], [True]) for name in ("capturable", "differentiable", "maximize")),
-    ("amsgrad", [False, None], [True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("fused", [True, False, None], []),
+        ("foreach", [True, False, None], []),
+        ("decoupled_weight_decay", [True], [False]),
+        *((name, [False, None], [True]) for name in ("capturable", "differentiable", "maximize")),
+        ("amsgrad", [False, None], [True]),
+    ],
+)
 def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refused) -> None:
     def step(value: object) -> Parameter:
         parameter = weight(8, 12)
@@ -141,11 +144,14 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
 
 
 @pytest.mark.parametrize("where", ["optimizer", "group"])
-@pytest.mark.parametrize(("option", "value", "hint"), [
-    ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
-    ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
-    ("eps", 1e-7, "no epsilon is needed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value", "hint"),
+    [
+        ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
+        ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
+        ("eps", 1e-7, "no epsilon is needed"),
+    ],
+)
 def test_options_of_torchs_muon_have_a_hint(where, option, value, hint) -> None:
     if (where, option) == ("group", "eps"):  # written into the groups of Adam by other programs
         return
@@ -222,10 +228,13 @@ def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weight
     torch.testing.assert_close(wide, reference, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [
-    partial(OneCycleLR, max_lr=0.1, total_steps=8, three_phase=True),
-    partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(OneCycleLR, max_lr=0.1, total_steps=8, three_phase=True),
+        partial(CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
+    ],
+)
 def test_schedulers_cycle_the_momentum_of_all_groups(kind: Callable[..., LRScheduler]) -> None:
     """AdamW steps as torch's, with the beta from a scheduler or a loop."""
     ours, theirs, options = weight(8), weight(8), {"betas": (0.8, 0.9), "weight_decay": 0.1}

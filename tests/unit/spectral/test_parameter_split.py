@@ -128,10 +128,14 @@ WRONG: list[Any] = [
     (MODEL, {"elementwise": ["head.*"]}, TypeError, "elementwise must be .* got 'head.*'"),
     (MODEL, {"elementwise": [nn.Linear(2, 2)]}, ValueError, "elementwise .* Linear.* of anot"),
     (MODEL, {"units": ["0.weight"]}, TypeError, r"units must be a mapping .* got \['0.weight'\]"),
-    (MODEL, {"units": {"0*": {"row": []}}}, ValueError,
-     r"units of '0\*': .* row; its keys are rows"),
+    (
+        MODEL,
+        {"units": {"0*": {"row": []}}},
+        ValueError,
+        r"units of '0\*': .* row; its keys are rows",
+    ),
     (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "options", "error", "message"), WRONG)

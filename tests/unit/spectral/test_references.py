@@ -90,8 +90,11 @@ def test_a_rule_equals_its_reference(name, options, shape) -> None:
             torch.testing.assert_close(state[key], kept.to(state[key].dtype), rtol=1e-7, atol=1e-9)
 
 
-EXEMPT = {"muon_plus_plus": {"scale_factor", "schedule"}, "spectral_sphere": {"schedule"},
-          "muon_sphere": {"schedule"}}  # fmt: skip
+EXEMPT = {
+    "muon_plus_plus": {"scale_factor", "schedule"},
+    "spectral_sphere": {"schedule"},
+    "muon_sphere": {"schedule"},
+}
 """Options of code shared with Muon, whose test compares them."""
 
 

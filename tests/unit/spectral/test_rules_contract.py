@@ -55,11 +55,14 @@ def test_plans_count_the_work_of_every_rule(name: str) -> None:
     assert not uncounted.costs_are_counted() and MsignRule.costs_are_counted()
 
 
-@pytest.mark.parametrize(("attributes", "said"), [
-    ({"init_state": lambda _, weight: {"s": weight[0]}}, r"a state s \[2\] .* got \(3, 4\)"),
-    ({"elementwise_state": ("s",)}, r"a state s \[2, 3, 4\] .* got none"),
-    ({"__annotations__": {"beta": float}}, "a default for its field beta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"init_state": lambda _, weight: {"s": weight[0]}}, r"a state s \[2\] .* got \(3, 4\)"),
+        ({"elementwise_state": ("s",)}, r"a state s \[2, 3, 4\] .* got none"),
+        ({"__annotations__": {"beta": float}}, "a default for its field beta"),
+    ],
+)
 def test_a_class_that_is_no_rule_is_refused(attributes: dict[str, object], said: str) -> None:
     own = dataclass(frozen=True, kw_only=True)(type("Own", (RULES["muon"],), attributes))
     with pytest.raises(TypeError, match=f"rule 'own' must have {said}"):
@@ -219,27 +222,30 @@ def test_elementwise_rules_work_on_any_slice(name: str) -> None:
     assert torch.equal(part, weight[:, 100:217])
 
 
-@pytest.mark.parametrize(("name", "fields"), [
-    ("adamw", {"beta1": 1.5}),
-    ("adamw", {"epsilon": 0}),
-    ("muon", {"momentum": -0.1}),
-    ("muon", {"schedule": "cubic"}),
-    ("muon", {"steps": 0}),
-    ("muon", {"scale": "none"}),
-    ("muon", {"scale_factor": 0}),
-    ("muon", {"msign_dtype": "int8"}),
-    ("muon_sphere", {"radius": "x"}),
-    ("muon_sphere", {"radius_scaler": -1}),
-    ("muon_sphere", {"retraction": "soft"}),
-    ("muon_sphere", {"retraction_rate": -1}),
-    ("muon_sphere", {"krylov_steps": 0}),
-    ("spectral_sphere", {"tolerance": 0}),
-    ("spectral_sphere", {"max_evaluations": 0}),
-    ("spectral_sphere", {"tolerance": 1e-4, "msign_dtype": "float16"}),
-    ("muon_plus_plus", {"algorithm": "rescale"}),
-    ("muon_plus_plus", {"correlation_threshold": 0}),
-    ("muon_plus_plus", {"correlation_rescale": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("adamw", {"beta1": 1.5}),
+        ("adamw", {"epsilon": 0}),
+        ("muon", {"momentum": -0.1}),
+        ("muon", {"schedule": "cubic"}),
+        ("muon", {"steps": 0}),
+        ("muon", {"scale": "none"}),
+        ("muon", {"scale_factor": 0}),
+        ("muon", {"msign_dtype": "int8"}),
+        ("muon_sphere", {"radius": "x"}),
+        ("muon_sphere", {"radius_scaler": -1}),
+        ("muon_sphere", {"retraction": "soft"}),
+        ("muon_sphere", {"retraction_rate": -1}),
+        ("muon_sphere", {"krylov_steps": 0}),
+        ("spectral_sphere", {"tolerance": 0}),
+        ("spectral_sphere", {"max_evaluations": 0}),
+        ("spectral_sphere", {"tolerance": 1e-4, "msign_dtype": "float16"}),
+        ("muon_plus_plus", {"algorithm": "rescale"}),
+        ("muon_plus_plus", {"correlation_threshold": 0}),
+        ("muon_plus_plus", {"correlation_rescale": True}),
+    ],
+)
 def test_bad_fields_are_named(name: str, fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))} must"):
         RULES[name](**fields)

@@ -18,19 +18,36 @@ from spectral.division import Division, narrowed
 from tests.slow_cases import slow_but
 
 PLAIN: dict[str, Any] = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
-    num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 FEW_KEYS = PLAIN | {"num_key_value_heads": 2}
 DENSE = FEW_KEYS | {"hidden_size": 24, "head_dim": 8}
 MIXTURE = DENSE | dict(
     num_experts=3, num_local_experts=3, num_experts_per_tok=2, moe_intermediate_size=20
 )
 LATENT = DENSE | dict(
-    q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
-    n_routed_experts=3, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
-    moe_intermediate_size=20, first_k_dense_replace=1, num_key_value_heads=4, head_dim=4,
-)  # fmt: skip
+    q_lora_rank=16,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    n_routed_experts=3,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    moe_intermediate_size=20,
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+    head_dim=4,
+)
 LINEAR = MIXTURE | dict(
     num_hidden_layers=4, shared_expert_intermediate_size=24, linear_num_value_heads=4,
     linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,

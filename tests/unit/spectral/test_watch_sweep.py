@@ -217,8 +217,14 @@ def peft_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
         yield f"LoRA of {name}", build
 
 
-MADE = (transformers_models, timm_models, diffusers_models, torchvision_models, vit_models,
-        peft_models)  # fmt: skip
+MADE = (
+    transformers_models,
+    timm_models,
+    diffusers_models,
+    torchvision_models,
+    vit_models,
+    peft_models,
+)
 LIBRARIES = {function.__name__.removesuffix("_models"): function for function in MADE}
 SMALL = re.compile(
     r"test_|tiny|nano|pico|femto|atto|micro|mini|xxs|_xs|small|_s(_|$)|_b0|_s0|_m0|ti_|_t(_|$)|_n_|18"

@@ -40,9 +40,13 @@ from training.run import train
 from training.step import StepResult
 
 KEYS: dict[str, Any] = {
-    "checkpoint__interval": 2, "checkpoint__keep_last": 1, "log__interval": 1, "train__steps": 6,
-    "train__micro_batch": 8, "validation__samples": 2,
-}  # fmt: skip
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": 1,
+    "log__interval": 1,
+    "train__steps": 6,
+    "train__micro_batch": 8,
+    "validation__samples": 2,
+}
 END = 6
 
 
@@ -358,11 +362,14 @@ def test_a_lock_that_has_another_name_is_refused(tmp_path):
     assert (tmp_path / "kept").read_text() == "precious"
 
 
-@pytest.mark.parametrize(("number", "text"), [
-    (errno.EAGAIN, "in use by another run: unknown"),
-    (errno.EACCES, "in use by another run: unknown"),
-    (errno.ENOLCK, "lock cannot be locked: No locks available"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.EAGAIN, "in use by another run: unknown"),
+        (errno.EACCES, "in use by another run: unknown"),
+        (errno.ENOLCK, "lock cannot be locked: No locks available"),
+    ],
+)
 def test_a_folder_without_locks_is_not_said_to_be_in_use(number, text, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -14,15 +14,26 @@ from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint.checkpoints import steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600),
-              pytest.mark.skipif(compiler() is None,
-                                 reason="no C compiler cc for tests/failing_disk.c")]  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(compiler() is None, reason="no C compiler cc for tests/failing_disk.c"),
+]
 
 END, INTERVAL = 20, 7
-SETTINGS = [f"train.steps={END}", "train.global_batch=2", "train.sequence_length=16",
-            "model.layers=1", "model.hidden=32", "model.ffn=32", f"checkpoint.interval={INTERVAL}",
-            "checkpoint.keep_last=1", "log.interval=1", "monitors.interval=5",
-            "validation.samples=2"]  # fmt: skip
+SETTINGS = [
+    f"train.steps={END}",
+    "train.global_batch=2",
+    "train.sequence_length=16",
+    "model.layers=1",
+    "model.hidden=32",
+    "model.ffn=32",
+    f"checkpoint.interval={INTERVAL}",
+    "checkpoint.keep_last=1",
+    "log.interval=1",
+    "monitors.interval=5",
+    "validation.samples=2",
+]
 ERRORS = {"stat": errno.ESTALE, "write": errno.ENOSPC}
 """The tested error by kind of call; EIO for others."""
 CHANGING = (("-[0-9a-f]{8}(?=/|$)", ""), (r"\.writing-\d+", ".writing"), (r"step_\d+", "step"))

@@ -201,13 +201,16 @@ def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch, capsys):
     assert (mine.run.dir, mine.parallel.tensor) == ("runs/mine/x", 1)
 
 
-@pytest.mark.parametrize(("rule", "dtype", "operands"), [
-    ("muon", "bfloat16", "bf16"),
-    ("muon", "float16", "bf16"),  # as fast as bfloat16
-    ("muon", "float32", "fp32"),
-    ("muon", "null", "fp32"),  # of the master weights
-    ("adamw", "bfloat16", "fp32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "dtype", "operands"),
+    [
+        ("muon", "bfloat16", "bf16"),
+        ("muon", "float16", "bf16"),  # as fast as bfloat16
+        ("muon", "float32", "fp32"),
+        ("muon", "null", "fp32"),  # of the master weights
+        ("adamw", "bfloat16", "fp32"),
+    ],
+)
 def test_a_rules_time_is_that_of_its_dtype(rule, dtype, operands, tmp_path):
     keys = {"optimizer__rules__muon__msign_dtype": dtype}
     assert rule_operands(tiny_config(str(tmp_path), rule, **keys)) == operands

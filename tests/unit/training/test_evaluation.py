@@ -50,9 +50,16 @@ def keys(tokens: Path, tmp_path: Path) -> dict[str, Any]:
     6."""
     sets = {f"data__{kind}__walk__path": f"{tokens}/tokens.train"
             for kind in ("train", "validation")}  # fmt: skip
-    return task_keys(write_tasks(tmp_path), **sets, model__vocab_size=300, train__steps=6,
-                     log__interval=3, train__micro_batch=8, checkpoint__interval=3,
-                     tasks__interval=2)  # fmt: skip
+    return task_keys(
+        write_tasks(tmp_path),
+        **sets,
+        model__vocab_size=300,
+        train__steps=6,
+        log__interval=3,
+        train__micro_batch=8,
+        checkpoint__interval=3,
+        tasks__interval=2,
+    )
 
 
 def independent(folder: Path, file: str) -> list[list[float]]:
@@ -184,10 +191,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a key twice": ('{"answer": 0, "answer": 1}', "line 2: invalid JSON: .* 'answer' twice"),
     "no object": ("[1]", "line 2: keys must be context, choices, answer, got"),
     "another key": (GOOD | {"label": 1}, "line 2: keys must be"),
-    "no context": (GOOD | {"context": None},
-                   "line 2: context must be a non-blank string or '', got None"),
-    "blank context": (GOOD | {"context": " \n"},
-                      "line 2: context must be a non-blank string or ''"),
+    "no context": (
+        GOOD | {"context": None},
+        "line 2: context must be a non-blank string or '', got None",
+    ),
+    "blank context": (
+        GOOD | {"context": " \n"},
+        "line 2: context must be a non-blank string or ''",
+    ),
     "one choice": (GOOD | {"choices": ["a"]}, "line 2: choices must be at least two strings"),
     "empty choice": (GOOD | {"choices": ["a", ""]}, "line 2: choices must be at least two strings"),
     "answer of text": (GOOD | {"answer": "b"}, "line 2: answer must be the index of one of 2"),
@@ -195,9 +206,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "answer beyond": (GOOD | {"answer": 2}, "line 2: answer must be the index of one of 2 choices"),
     "negative answer": (GOOD | {"answer": -1}, "line 2: answer must be the index of one of 2"),
     "surrogate": ('{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}', "must be UTF-8"),
-    "long choice": (GOOD | {"choices": ["a", "é" * 99]},
-                    "example 2: a choice must have at most .*, got 99$"),
-}  # fmt: skip
+    "long choice": (
+        GOOD | {"choices": ["a", "é" * 99]},
+        "example 2: a choice must have at most .*, got 99$",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -17,9 +17,14 @@ from training.step import Trainer
 
 POISONS = [float("nan"), float("inf"), 1e30]
 SMALL = {
-    "model__layers": 1, "model__hidden": 32, "model__ffn": 48, "train__precision": "bf16",
-    "train__global_batch": 2, "train__sequence_length": 8, "schedule__warmup_steps": 0,
-}  # fmt: skip
+    "model__layers": 1,
+    "model__hidden": 32,
+    "model__ffn": 48,
+    "train__precision": "bf16",
+    "train__global_batch": 2,
+    "train__sequence_length": 8,
+    "schedule__warmup_steps": 0,
+}
 PC: dict[str, dict[str, Any]] = {
     "plain": {},
     "materialized": {"pc__level": 2, "pc__learnable_gamma": True},

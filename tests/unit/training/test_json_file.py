@@ -33,15 +33,18 @@ SHAPE = {"step": int, "windows": [[int]], "files": {...: {"bytes": int}}, "rate"
 GOOD = {"step": 1, "windows": [[1, 2]], "files": {"a": {"bytes": 3}}, "rate": 2, "more": None}
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"step": "1"}, "meta.step must be of type int, got '1'"),
-    ({"step": True}, "meta.step must be of type int, got True"),
-    ({"windows": [[1], 2]}, r"meta.windows\[1\] must be a list, got 2"),
-    ({"windows": [[1.5]]}, r"meta.windows\[0\]\[0\] must be of type int, got 1.5"),
-    ({"files": {"b": {}}}, "meta.files.b must have the key bytes"),
-    ({"files": []}, r"meta.files must be a mapping, got \[\]"),
-    ({"rate": None}, r"meta.rate must be of type float \| int, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": "1"}, "meta.step must be of type int, got '1'"),
+        ({"step": True}, "meta.step must be of type int, got True"),
+        ({"windows": [[1], 2]}, r"meta.windows\[1\] must be a list, got 2"),
+        ({"windows": [[1.5]]}, r"meta.windows\[0\]\[0\] must be of type int, got 1.5"),
+        ({"files": {"b": {}}}, "meta.files.b must have the key bytes"),
+        ({"files": []}, r"meta.files must be a mapping, got \[\]"),
+        ({"rate": None}, r"meta.rate must be of type float \| int, got None"),
+    ],
+)
 def test_the_first_wrong_value_is_named(change: dict[str, object], said: str) -> None:
     check_shape(GOOD, SHAPE, "meta")
     with pytest.raises(InputError, match=f"^{said}$"):

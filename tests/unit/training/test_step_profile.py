@@ -24,9 +24,15 @@ from training.machine.backends import check_backends
 from training.run import train
 from training.step_profile import StepProfile, announcement
 
-KEYS: dict[str, Any] = {"train__steps": 5, "train__micro_batch": 8, "checkpoint__interval": 5,
-                        "log__interval": 1, "log__profile__first": 2, "log__profile__steps": 2,
-                        "monitors__interval": 0}  # fmt: skip
+KEYS: dict[str, Any] = {
+    "train__steps": 5,
+    "train__micro_batch": 8,
+    "checkpoint__interval": 5,
+    "log__interval": 1,
+    "log__profile__first": 2,
+    "log__profile__steps": 2,
+    "monitors__interval": 0,
+}
 
 
 def trained(folder: str, world: Groups, **keys: Any) -> Path:
@@ -74,13 +80,16 @@ ASKED = "of the requested steps 2 to 3"
 AGAIN = "were taken before this start; to profile again, set a later log.profile.first"
 
 
-@pytest.mark.parametrize(("after", "last", "text"), [
-    (0, 1, "none, because steps 2 to 3 are after step 1, the run's last step"),
-    (0, 2, f"steps 2 to 2 {ASKED}, rank 0, in"),
-    (1, 3, "steps 2 to 3, rank 0, in"),
-    (2, 3, f"steps 3 to 3 {ASKED}, rank 0, in"),
-    (3, 5, f"none, because steps 2 to 3 {AGAIN}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("after", "last", "text"),
+    [
+        (0, 1, "none, because steps 2 to 3 are after step 1, the run's last step"),
+        (0, 2, f"steps 2 to 2 {ASKED}, rank 0, in"),
+        (1, 3, "steps 2 to 3, rank 0, in"),
+        (2, 3, f"steps 3 to 3 {ASKED}, rank 0, in"),
+        (3, 5, f"none, because steps 2 to 3 {AGAIN}"),
+    ],
+)
 def test_a_start_says_which_steps_it_profiles(after, last, text, folder):
     config = tiny_config(folder, **KEYS, train__exit_step=last)
     assert (announcement(config, after) or "").startswith(f"profile: {text}")
@@ -234,14 +243,19 @@ def test_the_notes_of_all_ranks_are_written(folder, world, monkeypatch):
     assert notes == [("profile", 4, said[1][0]), ("warning", 4, said[2][0])]
 
 
-@pytest.mark.parametrize(("keys", "rule"), [
-    (["steps=2"], "log.profile.first is required (an integer)"),
-    (["first=101"], "log.profile.first must be at most train.steps = 100, got 101"),
-    (["first=2", "ranks=[]"], "log.profile.ranks must"),
-    (["first=2", "ranks=[0,0]"], "log.profile.ranks must name each rank once, got [0, 0]"),
-    (["first=2", "ranks=[0,2]"],
-     "log.profile.ranks must be below the number of ranks = 2, got [0, 2]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        (["steps=2"], "log.profile.first is required (an integer)"),
+        (["first=101"], "log.profile.first must be at most train.steps = 100, got 101"),
+        (["first=2", "ranks=[]"], "log.profile.ranks must"),
+        (["first=2", "ranks=[0,0]"], "log.profile.ranks must name each rank once, got [0, 0]"),
+        (
+            ["first=2", "ranks=[0,2]"],
+            "log.profile.ranks must be below the number of ranks = 2, got [0, 2]",
+        ),
+    ],
+)
 def test_wrong_keys_are_refused(keys, rule, minimal):
     overrides = [f"log.profile.{key}" for key in keys]
     (line,) = problems(minimal, *overrides, world_size=2)

@@ -31,9 +31,15 @@ from training.nonfinite import NonFiniteError, SpikeDetector
 from training.run import train
 from training.step import StepResult
 
-KEYS: dict[str, Any] = {"checkpoint__interval": 2, "checkpoint__keep_last": "null",
-                        "log__interval": 1, "train__steps": 10, "train__micro_batch": 8,
-                        "train__max_skipped_steps": 1, "validation__samples": 2}  # fmt: skip
+KEYS: dict[str, Any] = {
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": "null",
+    "log__interval": 1,
+    "train__steps": 10,
+    "train__micro_batch": 8,
+    "train__max_skipped_steps": 1,
+    "validation__samples": 2,
+}
 
 
 @pytest.fixture

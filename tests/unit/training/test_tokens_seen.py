@@ -82,20 +82,27 @@ def test_every_row_of_a_card_is_that_of_the_run(folder: str, world) -> None:
     loss = read_metrics(config.run.dir)[-1]["val/walk/loss"]
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 96 + 2)
     assert rows == {
-        "parameters": f"{2 * layer + 64 + 2 * 120 * 64:,}", "weights": "bfloat16",
-        "mean of": "step 1,000 times 0.25, step 2,000 times 0.75", "tokens": f"{(4 + 8) * 32}",
-        "batch": "4 until step 1, then 8 sequences of 32 tokens", "precision": "fp32",
+        "parameters": f"{2 * layer + 64 + 2 * 120 * 64:,}",
+        "weights": "bfloat16",
+        "mean of": "step 1,000 times 0.25, step 2,000 times 0.75",
+        "tokens": f"{(4 + 8) * 32}",
+        "batch": "4 until step 1, then 8 sequences of 32 tokens",
+        "precision": "fp32",
         "matrix weights": "muon, lr 0.02, weight decay 0.1",
         "embedding weights": "adamw, lr 0.003, weight decay 0.1",
         "head weights": "adamw, lr 0.003, weight decay 0.1",
-        "scalar weights": "adamw, lr 0.003, weight decay 0", "o weights": "lr 0.004",
+        "scalar weights": "adamw, lr 0.003, weight decay 0",
+        "o weights": "lr 0.004",
         "initialized from": "step 4,000 of runs/before",
         "schedule": "kind cosine, unit steps, warmup_steps 2, min_ratio 0.1, cooldown_fraction 0.2",
-        "PC layers": "merged into the weights, level 4", "data": "a 75.0%, b 25.0%",
-        "data after step 1": "a 20.0%, b 80.0%", "seed": "7",
+        "PC layers": "merged into the weights, level 4",
+        "data": "a 75.0%, b 25.0%",
+        "data after step 1": "a 20.0%, b 80.0%",
+        "seed": "7",
         "software": ", ".join(f"{k} {v}" for k, v in versions().items() if v is not None),
-        "validation": "nats per token", "walk": f"{loss:.4f}",
-    }  # fmt: skip
+        "validation": "nats per token",
+        "walk": f"{loss:.4f}",
+    }
     assert "run `test`, step 2 of 20." in text
 
 

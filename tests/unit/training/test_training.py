@@ -172,9 +172,12 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
     for dtype in ("fp32", "bf16"):
         losses: list[float] = []
         config = tiny_config(
-            folder, "muon", optimizer__distributed__gradient_dtype=dtype,
-            optimizer__distributed__momentum_dtype=dtype, train__exit_step=5,
-        )  # fmt: skip
+            folder,
+            "muon",
+            optimizer__distributed__gradient_dtype=dtype,
+            optimizer__distributed__momentum_dtype=dtype,
+            train__exit_step=5,
+        )
         train(config, world, on_step=lambda _, r, losses=losses: losses.append(r.loss.item()))
         curves[dtype] = losses
         trainer = build_trainer(config, world, *build_data(config))
@@ -285,9 +288,13 @@ LOSSES = {"web": 4.0, "books": 5.0}
 
 @pytest.mark.parametrize(
     ("mixture", "mean"),
-    [({"web": 3.0, "books": 1.0, "code": 9.0}, 4.25), ({"web": 3.0}, 4.5),
-     ({"web": 3.0, "books": 0.0}, 4.5), ({}, 4.5)],
+    [
+        ({"web": 3.0, "books": 1.0, "code": 9.0}, 4.25),
+        ({"web": 3.0}, 4.5),
+        ({"web": 3.0, "books": 0.0}, 4.5),
+        ({}, 4.5),
+    ],
     ids=["all named", "one named", "one of weight 0", "none named"],
-)  # fmt: skip
+)
 def test_the_mean_over_sets_is_weighted_as_training_is(mixture, mean):
     assert mean_over_sets(LOSSES, mixture) == pytest.approx(mean, abs=1e-12)

@@ -123,9 +123,13 @@ def test_an_owner_has_a_buffer_for_the_parts_of_the_other_rank(owner):
 def ten_tokens(model, **inputs):
     """Return a step of one micro-batch of ten tokens on two tensor-parallel ranks."""
     return StepShape(
-        model=model, inputs=PlanInputs(data=1, tensor=2, **inputs), device=DEVICES["h100"],
-        micro_batch=1, sequence_length=10, microbatches=1,
-    )  # fmt: skip
+        model=model,
+        inputs=PlanInputs(data=1, tensor=2, **inputs),
+        device=DEVICES["h100"],
+        micro_batch=1,
+        sequence_length=10,
+        microbatches=1,
+    )
 
 
 def test_activations_by_hand():

@@ -28,8 +28,14 @@ LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_si
 
 def shape(model=LLAMA, **inputs):
     """Return a step of four micro-batches of two sequences of 128 tokens per rank."""
-    return StepShape(model=model, inputs=PlanInputs(**inputs), device=H100, micro_batch=2,
-                     sequence_length=128, microbatches=4)  # fmt: skip
+    return StepShape(
+        model=model,
+        inputs=PlanInputs(**inputs),
+        device=H100,
+        micro_batch=2,
+        sequence_length=128,
+        microbatches=4,
+    )
 
 
 def sent(step, stage=0):
@@ -222,13 +228,16 @@ def test_gradients_hide_behind_backward_weights_behind_forward_and_every_exchang
     assert exchange == pytest.approx(sending + 2 * groups * H100.latency_seconds)
 
 
-@pytest.mark.parametrize(("device", "flops"), [
-    ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA GH200 480GB", 989e12),
-    ("NVIDIA A100-PCIE-40GB", 312e12),
-    ("NVIDIA GB200", None),
-    ("NVIDIA H20", None),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
 def test_peak_flops_of_the_devices_that_cuda_names(device, flops):
     assert peak_flops(device) == flops

@@ -55,10 +55,14 @@ def test_other_changes_are_said(run, tmp_path, capsys) -> None:
     other["versions"] = {"torch": "1.0", "numpy": "1.0"}
     reseal(read_checkpoint(tmp_path / "run").path, lambda meta: meta.update(other))
     keys = {
-        "spikes__deviations": 4, "validation__samples": 3,
-        "data__validation__more__path": tmp_path / "more", "train__global_batch": 4,
-        "train__micro_batch": 2, "train__loss_chunk": 60, "checkpoint__allow_change": "[train]",
-    }  # fmt: skip
+        "spikes__deviations": 4,
+        "validation__samples": 3,
+        "data__validation__more__path": tmp_path / "more",
+        "train__global_batch": 4,
+        "train__micro_batch": 2,
+        "train__loss_chunk": 60,
+        "checkpoint__allow_change": "[train]",
+    }
     run(4, **keys)
     printed, events = capsys.readouterr().out, (tmp_path / "run" / "events.jsonl").read_text()
     for text in (

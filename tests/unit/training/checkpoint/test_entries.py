@@ -30,10 +30,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "spectral_sphere": MIXTURE | WIDE | {"model__moe__expert_bias_rate": 0.01},
     "adamw": PC,
     "muon": {"pc__level": 4, "pc__norm_recovery": True, "pc__evaluator": "in_graph"},
-    "muon_plus_plus": WIDE | {"optimizer__rules__muon_plus_plus__correlation_rescale": True,
-                              "optimizer__rules__muon_plus_plus__algorithm": "project"},
+    "muon_plus_plus": WIDE
+    | {
+        "optimizer__rules__muon_plus_plus__correlation_rescale": True,
+        "optimizer__rules__muon_plus_plus__algorithm": "project",
+    },
     "muon_sphere": WIDE,
-}  # fmt: skip
+}
 STOPPED = 3
 ELSEWHERE = {
     "trainer.guard.in_a_row": "a step that is taken ends it; tests/unit/training/test_survival.py",

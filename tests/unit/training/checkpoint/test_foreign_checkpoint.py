@@ -114,9 +114,11 @@ def test_an_index_of_an_older_python_is_read(checkpoint) -> None:
     assert not [*problems(read_checkpoint(checkpoint))]
 
 
-@pytest.mark.parametrize("call",
-                         [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"),
-                          (getattr, "", "join")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [(getattr, Metadata, "__init__"), (getattr, WriteItemType, "__class__"), (getattr, "", "join")],
+    ids=str,
+)
 def test_an_index_may_ask_for_no_other_attribute(call: Any, checkpoint) -> None:
     (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(Call(call)))
     with pytest.raises(UnsafeIndexError, match="is not trusted: it refers to the attribute '"):
@@ -154,11 +156,14 @@ def refused(saved, tmp_path, refusal) -> str:
 GENERATORS = {"python": 1, "numpy": [], "torch": 2, "cuda": 3}
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    *(("rng.pt", content) for content in (b"", b"text", [{}], [7], [GENERATORS])),
-    *(("state/common.pt", content) for content in (b"", [1], {}, {"schema": 1, "extra": [1]})),
-    ("state/common.pt", {"schema": 1, "extra": {}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("rng.pt", content) for content in (b"", b"text", [{}], [7], [GENERATORS])),
+        *(("state/common.pt", content) for content in (b"", [1], {}, {"schema": 1, "extra": [1]})),
+        ("state/common.pt", {"schema": 1, "extra": {}}),
+    ],
+)
 def test_values_of_another_form_are_a_line(name, content, saved, checkpoint, tmp_path, refusal):
     if not isinstance(content, bytes):
         torch.save(content, file := io.BytesIO())

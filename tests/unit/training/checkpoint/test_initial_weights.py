@@ -37,9 +37,15 @@ def configured(folder, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("keys", [{}, ROUTED, {"pc__level": 4},
-                                  {"pc__level": 2, "pc__evaluator": "in_graph",
-                                   "optimizer__qkv_units": "component"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        ROUTED,
+        {"pc__level": 4},
+        {"pc__level": 2, "pc__evaluator": "in_graph", "optimizer__qkv_units": "component"},
+    ],
+)
 def test_the_new_model_computes_what_the_old_one_did(configured, world, tmp_path, keys):
     outcome = train(configured("old", **keys), world)
     shape = {k: v for k, v in keys.items() if not k.startswith(("pc", "optimizer__qkv"))}

@@ -87,11 +87,14 @@ def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished,
 
 
 LINES: dict[str, bytes] = {
-    "not JSON": b"{'step': 1}\n", "no mapping": b"[1, 2]\n", "no step": b'{"train/loss": 1.0}\n',
+    "not JSON": b"{'step': 1}\n",
+    "no mapping": b"[1, 2]\n",
+    "no step": b'{"train/loss": 1.0}\n',
     "a step that is no number": b'{"step": "one"}\n',
-    "not UTF-8": b'{"step": 1, "x": "\xff\xfe"}\n', "nested deeply": b"[" * 100_000 + b"\n",
+    "not UTF-8": b'{"step": 1, "x": "\xff\xfe"}\n',
+    "nested deeply": b"[" * 100_000 + b"\n",
     "zeros": bytes(100) + b"\n",
-}  # fmt: skip
+}
 
 
 def prepend(path: Path, line: bytes) -> None:

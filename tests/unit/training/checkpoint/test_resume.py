@@ -100,21 +100,24 @@ ALLOW, BEGIN = "set checkpoint.allow_change=[optimizer];", "checkpoint.initializ
 
 @pytest.mark.parametrize(
     ("before", "now", "offer"),
-    [({}, {"optimizer__matrix__rule": "muon"}, BEGIN),
-     ({}, {"optimizer__head__rule": "muon"}, BEGIN),
-     ({}, {"optimizer__roles__q__rule": "adamw"}, BEGIN),
-     ({}, {"optimizer__qkv_units": "group"}, BEGIN),
-     ({}, {"optimizer__distributed__momentum_dtype": "bf16"}, BEGIN), ({"pc": {}}, {}, BEGIN),
-     ({}, {"pc": {}}, "cannot be loaded: set another run.dir;"),
-     ({}, {"model__ffn": 64}, "weights do not fit this model: set another run.dir;"),
-     ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
-     ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
-     ({}, {"optimizer__rules__muon__momentum": 0.5}, None),
-     ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
-     ({}, {"optimizer__distributed__momentum_dtype": "fp32"}, None),
-     ({}, {"optimizer__distributed__gradient_dtype": "fp32"}, None)],
+    [
+        ({}, {"optimizer__matrix__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__head__rule": "muon"}, BEGIN),
+        ({}, {"optimizer__roles__q__rule": "adamw"}, BEGIN),
+        ({}, {"optimizer__qkv_units": "group"}, BEGIN),
+        ({}, {"optimizer__distributed__momentum_dtype": "bf16"}, BEGIN),
+        ({"pc": {}}, {}, BEGIN),
+        ({}, {"pc": {}}, "cannot be loaded: set another run.dir;"),
+        ({}, {"model__ffn": 64}, "weights do not fit this model: set another run.dir;"),
+        ({}, {"optimizer__roles__q__lr": 0.1}, ALLOW),
+        ({}, {"optimizer__rules__spectral_sphere__momentum": 0.5}, ALLOW),
+        ({}, {"optimizer__rules__muon__momentum": 0.5}, None),
+        ({}, {"optimizer__roles": {"q": {"rule": "spectral_sphere"}}}, None),
+        ({}, {"optimizer__distributed__momentum_dtype": "fp32"}, None),
+        ({}, {"optimizer__distributed__gradient_dtype": "fp32"}, None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_offered_can_be_done(before, now, offer, tmp_path):
     """A setting of an unused rule, or a role with its present rule, is not a difference."""
     ours, theirs = (tiny_config(str(tmp_path), "spectral_sphere", **keys) for keys in (now, before))

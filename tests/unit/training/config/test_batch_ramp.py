@@ -36,10 +36,17 @@ LENGTH = 32
 RAMP = "[{batch: 2, until_steps: 3}, {batch: 4, until_tokens: 700}]"
 """3 steps with 192 tokens, 4 with 512 (the last reaches 700), then 8 sequences per step."""
 BATCHES = [2] * 3 + [4] * 4 + [8] * 5
-COMMON: dict[str, Any] = {"train__steps": 12, "train__batch_ramp": RAMP, "log__interval": 1,
-                          "checkpoint__interval": 100, "checkpoint__keep_last": "null",
-                          "validation__interval": 1, "validation__samples": 2,
-                          "monitors__interval": 3, "monitors__groups": "[weights]"}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "train__steps": 12,
+    "train__batch_ramp": RAMP,
+    "log__interval": 1,
+    "checkpoint__interval": 100,
+    "checkpoint__keep_last": "null",
+    "validation__interval": 1,
+    "validation__samples": 2,
+    "monitors__interval": 3,
+    "monitors__groups": "[weights]",
+}
 TOKENS = {"schedule__unit": "tokens", "schedule__kind": "wsd", "schedule__cooldown_fraction": 0.5}
 
 
@@ -223,16 +230,28 @@ def test_the_plan_adds_up_the_stages(minimal, capsys) -> None:
 
 
 WRONG = [
-    (["[{batch: 8, until_steps: 3}]"], None,
-     "[0].batch must be below global_batch = 8, because batches must grow"),
-    (["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"], None,
-     "below the next batch = 2"),
-    (["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"], None,
-     "must be above the start of the stage (step 9"),
+    (
+        ["[{batch: 8, until_steps: 3}]"],
+        None,
+        "[0].batch must be below global_batch = 8, because batches must grow",
+    ),
+    (
+        ["[{batch: 4, until_steps: 9}, {batch: 2, until_steps: 12}]"],
+        None,
+        "below the next batch = 2",
+    ),
+    (
+        ["[{batch: 2, until_steps: 9}, {batch: 4, until_steps: 9}]"],
+        None,
+        "must be above the start of the stage (step 9",
+    ),
     (["[{batch: 2, until_steps: 9}, {batch: 4, until_tokens: 500}]"], None, ", 576 tokens)"),
     (["[{batch: 2, until_steps: 100}]"], None, "must end the stage before steps = 100"),
-    (["[{batch: 2, until_tokens: 6369}]"], None,
-     "got 6,369, which ends the stage after step 100; for a shorter run"),
+    (
+        ["[{batch: 2, until_tokens: 6369}]"],
+        None,
+        "got 6,369, which ends the stage after step 100; for a shorter run",
+    ),
     (["[{batch: 2}]"], None, "[0].until_steps or until_tokens must be set"),
     (["[{batch: 2, until_steps: 3, until_tokens: 9}]"], None, "got 2"),
     (["[{batch: 2, until_steps: 3.5}]"], None, "[0].until_steps must be an integer"),
@@ -240,9 +259,12 @@ WRONG = [
     (["{batch: 2, until_steps: 3}"], None, "must be a list (each item a section)"),
     (["[{batch: 2, until_steps: 3}]"], 2, "[0].batch must be divisible by train.micro_batch times"),
     (["[{batch: 3, until_steps: 3}]"], 1, "train.micro_batch times the data-parallel size = 2 * 1"),
-    (["[{batch: 2, until_steps: 3}]", "schedule.unit=tokens", "schedule.warmup_steps=98"], None,
-     "schedule.warmup_steps must be below the run's 97.75 full steps, got 98"),
-]  # fmt: skip
+    (
+        ["[{batch: 2, until_steps: 3}]", "schedule.unit=tokens", "schedule.warmup_steps=98"],
+        None,
+        "schedule.warmup_steps must be below the run's 97.75 full steps, got 98",
+    ),
+]
 
 
 @pytest.mark.parametrize("end", ["until_steps: 3", "until_tokens: 192"])

@@ -30,76 +30,102 @@ def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
 
 
 def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
-    config = load_config(minimal, [
-        "train.steps=7", "optimizer.matrix.lr=2e-4", "train.exit_step=null", "parallel.tensor=2",
-        "parallel.sequence=false", "data.train.more={path: data/more, weight: 3}",
-        "run.name=with space", "optimizer.rules.muon.steps=5",
-    ])  # fmt: skip
-    assert (config.train.steps, config.optimizer.matrix.lr,
-            config.train.exit_step) == (7, 2e-4, None)  # fmt: skip
+    config = load_config(
+        minimal,
+        [
+            "train.steps=7",
+            "optimizer.matrix.lr=2e-4",
+            "train.exit_step=null",
+            "parallel.tensor=2",
+            "parallel.sequence=false",
+            "data.train.more={path: data/more, weight: 3}",
+            "run.name=with space",
+            "optimizer.rules.muon.steps=5",
+        ],
+    )
+    assert (config.train.steps, config.optimizer.matrix.lr, config.train.exit_step) == (
+        7,
+        2e-4,
+        None,
+    )
     assert config.parallel.sequence is False and list(config.data.train) == ["text", "more"]
     assert config.data.train["more"].weight == 3.0 and config.run.name == "with space"
     assert config.optimizer.rule("muon").steps == 5  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("override", "problem"), [
-    ("train.stesp=4", "unknown key train.stesp; did you mean train.steps?"),
-    ("train.lr=3", "unknown key train.lr; did you mean optimizer.matrix.lr?"),
-    ("data.train.text.wieght=1", "unknown key data.train.text.wieght; did you mean data.train"),
-    ("optimizer.rules.muon.momentun=1", "did you mean optimizer.rules.muon.momentum?"),
-    ("log.zzz=1", "unknown key log.zzz; log has the keys interval"),
-    ("base=other.yaml", "unknown key base; the config has the keys run, seed,"),
-    ("train.steps='10'", "train.steps must be an integer, got '10'"),
-    ("train.steps=true", "train.steps must be an integer, got true"),
-    ("optimizer.matrix.lr=.nan", "optimizer.matrix.lr must be a number, got nan"),
-    ("run.name=3", "run.name must be a string, got 3"),
-    ("model.init.spectral=1", "model.init.spectral must be true or false, got 1"),
-    ("data.train=[a]", "data.train must be a section, got ['a']"),
-    ("optimizer.qkv_units=heads", "one of head, group, component, fused, got 'heads'; did you"),
-    ("optimizer.rules.muon.momentum=1.5", "optimizer.rules.muon.momentum must be in [0, 1)"),
-    ("optimizer.matrix.rule=muno", "optimizer.matrix.rule must be one of adamw,"),
-    ("optimizer.matrix.rule=sso", "got 'sso'; did you mean spectral_sphere?"),
-    ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
-    ("optimizer.matrix.rule=mine", "; to use a rule of your own, install its package"),
-    ("optimizer.rules.mine.a=1", "; to use a rule of your own, install its package"),
-    ("model.family=lama", "model.family must be one of llama, qwen3"),
-    ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
-    ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
-    ("model.kv_heads=3", "model.kv_heads must divide heads = 4, got 3"),
-    ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
-    ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
-    ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0"),
-    ("data.validation={a/b: {path: x}}", "data.validation must use only letters"),
-    ("train.exit_step=101", "train.exit_step must be at most steps = 100, got 101"),
-    ("schedule.warmup_steps=100", "schedule.warmup_steps must be below train.steps = 100"),
-    ("checkpoint.allow_change=[layout]", "checkpoint.allow_change[0] must be one of data,"),
-    ("seed=-1", "seed must be at least 0, got -1"),
-    ("optimizer.head.weight_decay=1000", "optimizer.head.weight_decay times lr must be below"),
-    ("optimizer.roles.gat.lr=1", "got 'gat'; did you mean gate?"),
-    ("optimizer.roles.q.radius_scaler=0", "optimizer.roles.q.radius_scaler must be above 0"),
-    ("optimizer.roles.q={rule: muon, radius_scaler: 2}",
-     "optimizer.roles.q.radius_scaler must be null with rule muon, which has no radius"),
-    ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
-    ("model.rope_scaling={kind: longrope, factor: 4.0}",
-     "model.rope_scaling.kind must be one of linear, llama3, yarn, got 'longrope'"),
-    ("model.rope_scaling={kind: llama3, factor: 8.0, original_max_position_embeddings: 64}",
-     "model.rope_scaling.low_freq_factor must be a number with kind llama3, got null"),
-    ("model.rope_scaling={kind: yarn, factor: 8.0}",
-     "model.rope_scaling.original_max_position_embeddings must be a number with kind yarn"),
-    ("model.rope_scaling={kind: linear, factor: 2.0, low_freq_factor: 1.0}",
-     "model.rope_scaling.low_freq_factor must be null with kind linear, got 1.0"),
-    ("model.rope_scaling={kind: linear, factor: 0.5}", "factor must be at least 1, got 0.5"),
-    ("model={layers: 4, attention_backend: transformer_engine, attention_bias: all}",
-     "model.attention_bias must be none or qkv with transformer_engine, got 'all'"),
-    ("optimizer.roles.bias.rule=muon", "optimizer.roles.bias.rule must be an elementwise rule"),
-    ("train.=1", "an override must be key=value, got 'train.=1'"),
-    ("run.name=${run.nam}", "run.nam"),
-    ("pc.blocks=[embedding]", "pc.blocks must name one of"),
-    ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
-    ("pc.overrides.late={roles: [q], level: 1}", "pc.overrides.late.roles must name one of"),
-    ("pc.evaluator={x: {y: 1}}", "pc.evaluator must be one of materialized, in_graph, got"),
-    ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.stesp=4", "unknown key train.stesp; did you mean train.steps?"),
+        ("train.lr=3", "unknown key train.lr; did you mean optimizer.matrix.lr?"),
+        ("data.train.text.wieght=1", "unknown key data.train.text.wieght; did you mean data.train"),
+        ("optimizer.rules.muon.momentun=1", "did you mean optimizer.rules.muon.momentum?"),
+        ("log.zzz=1", "unknown key log.zzz; log has the keys interval"),
+        ("base=other.yaml", "unknown key base; the config has the keys run, seed,"),
+        ("train.steps='10'", "train.steps must be an integer, got '10'"),
+        ("train.steps=true", "train.steps must be an integer, got true"),
+        ("optimizer.matrix.lr=.nan", "optimizer.matrix.lr must be a number, got nan"),
+        ("run.name=3", "run.name must be a string, got 3"),
+        ("model.init.spectral=1", "model.init.spectral must be true or false, got 1"),
+        ("data.train=[a]", "data.train must be a section, got ['a']"),
+        ("optimizer.qkv_units=heads", "one of head, group, component, fused, got 'heads'; did you"),
+        ("optimizer.rules.muon.momentum=1.5", "optimizer.rules.muon.momentum must be in [0, 1)"),
+        ("optimizer.matrix.rule=muno", "optimizer.matrix.rule must be one of adamw,"),
+        ("optimizer.matrix.rule=sso", "got 'sso'; did you mean spectral_sphere?"),
+        ("optimizer.matrix.rule=muon++", "got 'muon++'; did you mean muon_plus_plus?"),
+        ("optimizer.matrix.rule=mine", "; to use a rule of your own, install its package"),
+        ("optimizer.rules.mine.a=1", "; to use a rule of your own, install its package"),
+        ("model.family=lama", "model.family must be one of llama, qwen3"),
+        ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
+        ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
+        ("model.kv_heads=3", "model.kv_heads must divide heads = 4, got 3"),
+        ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
+        ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
+        ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0"),
+        ("data.validation={a/b: {path: x}}", "data.validation must use only letters"),
+        ("train.exit_step=101", "train.exit_step must be at most steps = 100, got 101"),
+        ("schedule.warmup_steps=100", "schedule.warmup_steps must be below train.steps = 100"),
+        ("checkpoint.allow_change=[layout]", "checkpoint.allow_change[0] must be one of data,"),
+        ("seed=-1", "seed must be at least 0, got -1"),
+        ("optimizer.head.weight_decay=1000", "optimizer.head.weight_decay times lr must be below"),
+        ("optimizer.roles.gat.lr=1", "got 'gat'; did you mean gate?"),
+        ("optimizer.roles.q.radius_scaler=0", "optimizer.roles.q.radius_scaler must be above 0"),
+        (
+            "optimizer.roles.q={rule: muon, radius_scaler: 2}",
+            "optimizer.roles.q.radius_scaler must be null with rule muon, which has no radius",
+        ),
+        ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
+        (
+            "model.rope_scaling={kind: longrope, factor: 4.0}",
+            "model.rope_scaling.kind must be one of linear, llama3, yarn, got 'longrope'",
+        ),
+        (
+            "model.rope_scaling={kind: llama3, factor: 8.0, original_max_position_embeddings: 64}",
+            "model.rope_scaling.low_freq_factor must be a number with kind llama3, got null",
+        ),
+        (
+            "model.rope_scaling={kind: yarn, factor: 8.0}",
+            "model.rope_scaling.original_max_position_embeddings must be a number with kind yarn",
+        ),
+        (
+            "model.rope_scaling={kind: linear, factor: 2.0, low_freq_factor: 1.0}",
+            "model.rope_scaling.low_freq_factor must be null with kind linear, got 1.0",
+        ),
+        ("model.rope_scaling={kind: linear, factor: 0.5}", "factor must be at least 1, got 0.5"),
+        (
+            "model={layers: 4, attention_backend: transformer_engine, attention_bias: all}",
+            "model.attention_bias must be none or qkv with transformer_engine, got 'all'",
+        ),
+        ("optimizer.roles.bias.rule=muon", "optimizer.roles.bias.rule must be an elementwise rule"),
+        ("train.=1", "an override must be key=value, got 'train.=1'"),
+        ("run.name=${run.nam}", "run.nam"),
+        ("pc.blocks=[embedding]", "pc.blocks must name one of"),
+        ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
+        ("pc.overrides.late={roles: [q], level: 1}", "pc.overrides.late.roles must name one of"),
+        ("pc.evaluator={x: {y: 1}}", "pc.evaluator must be one of materialized, in_graph, got"),
+        ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
+    ],
+)
 def test_a_bad_value_is_named_with_its_place(minimal: Path, override: str, problem: str) -> None:
     assert any(problem in line for line in problems(minimal, override))
 
@@ -113,13 +139,23 @@ def test_all_problems_come_at_once(minimal: Path) -> None:
 
 def test_what_sections_cannot_be_together_comes_with_wrong_types(minimal: Path) -> None:
     """Sections that could be bound are checked separately and against each other."""
-    found = problems(minimal, "optimizer.head.lr=-1", "model.family=qwen3", "model.kv_heads=3",
-                     "schedule.warmup_steps=100", "optimizer.distributed.cuda_graph=true",
-                     "parallel.pipeline=3")  # fmt: skip
+    found = problems(
+        minimal,
+        "optimizer.head.lr=-1",
+        "model.family=qwen3",
+        "model.kv_heads=3",
+        "schedule.warmup_steps=100",
+        "optimizer.distributed.cuda_graph=true",
+        "parallel.pipeline=3",
+    )
     assert [line.split(" ")[0] for line in found] == [
-        "optimizer.head.lr", "model.kv_heads", "optimizer.distributed.overlap_gather",
-        "model.qk_norm", "schedule.warmup_steps", "model.layers",
-    ]  # fmt: skip
+        "optimizer.head.lr",
+        "model.kv_heads",
+        "optimizer.distributed.overlap_gather",
+        "model.qk_norm",
+        "schedule.warmup_steps",
+        "model.layers",
+    ]
     found = problems(minimal, "data=null", "pc={overrides: {a: {level: 7}}, level: 9, steps: 0}")
     named = [line.split(" ")[0] for line in found]
     assert named == ["pc.level", "pc.overrides.a.level", "pc.steps", "data"]
@@ -165,10 +201,15 @@ def test_unreadable_files_are_named(tmp_path, minimal, monkeypatch) -> None:
 
 
 def test_a_role_inherits_what_its_override_leaves_out(minimal: Path) -> None:
-    config = load_config(minimal, [
-        "optimizer.matrix.weight_decay=0.1", "optimizer.roles.down.lr=1e-3",
-        "optimizer.roles.o={rule: adamw, weight_decay: 0}", "optimizer.roles.head.lr=7",
-    ])  # fmt: skip
+    config = load_config(
+        minimal,
+        [
+            "optimizer.matrix.weight_decay=0.1",
+            "optimizer.roles.down.lr=1e-3",
+            "optimizer.roles.o={rule: adamw, weight_decay: 0}",
+            "optimizer.roles.head.lr=7",
+        ],
+    )
     settings = config.optimizer.settings_for
     assert settings("gate") == GroupConfig(rule="spectral_sphere", lr=5e-3, weight_decay=0.1)
     assert settings("down") == GroupConfig(rule="spectral_sphere", lr=1e-3, weight_decay=0.1)
@@ -220,13 +261,16 @@ def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
             load_config(path, [dynamic, decay])
 
 
-@pytest.mark.parametrize(("name", "level", "decay"), [
-    ("llama271m_adamw", 4, 0.1),
-    ("llama1b_muon", 2, 0.1),
-    ("llama1b_sso", 2, 0.0),
-    ("tiny_adamw", 4, 0.0),
-    ("tiny_muon", 2, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "level", "decay"),
+    [
+        ("llama271m_adamw", 4, 0.1),
+        ("llama1b_muon", 2, 0.1),
+        ("llama1b_sso", 2, 0.0),
+        ("tiny_adamw", 4, 0.0),
+        ("tiny_muon", 2, 0.0),
+    ],
+)
 def test_an_empty_pc_section_is_the_papers_choice(root, name, level, decay) -> None:
     """Level 4 under AdamW and 2 under Muon; gamma decays like every other vector."""
     config = load_config(root / "configs" / f"{name}.yaml", ["pc={}"])
@@ -264,12 +308,15 @@ def overlay(minimal: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("overrides", "names"), [
-    ([], ["text", "mine"]),
-    (["data.train.text=null"], ["mine"]),
-    (["data.train=null", "data.train.other.path=x"], ["other"]),
-    (["data.train.text=null", "data.train.text.path=x"], ["mine", "text"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([], ["text", "mine"]),
+        (["data.train.text=null"], ["mine"]),
+        (["data.train=null", "data.train.other.path=x"], ["other"]),
+        (["data.train.text=null", "data.train.text.path=x"], ["mine", "text"]),
+    ],
+)
 def test_null_leaves_out_sets_of_a_base(overlay, overrides, names) -> None:
     assert set(load_config(overlay, overrides).data.train) == set(names)
 
@@ -288,15 +335,18 @@ def test_an_override_that_another_one_replaces_is_named() -> None:
     assert [*replaced(overrides)] == ["override train={steps: 9} replaces override train.steps=5"]
 
 
-@pytest.mark.parametrize(("overrides", "warned"), [
-    (["pc.level=4", "pc=null"], True),
-    (["pc=null", "pc.level=4"], False),
-    (["data.train.a=null", "data.train.a.path=x"], False),
-    (["pc.level=4", "pc={replace: true, steps: 3}"], True),
-    (["data.train.a.path=x", "data.train=null"], True),
-    (["data.train=null", "data.train.a.path=x"], False),
-    (["pc.level=4", "pc={steps: 3}"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["pc.level=4", "pc=null"], True),
+        (["pc=null", "pc.level=4"], False),
+        (["data.train.a=null", "data.train.a.path=x"], False),
+        (["pc.level=4", "pc={replace: true, steps: 3}"], True),
+        (["data.train.a.path=x", "data.train=null"], True),
+        (["data.train=null", "data.train.a.path=x"], False),
+        (["pc.level=4", "pc={steps: 3}"], False),
+    ],
+)
 def test_overrides_of_a_section_are_replaced_by_overrides_of_the_whole(overrides, warned):
     first, last = overrides
     assert [*replaced(overrides)] == [f"override {last} replaces override {first}"] * warned

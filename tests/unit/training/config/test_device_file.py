@@ -32,17 +32,24 @@ def test_the_name_says_which_figures_are_assumed(tmp_path) -> None:
     assert device_named(described(tmp_path, json.dumps(whole))) == DEVICES["a100"]
 
 
-@pytest.mark.parametrize(("text", "problems"), [
-    ("{memory_byte: 3}", ["unknown key memory_byte; did you mean memory_bytes?"]),
-    ("{memory_bytes: much, copy_rate: 0}",
-     ["memory_bytes must be an integer, got 'much'", "copy_rate must be above 0, got 0"]),
-    ("{peak: {int4: 1.0e+15}}",
-     ["peak must have the keys bf16, tf32", "may have the key fp8, got fp8"]),
-    ("{peak: {replace: true, bf16: 1.0e+15}}", ["fp64, and may have the key fp8, got bf16"]),
-    ("{base: h900}", ["base must be one of h100", "got 'h900'"]),
-    ("{base: device.yaml}", ["base must be one of h100"]),
-    ("- 3", ["device.yaml"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("{memory_byte: 3}", ["unknown key memory_byte; did you mean memory_bytes?"]),
+        (
+            "{memory_bytes: much, copy_rate: 0}",
+            ["memory_bytes must be an integer, got 'much'", "copy_rate must be above 0, got 0"],
+        ),
+        (
+            "{peak: {int4: 1.0e+15}}",
+            ["peak must have the keys bf16, tf32", "may have the key fp8, got fp8"],
+        ),
+        ("{peak: {replace: true, bf16: 1.0e+15}}", ["fp64, and may have the key fp8, got bf16"]),
+        ("{base: h900}", ["base must be one of h100", "got 'h900'"]),
+        ("{base: device.yaml}", ["base must be one of h100"]),
+        ("- 3", ["device.yaml"]),
+    ],
+)
 def test_all_problems_of_a_file_are_named(text: str, problems: list[str], tmp_path) -> None:
     with pytest.raises(InvalidConfigError) as error:
         device_named(described(tmp_path, text))

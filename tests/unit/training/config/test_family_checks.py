@@ -34,13 +34,20 @@ DEEPSEEK = [
     (["model.moe.shared_experts=0"], "model.moe.shared_experts must be at least 1"),
     (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
     (["model.moe.expert_groups=2", "model.moe.top_groups=2"], "model.moe.top_k must be at least"),
-    *((["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
-       f"model.moe.top_k must be at least twice and below three times top_groups = 1, got {top_k}")
-      for top_k in (1, 3)),
+    *(
+        (
+            ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],
+            "model.moe.top_k must be at least twice and below three times top_groups = 1, got "
+            f"{top_k}",
+        )
+        for top_k in (1, 3)
+    ),
     (["model.moe.expert_groups=3"], "model.moe.expert_groups must divide experts = 8"),
     (["model.moe.expert_groups=2", "model.moe.top_groups=3"], "model.moe.top_groups must be at"),
-    (["model.moe.expert_groups=4", "model.moe.top_k=3"],
-     "model.moe.top_k must be at most 2, the number of experts in top_groups"),
+    (
+        ["model.moe.expert_groups=4", "model.moe.top_k=3"],
+        "model.moe.top_k must be at most 2, the number of experts in top_groups",
+    ),
     (["model.moe.top_groups=2"], "model.moe.top_groups must be at most expert_groups = 1"),
     (["model.attention_bias=qkv"], "model.attention_bias must be none for family deepseek"),
     (["model.rope_scaling={kind: linear, factor: 2.0}"], "model.rope_scaling must be null for"),
@@ -48,15 +55,18 @@ DEEPSEEK = [
     (["model.activation=relu2"], "model.activation must be swiglu"),
     (["parallel.tensor=3"], "model.heads must be divisible by parallel.tensor = 3"),
     (["optimizer.roles.q.lr=1e-3"], "optimizer.roles must name one of embedding, q_a, q_b,"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "overrides", "problem"), [
-    *(("tiny_moe_sso", *case) for case in MIXTURE),
-    *(("tiny_deepseek_sso", *case) for case in DEEPSEEK),
-    ("tiny_gemma2_sso", ["model.attention_bias=all"], "model.attention_bias must be none for"),
-    ("tiny_sso", ["parallel.expert=2"], "parallel.expert must be 1 for model.family llama"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "overrides", "problem"),
+    [
+        *(("tiny_moe_sso", *case) for case in MIXTURE),
+        *(("tiny_deepseek_sso", *case) for case in DEEPSEEK),
+        ("tiny_gemma2_sso", ["model.attention_bias=all"], "model.attention_bias must be none for"),
+        ("tiny_sso", ["parallel.expert=2"], "parallel.expert must be 1 for model.family llama"),
+    ],
+)
 def test_what_a_family_cannot_be_is_refused(name: str, overrides: list[str], problem: str) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         recipe(name, *overrides)

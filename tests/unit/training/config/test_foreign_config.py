@@ -103,8 +103,10 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a file"),
     "a folder": (lambda folder: (folder / "config.yaml").mkdir(), "must be a file"),
     "deep nesting": (written("a: " + "[" * 2000 + "]" * 2000), "too many nested levels"),
-    "deep sections": (written("a: " + "{a: " * 300 + "1" + "}" * 300),
-                      "too many nested levels|unknown"),
+    "deep sections": (
+        written("a: " + "{a: " * 300 + "1" + "}" * 300),
+        "too many nested levels|unknown",
+    ),
     "a huge file": (written("a" * (LARGEST + 1)), f"must have at most {LARGEST} bytes"),
     "a number of many digits": (written("a: " + "1" * 5000), "is not valid YAML: Exceeds"),
     "not UTF-8": (written(b"a: \xff"), "is not valid YAML"),
@@ -117,9 +119,11 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing": (written(""), "is required"),
     "a list": (written("[1]"), "must contain a mapping"),
     "text": (written("text"), "is not valid YAML|must contain a mapping|unknown key"),
-    "a reference to itself": (written("a: ${b}\nb: ${a}"),
-                              "too many nested levels|Recursive|cycle"),
-}  # fmt: skip
+    "a reference to itself": (
+        written("a: ${b}\nb: ${a}"),
+        "too many nested levels|Recursive|cycle",
+    ),
+}
 
 
 @pytest.mark.timeout(600)
@@ -134,8 +138,17 @@ def test_a_harmful_file_is_a_line(case: str, tmp_path: Path) -> None:
             load_saved_config(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("override", ["a=" + "[" * 2000, "a=" + "1" * 5000, "run.name=${",
-                                      "a=&x [*x]", "a[0]=1", "a.b.c" * 500 + "=1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a=" + "[" * 2000,
+        "a=" + "1" * 5000,
+        "run.name=${",
+        "a=&x [*x]",
+        "a[0]=1",
+        "a.b.c" * 500 + "=1",
+    ],
+)
 def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
     assert problems(minimal, override)
 
@@ -184,13 +197,19 @@ def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
     assert all("'a; b'" in command for command in next_commands(config))
 
 
-@pytest.mark.parametrize(("keys", "scripts", "end"), [
-    ({}, ["plot", "generate", "convert_hf"], "exported/tiny.2"),
-    ({"checkpoint__interval": 0}, ["plot"], "--html"),
-    ({"data__mock": True}, ["plot", "convert_hf"], "exported/tiny.2 --no-tokenizer"),
-    ({"model__family": "gpt", "model__activation": "relu2"}, ["plot", "convert_hf"],
-     "exported/tiny.2 --format consolidated"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "scripts", "end"),
+    [
+        ({}, ["plot", "generate", "convert_hf"], "exported/tiny.2"),
+        ({"checkpoint__interval": 0}, ["plot"], "--html"),
+        ({"data__mock": True}, ["plot", "convert_hf"], "exported/tiny.2 --no-tokenizer"),
+        (
+            {"model__family": "gpt", "model__activation": "relu2"},
+            ["plot", "convert_hf"],
+            "exported/tiny.2 --format consolidated",
+        ),
+    ],
+)
 def test_commands_that_a_run_prints_are_not_refused(keys, scripts, end, tmp_path, monkeypatch):
     """An export refuses an existing target, a model without a class and a missing tokenizer."""
     monkeypatch.chdir(tmp_path)

@@ -20,43 +20,65 @@ REFUSED = [
     (["parallel={pipeline: 2, virtual_pipeline: 4}"], "model.layers must be divisible by"),
     (["parallel.expert_tensor=2"], "parallel.expert_tensor must be 1 for model.family llama"),
     ([*MIXTURE, "parallel.expert_tensor=3"], "model.moe.expert_ffn must be divisible by"),
-    ([*MIXTURE, f"model.moe={SHARED}", "parallel.tensor=2"],
-     "model.moe.shared_experts * model.moe.expert_ffn must be divisible by parallel.tensor = 2"),
+    (
+        [*MIXTURE, f"model.moe={SHARED}", "parallel.tensor=2"],
+        "model.moe.shared_experts * model.moe.expert_ffn must be divisible by parallel.tensor = 2",
+    ),
     (["parallel.context=3"], "train.sequence_length must be divisible by 6 for parallel.context"),
     (["parallel={pipeline: 2, first_stage_layers: 0}"], "parallel.first_stage_layers must be at"),
     (["parallel.last_stage_layers=1"], "parallel.last_stage_layers needs pipeline > 1"),
-    (["parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layers: 1}"],
-     "parallel.first_stage_layers needs virtual_pipeline = 1"),
-    (["parallel={pipeline: 3, first_stage_layers: 1}"],
-     "model.layers must give each of the other 2"),
-    (["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
-     "model.layers must be parallel.first_stage_layers + last_stage_layers = 3"),
-    (["parallel={pipeline: 2, first_stage_layers: 4}"],
-     "model.layers must give each of the other 1"),
+    (
+        ["parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layers: 1}"],
+        "parallel.first_stage_layers needs virtual_pipeline = 1",
+    ),
+    (
+        ["parallel={pipeline: 3, first_stage_layers: 1}"],
+        "model.layers must give each of the other 2",
+    ),
+    (
+        ["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
+        "model.layers must be parallel.first_stage_layers + last_stage_layers = 3",
+    ),
+    (
+        ["parallel={pipeline: 2, first_stage_layers: 4}"],
+        "model.layers must give each of the other 1",
+    ),
     (["train.fp8=hybrid"], "train.fp8 needs precision bf16"),
     (["train.precision=bf16", "train.fp8=e4m3"], "train.fp8 needs model.attention_backend"),
     ([FLASH], "model.attention_kernel needs train.precision bf16"),
     ([FLASH, "data.document_mask=true"], "data.document_mask needs model.attention_kernel auto"),
     ([*MIXTURE, "train.recompute=selective"], "train.recompute must be none or full if all"),
     (["checkpoint.interval=0", "spikes.rewinds=1"], "spikes.rewinds must be 0 with checkpoint."),
-    (["validation={samples_interval: 1, samples_tokens: 17}"],
-     "validation.samples_tokens must be at most 16, the tokens after the prompt in a sequence "
-     "of 32 tokens, got 17"),
+    (
+        ["validation={samples_interval: 1, samples_tokens: 17}"],
+        "validation.samples_tokens must be at most 16, the tokens after the prompt in a sequence "
+        "of 32 tokens, got 17",
+    ),
     (["tasks.files={a/b: x}"], "tasks.files must use only letters"),
     (["pc={}", "checkpoint.initialize_from=a"], "checkpoint.initialize_from must be null with pc"),
     (["pc={}", SHARDWISE], "tensor_mode must be owner with PC layers, got 'shardwise'"),
     (["gram_penalty={}", SHARDWISE], "tensor_mode must be owner with gram_penalty"),
     (["gram_penalty.roles=[gain]"], "gram_penalty.roles must name one of q, k, v, o, gate"),
-    (["gram_penalty={}", "pc={evaluator: in_graph, blocks: [q, o]}"],
-     "pc.evaluator must be materialized for PC layers in gram_penalty.roles, got in_graph for o"),
-    (["pc.evaluator=in_graph", "model.attention_backend=transformer_engine"],
-     "pc.evaluator must be materialized with model.attention_backend transformer_engine"),
-    (["optimizer={distributed: {cuda_graph: true, overlap_gather: false},"
-      " rules: {spectral_sphere: {early_exit: true}}}"],
-     "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph"),
-    (["data.document_mask=true", "model.attention_backend=transformer_engine"],
-     "data.document_mask needs model.attention_backend"),
-]  # fmt: skip
+    (
+        ["gram_penalty={}", "pc={evaluator: in_graph, blocks: [q, o]}"],
+        "pc.evaluator must be materialized for PC layers in gram_penalty.roles, got in_graph for o",
+    ),
+    (
+        ["pc.evaluator=in_graph", "model.attention_backend=transformer_engine"],
+        "pc.evaluator must be materialized with model.attention_backend transformer_engine",
+    ),
+    (
+        [
+            "optimizer={distributed: {cuda_graph: true, overlap_gather: false},"
+            " rules: {spectral_sphere: {early_exit: true}}}"
+        ],
+        "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph",
+    ),
+    (
+        ["data.document_mask=true", "model.attention_backend=transformer_engine"],
+        "data.document_mask needs model.attention_backend",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -69,27 +91,37 @@ REFUSED = [
         (["model.vocab_size=100", "model.vocab_multiple=1", "parallel.tensor=8"], 8, "got 100"),
         ([*MIXTURE, "parallel.expert=3"], 4, "parallel.expert * expert_tensor = 3 * 1 = 3, got 4"),
         ([*MIXTURE, "parallel={pipeline: 2, expert: 3, expert_tensor: 4}"], 12, "= 12, got 6"),
-        (["parallel={pipeline: 4, virtual_pipeline: 2}", "model.layers=8", "train.global_batch=12"],
-         4, "train.global_batch must give a number of micro-batches divisible by "
-         "parallel.pipeline = 4"),
+        (
+            [
+                "parallel={pipeline: 4, virtual_pipeline: 2}",
+                "model.layers=8",
+                "train.global_batch=12",
+            ],
+            4,
+            "train.global_batch must give a number of micro-batches divisible by "
+            "parallel.pipeline = 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_layout_is_refused_with_the_reason(minimal, overrides, world_size, problem) -> None:
     assert any(problem in line for line in problems(minimal, *overrides, world_size=world_size))
 
 
-@pytest.mark.parametrize(("overrides", "world_size"), [
-    ([], 1),
-    ([], 4),
-    (["parallel.tensor=2", "parallel.pipeline=2"], 8),
-    (["parallel.tensor=2", "model.vocab_size=257"], 2),
-    (["parallel={tensor: 2, sequence: false}", "train.sequence_length=33"], 2),
-    (["parallel={pipeline: 2, first_stage_layers: 1}"], 2),
-    (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
-    (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
-    ([*MIXTURE, "parallel={expert: 2, tensor: 2}"], 2),
-    ([*MIXTURE, "parallel={expert: 2, expert_tensor: 2}"], 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], 1),
+        ([], 4),
+        (["parallel.tensor=2", "parallel.pipeline=2"], 8),
+        (["parallel.tensor=2", "model.vocab_size=257"], 2),
+        (["parallel={tensor: 2, sequence: false}", "train.sequence_length=33"], 2),
+        (["parallel={pipeline: 2, first_stage_layers: 1}"], 2),
+        (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
+        (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
+        ([*MIXTURE, "parallel={expert: 2, tensor: 2}"], 2),
+        ([*MIXTURE, "parallel={expert: 2, expert_tensor: 2}"], 4),
+    ],
+)
 def test_layouts_that_fit(minimal, overrides: list[str], world_size: int) -> None:
     check(load_config(minimal, overrides), world_size)
 

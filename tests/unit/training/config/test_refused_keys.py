@@ -14,15 +14,28 @@ from training.config import InvalidConfigError, effects, load_config, load_saved
 from training.config.effects import settings_of_unused_rules, without_effect
 
 ABSURD = {
-    "model.layers": 10**9, "model.hidden": 10**12, "model.heads": 10**9, "model.vocab_size": 10**18,
-    "train.steps": 10**30, "train.global_batch": 10**15, "train.micro_batch": 10**15,
-    "train.sequence_length": 10**12, "data.workers": 10**6, "parallel.timeout_seconds": 1e300,
-    "parallel.tensor": 10**9, "watchdog.hang_seconds": 1e300, "stop.slurm_margin_seconds": 1e300,
-    "spikes.window": 10**12, "optimizer.rules.muon.steps": 10**8,
+    "model.layers": 10**9,
+    "model.hidden": 10**12,
+    "model.heads": 10**9,
+    "model.vocab_size": 10**18,
+    "train.steps": 10**30,
+    "train.global_batch": 10**15,
+    "train.micro_batch": 10**15,
+    "train.sequence_length": 10**12,
+    "data.workers": 10**6,
+    "parallel.timeout_seconds": 1e300,
+    "parallel.tensor": 10**9,
+    "watchdog.hang_seconds": 1e300,
+    "stop.slurm_margin_seconds": 1e300,
+    "spikes.window": 10**12,
+    "optimizer.rules.muon.steps": 10**8,
     "optimizer.rules.spectral_sphere.krylov_steps": 10**8,
-    "optimizer.rules.spectral_sphere.max_evaluations": 10**8, "monitors.noise_samples": 10**9,
-    "log.interval": 10**30, "seed": 10**30, "optimizer.matrix.lr": 1e200,
-}  # fmt: skip
+    "optimizer.rules.spectral_sphere.max_evaluations": 10**8,
+    "monitors.noise_samples": 10**9,
+    "log.interval": 10**30,
+    "seed": 10**30,
+    "optimizer.matrix.lr": 1e200,
+}
 
 
 @pytest.mark.timeout(600)
@@ -96,23 +109,32 @@ def test_a_saved_config_with_a_key_of_another_version_is_refused(minimal) -> Non
 
 # --- places that are none, and settings without effect that are said -----------------------------
 
-PATHS = ("run.dir", "data.tokenizer", "data.train.text.path", "data.validation.text.path",
-         "checkpoint.initialize_from", "plan.device")  # fmt: skip
+PATHS = (
+    "run.dir",
+    "data.tokenizer",
+    "data.train.text.path",
+    "data.validation.text.path",
+    "checkpoint.initialize_from",
+    "plan.device",
+)
 
 
 @pytest.mark.parametrize("key", PATHS)
-@pytest.mark.parametrize(("path", "rule"), [
-    ("s3://bucket/x", "must be a local path"),
-    ("gs://bucket/x", "must be a local path"),
-    ("hf://datasets/a/b", "must be a local path"),
-    ("hf:a/b", "must be a local path"),
-    ("dbfs:/x", "must be a local path"),
-    ("file:///x", "must be a local path"),
-    ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
-    ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
-    ("~/x", "must be written out, .*oc.env:HOME}' for the"),
-    ("'~'", "must be written out, .*oc.env:HOME}' for the"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("s3://bucket/x", "must be a local path"),
+        ("gs://bucket/x", "must be a local path"),
+        ("hf://datasets/a/b", "must be a local path"),
+        ("hf:a/b", "must be a local path"),
+        ("dbfs:/x", "must be a local path"),
+        ("file:///x", "must be a local path"),
+        ("$HOME/x", "must be written out, .*oc.env:HOME}' for the"),
+        ("/data/$USER/x", "must be written out, .*oc.env:USER}' for the"),
+        ("~/x", "must be written out, .*oc.env:HOME}' for the"),
+        ("'~'", "must be written out, .*oc.env:HOME}' for the"),
+    ],
+)
 def test_a_place_that_is_none_is_refused(minimal, key: str, path: str, rule: str) -> None:
     (said,) = problems(minimal, f"{key}={path}")
     assert said.startswith(key) and re.search(rule, said) and path in said
@@ -211,12 +233,16 @@ def test_settings_of_a_rule_have_an_effect_wherever_it_is_used(minimal) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["optimizer.matrix={rule: muon, weight_decay: 0.1}"],
-     ["optimizer.embedding.weight_decay=0.1"], ["monitors={interval: 0, activation_gib: 1.0}"],
-     ["monitors.interval=100", "checkpoint={interval: 20, keep_every: 50}"],
-     ["monitors.interval=51", "train.exit_step=50"]],
+    [
+        [],
+        ["optimizer.matrix={rule: muon, weight_decay: 0.1}"],
+        ["optimizer.embedding.weight_decay=0.1"],
+        ["monitors={interval: 0, activation_gib: 1.0}"],
+        ["monitors.interval=100", "checkpoint={interval: 20, keep_every: 50}"],
+        ["monitors.interval=51", "train.exit_step=50"],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_has_an_effect_is_not_said_to_have_none(minimal, overrides: list[str]) -> None:
     assert list(without_effect(load_config(minimal, overrides))) == []
 

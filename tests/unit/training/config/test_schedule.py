@@ -44,13 +44,16 @@ def test_wsd_is_constant_and_then_a_line() -> None:
 
 @given(
     kind=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
-    total=st.integers(1, 400), warmup_share=st.floats(0, 0.5), ratio=st.floats(0, 1),
+    total=st.integers(1, 400),
+    warmup_share=st.floats(0, 0.5),
+    ratio=st.floats(0, 1),
     cooldown=st.floats(0.01, 0.5),
-)  # fmt: skip
+)
 def test_every_schedule_rises_to_one_and_then_falls(kind, total, warmup_share, ratio, cooldown):
     warmup = int(warmup_share * total)
-    schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, min_ratio=ratio,
-                              cooldown_fraction=cooldown)  # fmt: skip
+    schedule = ScheduleConfig(
+        kind=kind, warmup_steps=warmup, min_ratio=ratio, cooldown_fraction=cooldown
+    )
     factors = [learning_rate_factor(step, total, schedule) for step in range(total + 3)]
     rise, fall = factors[: warmup + 1], factors[warmup:]
     assert rise == sorted(rise)

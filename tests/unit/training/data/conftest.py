@@ -60,9 +60,16 @@ def start(tmp_path, world: Any, monkeypatch: pytest.MonkeyPatch):
     def started(step: int, weights: dict[str, float], **keys: Any) -> Read:
         sets = {f"data__train__{name}__path": tmp_path / name for name in weights}
         sets |= {f"data__train__{name}__weight": weight for name, weight in weights.items()}
-        common = {"train__steps": 30, "train__exit_step": step, "train__sequence_length": LENGTH,
-                  "checkpoint__interval": 100, "data__train__walk": "null", "log__interval": 1,
-                  "train__global_batch": 32, "train__micro_batch": 8}  # fmt: skip
+        common = {
+            "train__steps": 30,
+            "train__exit_step": step,
+            "train__sequence_length": LENGTH,
+            "checkpoint__interval": 100,
+            "data__train__walk": "null",
+            "log__interval": 1,
+            "train__global_batch": 32,
+            "train__micro_batch": 8,
+        }
         read.clear()
         train(tiny_config(str(tmp_path), "adamw", **{**common, **sets, **keys}), world)
         return list(read)

@@ -166,30 +166,46 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path)
     assert read == whole
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    ("[{after_steps: 9, weights: {txt: 1}}]", "must name one of text, got 'txt'; did you mean"),
-    ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
-    ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
-    ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be set"),
-    ("[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]", "exactly one of the three, got 2"),
-    ("[{with_decay: true, weights: {text: 1}}]", "needs schedule.kind wsd, got cosine"),
-    ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
-    ("[{after_share: 0.001, weights: {text: 1}}]",
-     "[0].after_share must start the phase after step 0, the start of the previous phase,"),
-    ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
-    ("[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
-     "phases[1].after_share must start the phase after step 60, the start of the previous"),
-    ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("[{after_steps: 9, weights: {txt: 1}}]", "must name one of text, got 'txt'; did you mean"),
+        ("[{after_steps: 9, weights: {}}]", "phases[0].weights must be"),
+        ("[{after_steps: 9, weights: {text: 0}}]", "phases[0].weights.text must be above 0"),
+        ("[{weights: {text: 1}}]", "[0].after_steps or after_share or with_decay must be set"),
+        (
+            "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
+            "exactly one of the three, got 2",
+        ),
+        ("[{with_decay: true, weights: {text: 1}}]", "needs schedule.kind wsd, got cosine"),
+        ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
+        (
+            "[{after_share: 0.001, weights: {text: 1}}]",
+            "[0].after_share must start the phase after step 0, the start of the previous phase,",
+        ),
+        ("[{after_share: 1.5, weights: {text: 1}}]", "[0].after_share must be below 1, got 1.5"),
+        (
+            "[{after_steps: 60, weights: {text: 1}}, {after_share: 0.5, weights: {text: 1}}]",
+            "phases[1].after_share must start the phase after step 60, the start of the previous",
+        ),
+        ("[{after_step: 9, weights: {text: 1}}]", "did you mean data.phases[0].after_steps?"),
+    ],
+)
 def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal) -> None:
     found = problems(minimal, f"data.phases={value}")
     assert text in found[0] and len(found) == 1
 
 
-@pytest.mark.parametrize(("weights", "text"), [
-    ({"text": 0, "more": 1}, "data.train.text.weight must be above 0 here or in a phase, got 0"),
-    ({"text": 0, "more": 0}, "data.train must contain a set whose weight is above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (
+            {"text": 0, "more": 1},
+            "data.train.text.weight must be above 0 here or in a phase, got 0",
+        ),
+        ({"text": 0, "more": 0}, "data.train must contain a set whose weight is above 0"),
+    ],
+)
 def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal) -> None:
     more = "data.phases=[{after_steps: 9, weights: {more: 1}}]"
     sets = [f"data.train.{name}={{path: data/{name}, weight: {w}}}" for name, w in weights.items()]

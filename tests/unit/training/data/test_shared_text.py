@@ -33,20 +33,23 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
     return home
 
 
-@pytest.mark.parametrize(("train", "validation", "how"), [
-    ({"a": "whole/a.train"}, {"a": "whole/a.train"}, "both sets are"),
-    ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both sets are"),
-    ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both sets are"),
-    ({"a": "whole/a.train"}, {"a": "copy/a.train"}, "have equal tokens"),
-    ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs are common to"),
-    ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs are common to"),
-    ({"a": "other/a.train", "b": "other/b.train"}, {}, "have equal tokens"),
-    ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
-    ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),
-    ({"a": "bare/a.train"}, {"a": "cut/a.validation"}, None),
-    ({"a": "other/a.train"}, {"a": "cut/a.validation", "b": "whole/a.train"}, None),
-    ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("train", "validation", "how"),
+    [
+        ({"a": "whole/a.train"}, {"a": "whole/a.train"}, "both sets are"),
+        ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both sets are"),
+        ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both sets are"),
+        ({"a": "whole/a.train"}, {"a": "copy/a.train"}, "have equal tokens"),
+        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs are common to"),
+        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs are common to"),
+        ({"a": "other/a.train", "b": "other/b.train"}, {}, "have equal tokens"),
+        ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
+        ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),
+        ({"a": "bare/a.train"}, {"a": "cut/a.validation"}, None),
+        ({"a": "other/a.train"}, {"a": "cut/a.validation", "b": "whole/a.train"}, None),
+        ({"a": "whole/a.train"}, {"a": "nowhere/a.train"}, None),
+    ],
+)
 def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> None:
     both = (train, validation)
     said = list(shared_text(*({k: prepared / path for k, path in sets.items()} for sets in both)))
@@ -57,13 +60,16 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
         assert re.search(how or "", text)
 
 
-@pytest.mark.parametrize(("keys", "expected"), [
-    ({}, "not verified, because no manifest.json states their hashes: train.b, validation.a"),
-    ({"verify": "full"}, "no manifest.json states their hashes: train.b, validation.a"),
-    ({"verify": "none"}, None),
-    ({"mock": True}, None),
-    ({"train": {"a": "whole"}, "validation": {}}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "not verified, because no manifest.json states their hashes: train.b, validation.a"),
+        ({"verify": "full"}, "no manifest.json states their hashes: train.b, validation.a"),
+        ({"verify": "none"}, None),
+        ({"mock": True}, None),
+        ({"train": {"a": "whole"}, "validation": {}}, None),
+    ],
+)
 def test_sets_without_hashes_are_named(prepared, keys, expected) -> None:
     """`data.verify` cannot detect damage in these sets."""
     sets = {"train": {"a": "whole", "b": "bare"}, "validation": {"a": "bare"}} | keys

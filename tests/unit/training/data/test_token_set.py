@@ -138,13 +138,16 @@ MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "",
     "eod_id": 0, "byte_level": true}, "files": %s}"""
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "manifest.json does not exist: .* must be a folder written by scripts"),
-    ("{", "cannot read .*manifest.json"),
-    ('{"format": 2}', "format of .* must be 1, got 2"),
-    ('{"format": 1, "sets": {}}', "manifest.json: tokenizer.file is required"),
-    (MANIFEST % '{"a.bin": "1"}', "manifest.json: files.a.bin must be an integer, got '1'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "manifest.json does not exist: .* must be a folder written by scripts"),
+        ("{", "cannot read .*manifest.json"),
+        ('{"format": 2}', "format of .* must be 1, got 2"),
+        ('{"format": 1, "sets": {}}', "manifest.json: tokenizer.file is required"),
+        (MANIFEST % '{"a.bin": "1"}', "manifest.json: files.a.bin must be an integer, got '1'"),
+    ],
+)
 def test_unusable_manifest_is_one_clear_error(tmp_path, content, message) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
@@ -278,12 +281,15 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    (lambda folder: patch(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
-    (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
-    (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: patch(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
+        (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
+        (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is damaged"),
+    ],
+)
 def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
     assert verified([str(prepared)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("good")

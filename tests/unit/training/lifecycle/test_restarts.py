@@ -18,20 +18,23 @@ def set_variables(monkeypatch, **variables):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("first", "later", "again"), [
-    ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "1"}, True),
-    ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "12"}, True),
-    ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "0"}, False),
-    ({RUN: "a", RESTARTS: "0"}, {RUN: "b", RESTARTS: "1"}, False),
-    ({RUN: "none", RESTARTS: "0"}, {RUN: "none", RESTARTS: "1"}, True),
-    ({JOB: "7"}, {JOB: "7", REQUEUES: "1"}, True),
-    ({JOB: "7"}, {JOB: "7"}, False),  # such as a second srun of a job
-    ({JOB: "7"}, {JOB: "8", REQUEUES: "1"}, False),
-    ({JOB: "7", RUN: "a"}, {JOB: "7", REQUEUES: "1", RUN: "b", RESTARTS: "0"}, True),
-    ({JOB: "7", RUN: "a"}, {JOB: "7", RUN: "a", RESTARTS: "1"}, True),
-    ({JOB: "7", RUN: "a"}, {JOB: "8", RUN: "a", RESTARTS: "1"}, False),
-    ({}, {RESTARTS: "1"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "later", "again"),
+    [
+        ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "1"}, True),
+        ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "12"}, True),
+        ({RUN: "a", RESTARTS: "0"}, {RUN: "a", RESTARTS: "0"}, False),
+        ({RUN: "a", RESTARTS: "0"}, {RUN: "b", RESTARTS: "1"}, False),
+        ({RUN: "none", RESTARTS: "0"}, {RUN: "none", RESTARTS: "1"}, True),
+        ({JOB: "7"}, {JOB: "7", REQUEUES: "1"}, True),
+        ({JOB: "7"}, {JOB: "7"}, False),  # such as a second srun of a job
+        ({JOB: "7"}, {JOB: "8", REQUEUES: "1"}, False),
+        ({JOB: "7", RUN: "a"}, {JOB: "7", REQUEUES: "1", RUN: "b", RESTARTS: "0"}, True),
+        ({JOB: "7", RUN: "a"}, {JOB: "7", RUN: "a", RESTARTS: "1"}, True),
+        ({JOB: "7", RUN: "a"}, {JOB: "8", RUN: "a", RESTARTS: "1"}, False),
+        ({}, {RESTARTS: "1"}, False),
+    ],
+)
 def test_only_a_counted_start_of_the_same_command_is_one(
     first, later, again, tmp_path, monkeypatch
 ):

@@ -25,16 +25,19 @@ def machine(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("keys", "device", "missing", "backend"), [
-    ({}, CPU, None, (None, "none")),
-    ({}, GPU, None, ("inductor", "inductor")),
-    ({}, GPU, "gcc", (None, "none, because inductor needs gcc")),
-    (ENGINE, GPU, None, (None, "none, because transformer_engine fuses the operations")),
-    ({"train__compile": "null"}, GPU, None, (None, "none")),
-    ({"train__compile": "aot_eager"}, CPU, None, ("aot_eager", "aot_eager")),
-    ({"train__compile": "inductor"}, GPU, "gcc", ("inductor", "inductor")),
-    ({"train__compile": "inductor"}, GPU, None, ("inductor", "inductor")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "device", "missing", "backend"),
+    [
+        ({}, CPU, None, (None, "none")),
+        ({}, GPU, None, ("inductor", "inductor")),
+        ({}, GPU, "gcc", (None, "none, because inductor needs gcc")),
+        (ENGINE, GPU, None, (None, "none, because transformer_engine fuses the operations")),
+        ({"train__compile": "null"}, GPU, None, (None, "none")),
+        ({"train__compile": "aot_eager"}, CPU, None, ("aot_eager", "aot_eager")),
+        ({"train__compile": "inductor"}, GPU, "gcc", ("inductor", "inductor")),
+        ({"train__compile": "inductor"}, GPU, None, ("inductor", "inductor")),
+    ],
+)
 def test_the_compile_backend_has_a_reason(keys, device, missing, backend, machine, tmp_path):
     machine(missing)
     config = tiny_config(str(tmp_path), **keys)
@@ -43,27 +46,33 @@ def test_the_compile_backend_has_a_reason(keys, device, missing, backend, machin
         assert compiled_on_gpu(config) is (backend[0] is not None)  # in a plan
 
 
-@pytest.mark.parametrize(("keys", "device", "liger", "fused"), [
-    ({}, GPU, True, True),
-    ({}, GPU, False, False),
-    ({}, CPU, True, False),
-    ({"train__loss_chunk": 64}, GPU, True, False),
-    ({"train__fused_loss": "null"}, GPU, True, False),
-    ({"train__fused_loss": "liger"}, GPU, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "device", "liger", "fused"),
+    [
+        ({}, GPU, True, True),
+        ({}, GPU, False, False),
+        ({}, CPU, True, False),
+        ({"train__loss_chunk": 64}, GPU, True, False),
+        ({"train__fused_loss": "null"}, GPU, True, False),
+        ({"train__fused_loss": "liger"}, GPU, True, True),
+    ],
+)
 def test_the_loss_is_fused_if_liger_computes_all(keys, device, liger, fused, machine, tmp_path):
     machine(liger=liger)
     assert backends.fused_loss(tiny_config(str(tmp_path), **keys), device) is fused
 
 
-@pytest.mark.parametrize(("keys", "device", "missing", "fused"), [
-    ({}, GPU, None, True),
-    ({}, GPU, "gcc", False),
-    ({}, CPU, None, False),
-    (ENGINE, GPU, None, False),
-    ({"train__fused_backward": "null"}, GPU, None, False),
-    ({"train__fused_backward": "triton"}, GPU, None, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "device", "missing", "fused"),
+    [
+        ({}, GPU, None, True),
+        ({}, GPU, "gcc", False),
+        ({}, CPU, None, False),
+        (ENGINE, GPU, None, False),
+        ({"train__fused_backward": "null"}, GPU, None, False),
+        ({"train__fused_backward": "triton"}, GPU, None, True),
+    ],
+)
 def test_gradients_are_fused_where_triton_compiles(keys, device, missing, fused, machine, tmp_path):
     machine(missing)
     config = tiny_config(str(tmp_path), **keys)
@@ -84,13 +93,16 @@ def test_slow_bf16_is_noted_on_cpus_alone(monkeypatch):
         assert ("slower than train.precision=fp32" in str(note)) is noted
 
 
-@pytest.mark.parametrize(("kernel", "capability", "noted"), [
-    ("flash_attention", (9, 0), True),
-    ("efficient_attention", (10, 3), True),
-    ("flash_attention", (8, 9), False),
-    ("cudnn_attention", (9, 0), False),
-    ("blockwise attention scores", (9, 0), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "capability", "noted"),
+    [
+        ("flash_attention", (9, 0), True),
+        ("efficient_attention", (10, 3), True),
+        ("flash_attention", (8, 9), False),
+        ("cudnn_attention", (9, 0), False),
+        ("blockwise attention scores", (9, 0), False),
+    ],
+)
 def test_slow_attention_is_noted_where_cudnn_is_faster(kernel, capability, noted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert ("cuDNN" in str(backends.slow_attention(kernel, GPU))) is noted

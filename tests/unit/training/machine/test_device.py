@@ -11,30 +11,39 @@ from training.machine.device import DeviceError, Gpus, choose, driver, gpus_here
 
 NONE = Gpus(built="13.0", devices=(), problem=None, usable=0)
 EIGHT = replace(NONE, devices=tuple(f"/dev/nvidia{i}" for i in range(8)), usable=8)
-OLD_DRIVER = Gpus(built="13.0", devices=("/dev/nvidia0",),
-                  problem="The NVIDIA driver on your system is too old (found version 12040).",
-                  usable=0)  # fmt: skip
+OLD_DRIVER = Gpus(
+    built="13.0",
+    devices=("/dev/nvidia0",),
+    problem="The NVIDIA driver on your system is too old (found version 12040).",
+    usable=0,
+)
 CONTAINER = replace(NONE, devices=("0000:01:00.0",))
 CPU_BUILD = Gpus(built=None, devices=("/dev/nvidia0",), problem=None, usable=0)
 
 
-@pytest.mark.parametrize(("wanted", "gpus", "rank", "expected"), [
-    ("auto", EIGHT, 7, "cuda"),
-    ("cuda", EIGHT, 0, "cuda"),
-    ("auto", NONE, 3, "cpu"),
-    ("auto", CPU_BUILD, 3, "cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "rank", "expected"),
+    [
+        ("auto", EIGHT, 7, "cuda"),
+        ("cuda", EIGHT, 0, "cuda"),
+        ("auto", NONE, 3, "cpu"),
+        ("auto", CPU_BUILD, 3, "cpu"),
+    ],
+)
 def test_a_rank_gets_what_there_is(wanted, gpus, rank, expected):
     assert choose(wanted, gpus, rank) == expected
 
 
-@pytest.mark.parametrize(("wanted", "gpus", "rank", "words"), [
-    ("auto", OLD_DRIVER, 0, ["/dev/nvidia0", "CUDA 13.0", "driver on your system is too old"]),
-    ("auto", CONTAINER, 0, ["0000:01:00.0", "detects no device"]),
-    ("cuda", NONE, 0, ["run.device is cuda", "no NVIDIA device"]),
-    ("cuda", CPU_BUILD, 0, ["built without CUDA", "run.device=cpu"]),
-    ("auto", EIGHT, 8, ["rank 8", "got 8"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "rank", "words"),
+    [
+        ("auto", OLD_DRIVER, 0, ["/dev/nvidia0", "CUDA 13.0", "driver on your system is too old"]),
+        ("auto", CONTAINER, 0, ["0000:01:00.0", "detects no device"]),
+        ("cuda", NONE, 0, ["run.device is cuda", "no NVIDIA device"]),
+        ("cuda", CPU_BUILD, 0, ["built without CUDA", "run.device=cpu"]),
+        ("auto", EIGHT, 8, ["rank 8", "got 8"]),
+    ],
+)
 def test_a_gpu_that_is_there_but_cannot_be_used_stops_the_run(wanted, gpus, rank, words):
     with pytest.raises(DeviceError) as caught:
         choose(wanted, gpus, rank)
@@ -65,11 +74,14 @@ def test_gpus_that_cannot_be_used_are_found(with_nodes, tmp_path, monkeypatch):
     assert gpus_here() == Gpus("13.0", there, "The driver is too old", 0)
 
 
-@pytest.mark.parametrize(("text", "version"), [
-    ("", None),
-    ("\nNVRM version: 550.54\n", None),
-    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12.3\n", "550.54.15"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("", None),
+        ("\nNVRM version: 550.54\n", None),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12.3\n", "550.54.15"),
+    ],
+)
 def test_the_drivers_version_is_read_from_its_first_line(text, version, tmp_path, monkeypatch):
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr("training.machine.device.DRIVER", tmp_path / "version")

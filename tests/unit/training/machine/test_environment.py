@@ -31,8 +31,10 @@ def test_a_run_asks_for_what_its_layout_needs(tmp_path, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert of() == plain | {workers: share}
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    graph = {"optimizer__distributed__cuda_graph": True,
-             "optimizer__distributed__overlap_gather": False}  # fmt: skip
+    graph = {
+        "optimizer__distributed__cuda_graph": True,
+        "optimizer__distributed__overlap_gather": False,
+    }
     assert of(**graph) == plain | {"NCCL_GRAPH_REGISTER": "0"}
     assert of(run__deterministic=True) == plain | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

@@ -31,8 +31,11 @@ def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path) -> None:
     assert before == source_hash(ROOT / "spectral") != source_hash(tmp_path / "spectral")
 
 
-SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3",
-          "GROUP_WORLD_SIZE": "2"}  # fmt: skip
+SHARED = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "GROUP_WORLD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize(("name", "value"), [*zip(SHARED, ("False", "0", "1"), strict=True)])

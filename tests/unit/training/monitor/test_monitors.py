@@ -160,13 +160,16 @@ def test_only_weights_of_compared_steps_are_kept(depth: int, monkeypatch) -> Non
 PC = {"pc__level": 4}
 
 
-@pytest.mark.parametrize(("rule", "decay", "keys"), [
-    ("muon", 2.0, {}),
-    ("muon_sphere", 0.0, {}),
-    ("adamw", 9.0, {}),
-    ("muon", 2.0, PC),
-    ("adamw", 9.0, PC | {"pc__evaluator": "in_graph"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "decay", "keys"),
+    [
+        ("muon", 2.0, {}),
+        ("muon_sphere", 0.0, {}),
+        ("adamw", 9.0, {}),
+        ("muon", 2.0, PC),
+        ("adamw", 9.0, PC | {"pc__evaluator": "in_graph"}),
+    ],
+)
 def test_spectra_of_momentum_and_update_are_those_of_the_matrices(rule, decay, keys, folder, world):
     """Test the first of two warm-up steps; the update excludes weight decay. Those of a PC layer
     are of W."""
@@ -281,11 +284,14 @@ def test_alignment_is_that_of_the_gradients_of_successive_steps(folder, world):
     assert len(checked) > 10
 
 
-@pytest.mark.parametrize(("rule", "keys", "figures_of_rule"), [
-    ("spectral_sphere", {}, {"multiplier", "multiplier_residual", "msign_evaluations"}),
-    ("muon_plus_plus", {}, {"gap_exceeded"}),
-    ("muon", {"pc__level": 2}, {"gamma"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "keys", "figures_of_rule"),
+    [
+        ("spectral_sphere", {}, {"multiplier", "multiplier_residual", "msign_evaluations"}),
+        ("muon_plus_plus", {}, {"gap_exceeded"}),
+        ("muon", {"pc__level": 2}, {"gamma"}),
+    ],
+)
 def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figures_of_rule):
     config = tiny_config(folder, rule, monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
@@ -320,14 +326,17 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
 MOE = {**MIXTURE, "model__moe__shared_experts": 1}
 PLACES = {
     "self_attention.linear_qkv": ("q.1", "k.0", "v.1"),
-    "self_attention.linear_proj": ("o",), "self_attention.q_a": ("q_a",),
+    "self_attention.linear_proj": ("o",),
+    "self_attention.q_a": ("q_a",),
     "self_attention.q_b": ("q_b.0",),
     "self_attention.kv_b": ("k_b.1", "v_b.0"),
-    "mlp.linear_fc1": ("gate", "up"), "mlp.linear_fc2": ("down",), "mlp.router": ("router",),
+    "mlp.linear_fc1": ("gate", "up"),
+    "mlp.linear_fc2": ("down",),
+    "mlp.router": ("router",),
     "mlp.shared_experts.linear_fc1": ("shared.gate",),
     "mlp.experts.local_experts.2.linear_fc1": ("experts.2.gate", "experts.2.up"),
     "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
-}  # fmt: skip
+}
 """Modules of a layer, and the units of their weights."""
 
 
@@ -335,10 +344,14 @@ PLACES = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
     "keys",
-    [{"train__compile": "aot_eager"}, {"train__recompute": "full"}, MOE,
-     overrides(settings("deepseek"))],
+    [
+        {"train__compile": "aot_eager"},
+        {"train__recompute": "full"},
+        MOE,
+        overrides(settings("deepseek")),
+    ],
     ids=["compiled llama", "recomputed", "experts", "latent"],
-)  # fmt: skip
+)
 def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
     config = tiny_config(folder, "muon", monitors__interval=1, **keys)
     trainer = build_trainer(config, world, *build_data(config))
@@ -437,9 +450,18 @@ def logit(kept: list) -> float:
 @pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
 def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator, folder, world):
     """The reference uses u, v and W saved at the end of the previous step."""
-    config = tiny_config(folder, "adamw", pc__level=4, pc__steps=1, pc__evaluator=evaluator,
-                         monitors__interval=4, monitors__groups=["weights"], checkpoint__interval=3,
-                         train__exit_step=4, train__micro_batch=8)  # fmt: skip
+    config = tiny_config(
+        folder,
+        "adamw",
+        pc__level=4,
+        pc__steps=1,
+        pc__evaluator=evaluator,
+        monitors__interval=4,
+        monitors__groups=["weights"],
+        checkpoint__interval=3,
+        train__exit_step=4,
+        train__micro_batch=8,
+    )
     with without_eigensolvers():  # the norm of this has no error
         train(config, world)
     saved = state_of(Path(folder) / "run", 3)

@@ -25,14 +25,17 @@ def test_a_saved_state_is_as_large_as_planned(rule, keys, folder, world):
     assert size == pytest.approx(checkpoint_bytes(config), rel=0.05)
 
 
-@pytest.mark.parametrize(("keys", "number"), [
-    ({"checkpoint__interval": 3}, 3),  # of 3, 6, ..., 18, 20
-    ({"checkpoint__interval": 3, "checkpoint__keep_last": "null"}, 7),
-    ({"checkpoint__interval": 3, "checkpoint__keep_every": 6}, 5),  # 6, 12, and 15, 18, 20
-    ({"checkpoint__interval": 3, "train__exit_step": 4}, 2),
-    ({"checkpoint__interval": 30}, 1),
-    ({"checkpoint__interval": 20, "checkpoint__keep_last": 5}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "number"),
+    [
+        ({"checkpoint__interval": 3}, 3),  # of 3, 6, ..., 18, 20
+        ({"checkpoint__interval": 3, "checkpoint__keep_last": "null"}, 7),
+        ({"checkpoint__interval": 3, "checkpoint__keep_every": 6}, 5),  # 6, 12, and 15, 18, 20
+        ({"checkpoint__interval": 3, "train__exit_step": 4}, 2),
+        ({"checkpoint__interval": 30}, 1),
+        ({"checkpoint__interval": 20, "checkpoint__keep_last": 5}, 1),
+    ],
+)
 def test_kept_checkpoints_are_counted(keys, number, folder):
     config = tiny_config(folder, "muon", **keys)
     text = checkpoints_text(config)

@@ -18,11 +18,14 @@ def warnings(capsys: pytest.CaptureFixture[str], *keys: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("keys", "missing"), [
-    (["data.tokenizer=no/tokenizer.json"], "data.tokenizer (no/tokenizer.json)"),
-    (["data.validation.own.path=no/own"], "data.validation.own.path (no/own.idx)"),
-    (["tasks.files.arc=no/arc.jsonl"], "tasks.files.arc (no/arc.jsonl)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        (["data.tokenizer=no/tokenizer.json"], "data.tokenizer (no/tokenizer.json)"),
+        (["data.validation.own.path=no/own"], "data.validation.own.path (no/own.idx)"),
+        (["tasks.files.arc=no/arc.jsonl"], "tasks.files.arc (no/arc.jsonl)"),
+    ],
+)
 def test_missing_paths_are_named(keys, missing, capsys):
     said = warnings(capsys, "model.vocab_size=4096", *keys)
     assert said.count("\n") == 1 and "a run needs files that do not exist here: " in said

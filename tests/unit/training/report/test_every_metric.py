@@ -142,7 +142,10 @@ def test_figures_of_the_model_leave_out_matrices_without_them() -> None:
         {"role": "o", "layer": 0},
         {"role": "router", "layer": 0, "criterion_ratio": 9.0, "radius_error": 9.0},
     ]
-    assert global_figures(records, ["q", "o"]) == pytest.approx({
-        "monitor/criterion_ratio/geometric_mean": 1.0, "monitor/criterion_ratio/share": 0.5,
-        "monitor/radius_error/max": 0.5,
-    })  # fmt: skip
+    assert global_figures(records, ["q", "o"]) == pytest.approx(
+        {
+            "monitor/criterion_ratio/geometric_mean": 1.0,
+            "monitor/criterion_ratio/share": 0.5,
+            "monitor/radius_error/max": 0.5,
+        }
+    )

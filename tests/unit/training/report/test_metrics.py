@@ -36,10 +36,15 @@ def test_performance_of_a_known_case() -> None:
     figures = {"devices": 8, "flops_per_token": 6e9, "peak": 989e12}
     rate = 0.4 * 8 * 989e12 / 6e9
     metrics = performance(tokens=1000, seconds=1000 / rate, **figures)
-    assert metrics == pytest.approx({
-        "perf/tokens_per_sec": rate, "perf/tokens_per_sec_per_gpu": rate / 8,
-        "perf/step_time_s": 1000 / rate, "perf/tflops_per_gpu": 0.4 * 989, "perf/mfu": 40.0,
-    })  # fmt: skip
+    assert metrics == pytest.approx(
+        {
+            "perf/tokens_per_sec": rate,
+            "perf/tokens_per_sec_per_gpu": rate / 8,
+            "perf/step_time_s": 1000 / rate,
+            "perf/tflops_per_gpu": 0.4 * 989,
+            "perf/mfu": 40.0,
+        }
+    )
     assert "perf/mfu" not in performance(tokens=1, seconds=1.0, **figures | {"peak": None})
 
 

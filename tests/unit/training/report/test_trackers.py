@@ -23,8 +23,9 @@ def service(monkeypatch) -> SimpleNamespace:
         runs.append(run)
         return SimpleNamespace(
             define_metric=lambda name, step_metric=None: run["axes"].update({name: step_metric}),
-            log=run["logged"].append, finish=lambda: run.update(finished=True),
-        )  # fmt: skip
+            log=run["logged"].append,
+            finish=lambda: run.update(finished=True),
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", made := SimpleNamespace(runs=runs, init=init))
     return made
