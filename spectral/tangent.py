@@ -310,7 +310,7 @@ class _Refinement:
         self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
 
     def next(self, f: Tensor) -> Tensor:
-        """Return the next multiplier: a step along the slope if it stays within the bracket."""
+        """Return the next multiplier: a Newton step within the bracket, or else its midpoint."""
         step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))

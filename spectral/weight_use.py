@@ -140,7 +140,9 @@ class Use:
         crossed = self.outputs and not grouped and any(len(columns) > 1 for columns in cuts)
         single = [s[outputs] == 1 < prod(s) for s in sides]
         if crossed and (all(single) or (any(single) and _overlap(frozenset(cuts)))):
-            raise ValueError("operations on two axes would divide it into single outputs")
+            raise ValueError(
+                "operations on two axes of its outputs would leave matrices of one output each"
+            )
         if not self.outputs or all(s[outputs] in (1, prod(s)) for s in sides):
             return Seen(None, "its matrices have a side of 1: vectors", decays=False)
         used, count = set[int]().union(*chain.from_iterable(self.sets.values())), self._count

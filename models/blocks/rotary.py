@@ -53,8 +53,8 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)
 
     def of_documents(self, documents: Documents) -> Tensor:
-        """Return `turns` `[s / context ranks, b, 1, 2 d]` for the positions of tokens within their
-        documents."""
+        """Return cosines and sines `[s / context ranks, b, 1, 2 d]` for the positions of tokens
+        within their documents."""
         whole = self._kept(documents.max_seqlen_q, 0, None)
         return whole[documents.positions.T, 0]
 

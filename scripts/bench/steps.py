@@ -16,11 +16,11 @@ are dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizer
 (NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon with
 torch's matrix products). On a GPU each project uses its own kernels.
 
-All optimizers update equal weights with equal gradients, alternately, on one thread. The table
-shows the median processor time, or on a GPU the median device time and the median host time. Under
-torchrun the weights are sharded by rows over all ranks, as in FSDP2. Only our optimizers and dion's
-can update sharded weights. Each row then shows the mean processor time per rank and the bytes that
-all ranks send.
+All optimizers update identical weights with identical gradients, in alternation, on one thread. The
+table shows the median processor time, or on a GPU the median device time and the median host time.
+Under torchrun the weights are sharded by rows over all ranks, as in FSDP2. Only our optimizers and
+dion's can update sharded weights. Each row then shows the mean processor time per rank and the
+bytes that all ranks send.
 """
 
 import argparse

@@ -181,7 +181,7 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
     if len(special) == 1:
         return str(special[0])
     if not special:
-        raise DataError(f"{source} has no special token for the end of documents; add one")
+        raise DataError(f"{source} has no special token, which the end of documents needs; add one")
     raise DataError(
         f"the end-of-document token of {source} is ambiguous; pass --eod TOKEN, one of "
         f"{', '.join(special)}"

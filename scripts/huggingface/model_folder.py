@@ -32,8 +32,8 @@ def load_whole(folder: Path, **options: Any) -> Any:
     """Load the model in `folder` with transformers, without running code from the folder.
 
     transformers silently initializes missing weights randomly and ignores stored weights that do
-    not match config.json. This function raises InputError with the weights' names in both cases,
-    and for a folder that cannot be loaded.
+    not match config.json. In both cases this function raises InputError with the weights' names. It
+    also raises InputError for a folder that cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

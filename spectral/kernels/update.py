@@ -114,7 +114,7 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: like `factor`, or None.
-        cautious: multiply by `factor` only where the signs of weight and direction do not differ.
+        cautious: multiply by `factor` only where weight and direction do not have opposite signs.
 
     Raises:
         ValueError: if a matrix has 2^31 elements or more.

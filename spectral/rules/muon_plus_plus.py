@@ -115,7 +115,7 @@ class MuonPlusPlusRule(RadiusRule):
     def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of triplets, msign and projections. See `Rule.matrix_cost`.
 
-        Every step computes two singular triplets, and rescaling a third.
+        Every step computes two singular triplets. `project_rescale` computes a third.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)

@@ -101,7 +101,7 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print on stderr the warnings and errors of a run about the config's data and initial weights.
+    """Print a run's warnings and errors about the config's data and initial weights to stderr.
 
     The vocabulary size may still be null.
     """

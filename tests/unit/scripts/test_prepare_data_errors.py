@@ -194,7 +194,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
-    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token for the end of documents"),
+    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token, which the end"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),

@@ -878,7 +878,7 @@ def sets(m: Any, x: Tensor) -> Any:
     return m.a(first) + m.b(y[..., [4, 5, 6, 7, 12, 13, 14, 15]])
 
 
-@refused("both.weight: operations on two axes would divide it", "both 12 8, a 4 3, b 2 3")
+@refused("both.weight: operations on two axes of its outputs", "both 12 8, a 4 3, b 2 3")
 def outputs_along_two_axes(m: Any, x: Tensor) -> Any:
     y = m.both(x).unflatten(-1, (2, 4))
     return m.a(y).sum((2, 3)) + m.b(y.mT).sum((2, 3))
