@@ -150,8 +150,11 @@ def killed_run(
         found = [kill_one(agent, killed, chance, interval) for _ in range(kills)]
         (killed / "STOP").touch()
         agent.join(PATIENCE)
+        if agent.is_alive():
+            raise RuntimeError(f"STOP: not after {PATIENCE:g} s")
     finally:
         agent.terminate()
+        agent.join()
     end = last_step(killed)
     config, *changes = [*settings(whole, steps, interval), f"train.exit_step={end}"]
     arguments = {"config": config, "overrides": [changes] * RANKS}

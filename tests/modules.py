@@ -26,6 +26,8 @@ def module(layers: str = "", forward: Callable[..., Any] | None = None, /, **mem
             case [shape]:
                 sizes = [int(size) for size in shape.split("x")]
                 setattr(made, key, nn.Parameter(torch.randn(sizes)))
+            case [_, *_]:
+                raise ValueError(f"{key}: two sizes or one shape, got {words}")
     for key, member in members.items():
         setattr(made, key, member)
     return made

@@ -62,7 +62,7 @@ def adapter(inputs: int, outputs: int) -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    return module("Attention: out 8 8", qkv_proj=adapter(8, 24), num_heads=2)
+    return module("Attention:", qkv_proj=adapter(8, 24), num_heads=2, out=linear(8, 8))
 
 
 def hooked(hook: Any) -> nn.Module:
@@ -104,10 +104,11 @@ def trunk(block: dict[str, nn.Module] | None = None, **heads: nn.Module) -> nn.M
     return module(patches=nn.Conv2d(3, 8, 2), blocks=layers, norm=nn.LayerNorm(8), **heads)
 
 
+torch.manual_seed(0)  # for the weights of the cases below
 GATED_DELTA = {"num_k_heads": 2, "head_k_dim": 2, "num_v_heads": 2, "head_v_dim": 3}
 PATCHES = nn.Sequential(
-    module("Merge: reduction 16 8", norm=nn.LayerNorm(16)),
-    module("Block: fc1 8 32, fc2 32 8", norm=nn.LayerNorm(8)),
+    module("Merge:", norm=nn.LayerNorm(16), reduction=linear(16, 8)),
+    module("Block:", norm=nn.LayerNorm(8), fc1=linear(8, 32), fc2=linear(32, 8)),
 )
 CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
     # Groups of convolutions
@@ -156,7 +157,11 @@ CASES: dict[str, tuple[nn.Module, str, Pieces]] = {
         "in_proj_qkv",
         rows(2, 2, 2, 2, 3, 3),
     ),
-    "its gate": (module("Net: in_proj_z 6 6, out 6 6", norm=nn.LayerNorm(3)), "in_proj_z", whole),
+    "its gate": (
+        module("Net: in_proj_z 6 6", norm=nn.LayerNorm(3), out=linear(6, 6)),
+        "in_proj_z",
+        whole,
+    ),
     "latent and rotary": (
         module("A: kv_a_proj_with_mqa 6 10", kv_lora_rank=8, qk_rope_head_dim=2),
         "kv_a_proj_with_mqa",
@@ -264,7 +269,7 @@ SAVED = module(
     original_module=linear(8, 2).requires_grad_(False),
     modules_to_save=nn.ModuleDict({"default": linear(8, 2)}),
 )
-TOP = nn.Sequential(linear(6, 5), nn.ReLU(), linear(5, 9))
+TOP = nn.Sequential(linear(6, 6), nn.ReLU(), linear(6, 9))
 PAIR = {"a": linear(6, 9), "b": linear(6, 2)}
 ELEMENTWISE: dict[str, tuple[nn.Module, str]] = {
     "depthwise": (nn.Conv1d(64, 64, 4, groups=64), ""),
@@ -370,7 +375,8 @@ def scored(m: Any, x: Tensor) -> Tensor:
 
 
 def queried(m: Any, x: Tensor) -> Tensor:
-    return attend(x, *next(m.children())(x).chunk(2, -1))
+    k, v = next(m.children())(x).chunk(2, -1)
+    return F.scaled_dot_product_attention(*map(heads_of, (x, k, v))).transpose(1, 2).flatten(2)
 
 
 def per_head(m: Any, x: Tensor) -> Tensor:
@@ -471,7 +477,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     ),
     "fused heads of other sizes": (
         module("Attention: qkv 8 48", num_heads=2, key_dim=4, val_dim=16),
-        f"qkv.{INDIVISIBLE} 48",
+        f"qkv.{INDIVISIBLE} 48 outputs",
     ),
     "values of another size": (
         module("qkv 8 24", head_dim=4, v_head_dim=2),
@@ -492,7 +498,7 @@ UNKNOWN: dict[str, tuple[nn.Module, str]] = {
     "three dimensions": (module("kernel 3x4x5"), "kernel has shape"),
     "queries that multiply tokens": (module("queries 4x6"), "its name is queries"),
     "experts in attention": (
-        module(mix=module("Mixture: gate 6 3", experts=module("weight 3x8x6"))),
+        module(mix=module("Mixture:", experts=module("weight 3x8x6"), gate=linear(6, 3))),
         "whose matrix axes are unknown",
     ),
     "focal modulation": (
@@ -837,7 +843,7 @@ def test_images_may_be_joined_to_rows_before_a_layer(joined: Callable[[Tensor], 
 def test_a_layer_named_as_a_function_takes_nothing_apart() -> None:
     layers = "Chunked: first 8 8, narrow 8 5, chunk 5 8"
     block = module(layers, lambda m, x: m.chunk(m.narrow(m.first(x))))
-    assert "block.first" in rules(module(block=block, out=linear(8, 8)))
+    assert rules(module(block=block, out=linear(8, 8)))["block.first"] == "spectral"
 
 
 @pytest.mark.parametrize("kept", [torch.ones(8), np.ones(8), [1.0], 1.0], ids=type)

@@ -85,7 +85,9 @@ def test_what_nobody_knows_is_said_by_name() -> None:
     (group,) = SpectralSphere(split_parameters(model, units={"Wqkv*": {}})).param_groups
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
-    with pytest.raises(ValueError, match=r"Wqkv.* equal values, got .* for Wqkv\* and \*.weight"):
+    with pytest.raises(
+        ValueError, match=r"Wqkv.weight must have equal values, got .* for Wqkv\* and \*.weight"
+    ):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
     with pytest.raises(ValueError, match="each pattern of units must match a parameter, .* other"):
         split_parameters(model, units={"Wqkv*": {}, "other": {}})
@@ -97,7 +99,10 @@ def test_what_nobody_knows_is_said_by_name() -> None:
 
 TABLE, HEAD = "is an embedding or an output head", "an output head"
 NAMES = {"transformer.wte.weight": TABLE, "tok_emb.weight": TABLE}
-NAMES |= {"shared.embed_tokens.weight": TABLE, "h.0.attn.c_attn.weight": "several matrices in one"}
+NAMES |= {
+    "shared.embed_tokens.weight": TABLE,
+    "h.0.attn.c_attn.weight": "looks like several matrices in one",
+}
 for i in ("", 1):
     NAMES[f"lm_head.parametrizations.weight.original{i}"] = HEAD
     NAMES[f"qkv_proj.parametrizations.weight.original{i}"] = "several matrices"
@@ -110,7 +115,9 @@ def test_names_are_checked_without_a_split(name: str) -> None:
 
 
 def test_a_vector_is_no_matrix() -> None:
-    with pytest.raises(ValueError, match="norm.weight.*in a group with an elementwise rule"):
+    with pytest.raises(
+        ValueError, match="norm.weight.*put the parameter in a group with an elementwise rule"
+    ):
         SpectralSphere([("norm.weight", nn.Parameter(torch.zeros(4)))])
 
 
@@ -132,7 +139,7 @@ WRONG: list[Any] = [
         MODEL,
         {"units": {"0*": {"row": []}}},
         ValueError,
-        r"units of '0\*': .* row; its keys are rows",
+        r"units of '0\*': .* key row; its keys are rows",
     ),
     (MODEL.parameters(), {}, TypeError, "module must be a torch.nn.Module, got generator"),
 ]

@@ -36,6 +36,7 @@ def pieces_of(division: str) -> Pieces | None:
     pattern = [int(size) for size in sizes.split("+")]
 
     def cut(w: Tensor) -> Sequence[Tensor]:
+        assert not (transpose and w.ndim == 4)
         lines = w.flatten(1) if w.ndim == 4 else (w.mT if transpose else w).flatten(0, -2)
         return lines.split(pattern * (len(lines) // sum(pattern)))
 
@@ -47,6 +48,7 @@ def transposed(groups: int) -> Pieces:
     return lambda w: [part.transpose(0, 1).flatten(1) for part in w.chunk(groups)]
 
 
+torch.manual_seed(0)  # also for the weights of the cases below
 x, image, tokens = torch.randn(2, 9, 12), torch.randn(2, 8, 5, 5), torch.randn(9, 8)
 CASES: dict[str, tuple[nn.Module, Any, dict[str, Pieces | None]]] = {}
 REFUSED: dict[str, tuple[nn.Module, str]] = {}
@@ -64,7 +66,9 @@ def case(
         for weight, division in re.findall(r"([\w.]+)[^,]* ([=T/-][/\d+]*)(?:,|$)", layers):
             bare = isinstance(operator.attrgetter(weight)(model), Tensor)
             expected[weight if bare else f"{weight}.weight"] = pieces_of(division)
-        CASES[name or forward.__name__] = model, example, expected
+        assert len(expected) > layers.count(","), f"{layers}: a weight without a division"
+        assert (key := name or forward.__name__) not in CASES, key
+        CASES[key] = model, example, expected
         return forward
 
     return add
@@ -74,6 +78,7 @@ def refused(message: str, layers: str = "", **members: Any) -> Callable[..., Any
     """Add a forward pass to the cases that raise an error."""
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
+        assert forward.__name__ not in REFUSED
         REFUSED[forward.__name__] = module(layers, forward, **members), message
         return forward
 
@@ -553,11 +558,11 @@ def a_recurrent_layer(m: Any, x: Tensor) -> Any:
     return m.head(m.gru(x)[0])
 
 
-def convolution(*sizes: int, groups: int = 1) -> nn.Conv2d:
+def convolution(*sizes: int, groups: int = 1, bias: bool = True) -> nn.Conv2d:
     return nn.Conv2d(*sizes, groups=groups, bias=False)
 
 
-@case("both /10, out -", image, both=convolution(8, 20, 1), out=convolution(10, 8, 3))
+@case("both /10, out -", image, both=convolution(8, 20, 1, bias=False), out=convolution(10, 8, 3))
 def glu(m: Any, x: Tensor) -> Any:
     return m.out(F.glu(m.both(x), 1))
 
@@ -568,7 +573,11 @@ def a_fused_convolution(m: Any, x: Tensor) -> Any:
     return m.out(attention(q, k, v))
 
 
-GATED = {"first": convolution(8, 6, 3), "gate": convolution(2, 1, 1), "out": convolution(6, 4, 1)}
+GATED = {
+    "first": convolution(8, 6, 3, bias=False),
+    "gate": convolution(2, 1, 1),
+    "out": convolution(6, 4, 1),
+}
 
 
 @case("first =, out -", image, **GATED)
@@ -587,7 +596,7 @@ def branches_that_are_weighed(m: Any, x: Tensor) -> Any:
     return m.out((m.both(x).unflatten(1, (2, 4)) * weights).sum(1))
 
 
-TWO = convolution(8, 12, 3, groups=2)
+TWO = convolution(8, 12, 3, groups=2, bias=False)
 
 
 @case("both /6, out -", image, both=TWO, out=convolution(12, 4, 1))
@@ -880,8 +889,8 @@ def sets(m: Any, x: Tensor) -> Any:
 
 @refused("both.weight: operations on two axes of its outputs", "both 12 8, a 4 3, b 2 3")
 def outputs_along_two_axes(m: Any, x: Tensor) -> Any:
-    y = m.both(x).unflatten(-1, (2, 4))
-    return m.a(y).sum((2, 3)) + m.b(y.mT).sum((2, 3))
+    y, z = (m.both(x).unflatten(-1, (2, 4)) for _ in range(2))
+    return m.a(y).sum((2, 3)) + m.b(z.mT).sum((2, 3))
 
 
 @refused("qkv.weight: operations on two axes", "qkv 12 36, gate 12 4, out 12 4")
@@ -922,7 +931,9 @@ def a_weight_of_products_of_factors(m: Any, x: Tensor) -> Any:
     return m.out(F.linear(x, (m.a @ m.b) * (m.c @ m.d)))
 
 
-KRONECKER = "a: a product with activations.*\nb: a product with a weight .*\nc: a product with a w"
+KRONECKER = (
+    "a: a product with activations.*\nb: a product with a weight .*\nc: a product with a weight"
+)
 
 
 @refused(KRONECKER, "out 12 4, a 3x3, b 4x2, c 2x4")
@@ -1146,7 +1157,9 @@ class Late(nn.Module):
 
 
 def test_weights_without_a_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pass creates second\.weight: run the model before"):
+    with pytest.raises(
+        ValueError, match=r"the forward pass creates second\.weight: run the model before"
+    ):
         split_parameters(Late(), example=x)
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
         split_parameters(nn.Sequential(nn.LazyLinear(4)))

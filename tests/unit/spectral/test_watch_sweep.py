@@ -290,7 +290,7 @@ def heads_of(calls: list[tuple[Tensor, ...]], call: int) -> list[list[Tensor]]:
 
 
 def differ(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return not all(map(torch.equal, a, b))
+    return any(not torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
 def compared_heads(
