@@ -37,7 +37,7 @@ UNITS = {
     "*.down.*weight*": {"groups": 2, "transposed": True},
 }
 """Divisions whose matrices are in every other row, and in parts of both axes."""
-HALF, STEPS = 1, 2
+HALF, STEPS = 2, 3
 
 
 class Attention(nn.Module):
@@ -201,7 +201,7 @@ def counted(rule: str) -> Counter[tuple[int, ...]]:
 
 
 def curves(cases: list[tuple[str, list[str], bool]]) -> list[dict[str, Any]]:
-    """Return the weights after two steps, and the matrices that this rank steps in the last step,
+    """Return the weights after three steps, and the matrices that this rank steps in the last step,
     for each (how, rules, PC layers) and rule.
 
     Matrices are exchanged in two step groups. The workspace fits one square matrix.

@@ -154,7 +154,7 @@ def checkpoints(
 
 
 def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """Save a run after two steps, load it into a new model, and take another step of both.
+    """Save a run after two steps, load it into a new model, and take two more steps of both.
 
     Returns the saved state, the losses, the final state, and the differences in any bit between the
     continued and the loaded run.
@@ -166,7 +166,7 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     save_state(folder, run.model, run.optimizer, {"step": 2})
     extra = load_state(folder, other.model, other.optimizer)
     different = same_state(saved, other.state()) + same_state(run.parameters(), other.parameters())
-    losses, again = run.steps(1), other.steps(1)
+    losses, again = run.steps(2), other.steps(2)
     after = run.state()
     different += same_state(after, other.state()) + same_state(run.parameters(), other.parameters())
     return {
@@ -180,7 +180,7 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """Return the loaded state, and the loss and the state of another step.
+    """Return the loaded state, and losses and state after two more steps.
 
     The loading and the saving model have different bucket layouts.
     """
@@ -189,7 +189,7 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
     return {
         "loaded": run.state(),
         "rounded": rounded(run),
-        "losses": run.steps(1),
+        "losses": run.steps(2),
         "after": run.state(),
     }
 

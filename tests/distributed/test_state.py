@@ -26,8 +26,8 @@ DATA, TENSOR, PIPELINE, EXPERT, CUT = (
     "ranks2 expert_tensor2",
 )
 
-# float32: after loading on another layout, sums over ranks have another order; msign amplifies
-# rounding in directions that hardly occur.
+# float32: after loading on another layout, sums over ranks have another order. The loss of the
+# second step has passed one update; msign amplifies rounding in directions that hardly occur.
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3
 

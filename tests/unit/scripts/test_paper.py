@@ -400,6 +400,24 @@ def verdict(statement: Callable[..., list[bool | None]], content) -> str:
     return "contradicts" if any(failed) else "cannot tell"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "seeds", "higher", "small"),
+    [
+        (0.002, 0.004, 3, "reproduced", "contradicts"),
+        (-0.004, 0.002, 3, "cannot tell", "cannot tell"),
+        (-0.004, -0.002, 3, "contradicts", "contradicts"),
+        (-0.0005, 0.0004, 3, "cannot tell", "reproduced"),
+        (0.002, 0.004, 2, "cannot tell", "cannot tell"),
+    ],
+)
+def test_an_interval_decides_from_three_seeds_on(low, high, seeds, higher, small) -> None:
+    base = {"losses": [4.0] * seeds, "loss": 4.0, "error": 0.1}
+    ends = {"low": low, "high": high, "difference": (low + high) / 2}
+    content = {"one": base | dict.fromkeys(ends), "other": base | ends}
+    assert verdict(lambda one, other: [above(other)], content) == higher
+    assert verdict(lambda one, other: [within(other, 1e-3)], content) == small
+
+
 @pytest.mark.parametrize(("paper", "key"), STATEMENTS)
 def test_a_verdict_rests_on_what_the_paper_states(paper: str, key: str) -> None:
     item = ITEMS[paper, key]

@@ -356,13 +356,13 @@ def test_the_index_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                                     "--validation-fraction=0.2", "--text-key=other"])  # fmt: skip
 def test_every_option_counts_in_the_fingerprint(inputs: Path, option: str) -> None:
     command = arguments("limited", inputs, Path("out"))
-    keyed = [word.replace("one=", "one:other=") for word in command]
+    keyed = [[word.replace("one=", f"one:{key}=") for word in command] for key in ("a", "b")]
     changed, name = [*command], option.partition("=")[0]
     if name in command:
         del changed[command.index(name) : command.index(name) + 2]
     changed.append(option)
-    prints = [chosen(parse(each)).fingerprint() for each in (command, keyed, changed, changed)]
-    assert len({*prints}) == 3 and prints[2] == prints[3]
+    prints = [chosen(parse(each)).fingerprint() for each in (command, *keyed, changed, changed)]
+    assert len({*prints}) == 4 and prints[3] == prints[4]
 
 
 def test_every_file_of_a_tokenizer_counts_in_the_fingerprint(inputs: Path, tmp_path: Path) -> None:

@@ -101,10 +101,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return joined(F.scaled_dot_product_attention(q, k, v))
 
 
-def attends(function: Callable[..., Tensor]) -> None:
+def attends(function: Callable[..., Tensor], layers: str = "qkv 12 36 /4, out 12 12 -") -> None:
     """Add a case of attention by a function of q, k and v `[batch, head, token, 4]`."""
     forward = functools.wraps(function)(lambda m, x: m.out(joined(function(*qkv(m, x)))))
-    case("qkv 12 36 /4, out 12 12 -")(forward)
+    case(layers)(forward)
+
+
+attends_in_two_heads = functools.partial(attends, layers="qkv 12 24 /4, out 8 12 -")
 
 
 @attends
@@ -131,7 +134,7 @@ def features_of_rotary_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.exp() @ (k.exp().mT @ v)
 
 
-@attends
+@attends_in_two_heads
 def complex_rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     turn = torch.polar(torch.ones(2), torch.ones(2))
     pairs = (torch.view_as_complex(y.unflatten(-1, (2, 2)).contiguous()) for y in (q, k))
@@ -145,9 +148,9 @@ def explicit_inner_products_and_sums_over_tokens(q: Tensor, k: Tensor, v: Tensor
     return (scores[..., None] * v[..., None, :, :]).sum(-2)
 
 
-@attends
+@attends_in_two_heads
 def a_scan_without_a_matrix_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    state, outputs = torch.zeros(len(q), 3, 4, 4), []
+    state, outputs = torch.zeros(len(q), q.shape[1], 4, 4), []
     for t in range(4):
         state = 0.9 * state + k[:, :, t, :, None] * v[:, :, t, None]
         outputs.append((q[:, :, t, :, None] * state).sum(2))
@@ -265,7 +268,7 @@ def additive_attention(m: Any, x: Tensor) -> Any:
     return m.head(scores.softmax(-1) @ x)
 
 
-@case("qkv 12 36 /4, out 12 12 -, positions 17x4 -")
+@case("qkv 12 24 /4, out 8 12 -, positions 17x4 -")
 def a_table_of_relative_positions(m: Any, x: Tensor) -> Any:
     (q, k, v), size = qkv(m, x), x.shape[1]
     places = F.pad(q @ m.positions.T, (0, 1)).flatten(-2)
@@ -302,6 +305,10 @@ def multi_head_attention(m: Any, x: Tensor) -> Any:
 @case("m.self_attn.in_proj_weight /4, m.self_attn.out_proj =, m.linear1 =, m.linear2 =", m=ENCODER)
 def an_encoder_layer(m: Any, x: Tensor) -> Any:
     return m.m(x)
+
+
+ALONE = {"self_attn.in_proj_weight": pieces_of("/4"), "linear1.weight": pieces_of("=")}
+CASES["an encoder layer, alone"] = ENCODER, x, ALONE
 
 
 @case("values 12 12 /4, kernels 12 9 /3, out 12 12 -")

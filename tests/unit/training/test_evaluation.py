@@ -23,7 +23,7 @@ from tests.task_files import task_keys, write_tasks
 from tests.token_files import prepare_text
 from training.build import build_trainer, restore
 from training.checkpoint.checkpoints import read_checkpoint
-from training.checkpoint.resume import announced, differences, identity
+from training.checkpoint.resume import ResumeError, announced, differences, identity
 from training.config import load_config
 from training.data.build_data import build_data, build_tasks
 from training.data.tasks import Task, accuracies, read_examples, read_task
@@ -175,6 +175,23 @@ def test_changed_tasks_are_compared_and_announced(keys, world, tmp_path):
     kinds = {"layout": {}, "device": {}, "versions": {}}
     said = ["tasks.examples was None, is 5", "tasks.other was there, is absent"]
     assert announced(start, config, saved, kinds) == said
+
+
+@pytest.mark.slow
+def test_another_file_is_another_task(keys, world, tmp_path, capsys):
+    """A run refuses to continue with a changed task, as with changed validation data; tasks may be
+    added or removed."""
+    first = {k: v for k, v in keys.items() if not k.endswith("digits")}
+    train(tiny_config(str(tmp_path), "adamw", **first, train__exit_step=3), world)
+    capsys.readouterr()
+    train(read_config(str(tmp_path), **keys, train__exit_step=4, tasks__examples=5), world)
+    printed = capsys.readouterr().out
+    for change in ("tasks.examples was None, is 5", "tasks.digits was absent, is there"):
+        assert f"changed since step 3: {change}" in printed
+    words = Path(keys["tasks__files__words"])
+    words.write_text(words.read_text().splitlines()[0] + "\n")
+    with pytest.raises(ResumeError, match=r"differs in its data: tasks\.words\.sha256 was"):
+        train(read_config(str(tmp_path), **keys), world)
 
 
 def test_made_tokens_score_made_tasks(world, folder, capsys):

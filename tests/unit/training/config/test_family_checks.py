@@ -33,7 +33,10 @@ DEEPSEEK = [
     (["model.moe.shared_gate=true"], "model.moe.shared_gate must be false"),
     (["model.moe.shared_experts=0"], "model.moe.shared_experts must be at least 1"),
     (["model.moe.expert_groups=8"], "model.moe.experts must be at least twice expert_groups = "),
-    (["model.moe.expert_groups=2", "model.moe.top_groups=2"], "model.moe.top_k must be at least"),
+    (
+        ["model.moe.expert_groups=2", "model.moe.top_groups=2"],
+        "model.moe.top_k must be at least twice",
+    ),
     *(
         (
             ["model.moe.expert_groups=2", f"model.moe.top_k={top_k}"],

@@ -74,7 +74,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "empty idx": (lambda i, b: truncate(i, 0), "the file must begin with the header"),
     "other file": (lambda i, b: patch(i, 0, b"{"), "the file must begin with the header"),
     "version": (lambda i, b: patch(i, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
-    "dtype": (lambda i, b: patch(i, 17, b"\x06"), "code must be of an integer type, got 6"),
+    "dtype": (lambda i, b: patch(i, 17, b"\x06"), "dtype code must be of an integer type, got 6"),
     "cut idx": (lambda i, b: truncate(i, 60), "need 102 bytes, but the file has 60"),
     "long count": (lambda i, b: patch(i, 18, b"\xff" * 8), "the file has 102"),
     "empty bin": (lambda i, b: truncate(b, 0), "must contain tokens, got none"),
@@ -122,7 +122,9 @@ def test_vocabulary_check_names_set_id_and_vocabulary(prefixes: dict[str, Path])
     sets = [TokenSet(name, prefix, 8) for name, prefix in prefixes.items()]
     largest = max(each.max_token() for each in sets)
     check_vocabulary(sets, largest + 1)
-    with pytest.raises(DataError, match=f"token id {largest}, but vocab_size is {largest}"):
+    with pytest.raises(
+        DataError, match=f"contains token id {largest}, but vocab_size is {largest}"
+    ):
         check_vocabulary(sets, largest)
 
 
@@ -130,7 +132,9 @@ def test_manifest_beside_the_set_must_agree_with_it(prefixes, tmp_path) -> None:
     write_manifest(tmp_path, max_token=12345)
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
-    with pytest.raises(DataError, match="1000 tokens, but the manifest in its folder states 999"):
+    with pytest.raises(
+        DataError, match="contains 1000 tokens, but the manifest in its folder states 999"
+    ):
         TokenSet("a", prefixes["a"], 8).max_token()
 
 
@@ -303,5 +307,7 @@ def test_a_negative_id_is_found_at_the_start(tmp_path: Path, place: int) -> None
     tokens = np.arange(1000, dtype=np.int32) % 50
     tokens[place] = -7
     token_set = TokenSet("a", write_stream(tmp_path / "a", tokens), 8)
-    with pytest.raises(DataError, match=r"token id -7, but ids must be in \[0, vocab_size = 50"):
+    with pytest.raises(
+        DataError, match=r"contains token id -7, but ids must be in \[0, vocab_size = 50"
+    ):
         check_vocabulary([token_set], 50)
