@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 
@@ -49,6 +50,7 @@ LARGEST = 0.04
 """Largest share of a whole run for a file outside `FIRST`."""
 NAME = "processor_seconds"
 TICKS = os.sysconf("SC_CLK_TCK")
+PROCESSORS = len(os.sched_getaffinity(0))
 
 
 def processor_seconds() -> float:
@@ -82,15 +84,18 @@ class ProcessorTime:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
         """Record the time before the first fixture of a test."""
-        item.stash[START] = processor_seconds()
+        item.stash[START] = processor_seconds(), perf_counter()
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Add the seconds of a test to its last report, which is sent between processes."""
         if call.when == "teardown" and START in item.stash:
-            # If a fork server ends without a wait of its parent, its earlier seconds are lost.
-            seconds = max(0.0, processor_seconds() - item.stash[START])
+            spent, start = item.stash[START]
+            # A process that ends adds its earlier seconds to its parent or, without a wait of its
+            # parent, takes them away.
+            most = (perf_counter() - start) * PROCESSORS
+            seconds = min(max(0.0, processor_seconds() - spent), most)
             item.user_properties.append((NAME, seconds))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -121,4 +126,4 @@ class ProcessorTime:
             write(f"note: {file} takes more than {LARGEST:.0%}: make cases slow, or list it")
 
 
-START = pytest.StashKey[float]()
+START = pytest.StashKey[tuple[float, float]]()
