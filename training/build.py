@@ -186,11 +186,11 @@ def rewind(
     Collective. `log` is None on all ranks except rank 0. If there is no such checkpoint, or
     `spikes.rewinds` does not allow another rewind, the function only returns False.
     """
+    lifecycle.wait()  # the run may end, and a running save may be its newest checkpoint
     run_dir = trainer.config.run.dir
     left_out = (*trainer.progress.left_out, error.samples)
     if len(left_out) > trainer.config.spikes.rewinds:
         return False
-    lifecycle.wait()
     before = first_rank(lambda: [s for s in checkpoints.steps(run_dir) if s < error.first_step])
     if not before:
         return False

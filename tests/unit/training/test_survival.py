@@ -22,7 +22,7 @@ from tests.token_files import write_token_set
 from training.build import build_trainer
 from training.checkpoint import checkpoints
 from training.checkpoint.checkpoints import read_checkpoint, steps
-from training.checkpoint.saving import CheckpointError
+from training.checkpoint.saving import CheckpointError, Saver
 from training.config.schema import StopConfig
 from training.data.build_data import build_data
 from training.lifecycle.lifecycle import StopRequests
@@ -130,6 +130,16 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, pois
         train(config_of(folder, **keys), world)
     assert taken == [*range(1, 7), *range(5, 9), *range(5, 11)]
     assert trainers[0].progress.left_out == ((40, 56), (72, 88))
+
+
+def test_a_save_is_completed_before_losses_end_a_run(folder, world, poisoned, monkeypatch):
+    """The save of step 4 is still running when steps 6 and 7 are not finite."""
+    monkeypatch.setattr(Saver, "status", lambda self: (0, int(self.busy)))
+    poisoned(5)
+    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"):
+        train(config_of(folder, checkpoint__interval=4), world)
+    assert steps(folder / "run") == [4]
+    assert verify([str(folder / "run")]) == 0
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
