@@ -185,7 +185,7 @@ class PendingSave:
         if self.written is None and self._receiver.poll(timeout):
             try:
                 answer = self._receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # OSError: in the middle of its answer
                 answer = "it was killed"
             process = self._process
             assert process is not None

@@ -141,7 +141,10 @@ def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
     _check_parquet(path)
     try:
         with ParquetFile(path) as file:
-            columns = [key] if key in file.schema_arrow.names else None
+            names = file.schema_arrow.names
+            if key is not None and names.count(key) > 1:
+                raise DataError(f"{path} must have one column {key!r}, got {names.count(key)}")
+            columns = [key] if key in names else None
             for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
                 yield from batch.to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:

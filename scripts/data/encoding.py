@@ -2,19 +2,24 @@
 Workers import this module and the main script, so neither of them imports torch.
 """
 
-import multiprocessing
 import os
 import signal
-import threading
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from os.path import commonprefix
 from pathlib import Path
-from typing import Final
+from queue import SimpleQueue
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,19 +94,26 @@ class Workers:
 
     The context manager ends the processes at exit and unloads the tokenizer, because another
     tokenizer may later be written to the same path.
+
+    Each process has its own pipe, served by a thread of this process. A ProcessPoolExecutor shares
+    one pipe, and hangs if a process is killed while it writes a result.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = ProcessPoolExecutor(
-            count, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
-        )
+        self._threads = ThreadPoolExecutor(count)
+        self._processes: list[BaseProcess] = []
+        self._idle: SimpleQueue[Connection[Any, Any]] = SimpleQueue()
 
     def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._threads.shutdown()
         _load.cache_clear()
 
     def encode(
@@ -118,7 +130,10 @@ class Workers:
         waiting: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
         try:
             for positions, texts, sample in chunks:
-                waiting.append((positions, self._pool.submit(encoder.encode, texts, sample)))
+                if len(self._processes) < self.count:
+                    self._start()
+                future = self._threads.submit(self._encoded, encoder, texts, sample)
+                waiting.append((positions, future))
                 if len(waiting) >= self.count * _CHUNKS_PER_WORKER:
                     yield _result(waiting)
             while waiting:
@@ -126,6 +141,30 @@ class Workers:
         finally:
             for _, future in waiting:
                 future.cancel()
+
+    def _start(self) -> None:
+        """Start a process, and add this process's end of its pipe to the idle ones."""
+        context = get_context("spawn")
+        pipe, end = context.Pipe()
+        process = context.Process(target=_work, args=(end,), daemon=True)
+        process.start()
+        end.close()  # so that the pipe ends with the process
+        self._processes.append(process)
+        self._idle.put(pipe)
+
+    def _encoded(self, encoder: Encoder, texts: list[str], sample: range) -> EncodedChunk:
+        """Encode texts in an idle process. Raises BrokenProcessPool if the process has ended."""
+        pipe = self._idle.get()
+        try:
+            pipe.send((encoder, texts, sample))
+            result: EncodedChunk | Exception = pipe.recv()
+        except (EOFError, OSError):
+            raise BrokenProcessPool("a worker process has ended") from None
+        finally:
+            self._idle.put(pipe)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def _result(
@@ -164,18 +203,19 @@ def _chunked(
         yield positions, texts
 
 
-def _start_worker() -> None:
-    """Make the worker ignore Ctrl-C, use one thread, and exit when its parent exits."""
+def _work(pipe: "Connection[Any, Any]") -> None:
+    """Encode texts from a pipe until its other end is closed. Ignore Ctrl-C and use one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    with suppress(EOFError, OSError):  # the other process has ended
+        while True:
+            encoder, texts, sample = pipe.recv()
+            try:
+                result = encoder.encode(texts, sample)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)
 
 
 LARGEST: Final = 0.01

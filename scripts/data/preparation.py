@@ -6,9 +6,10 @@ documents, and `prepare` joins the shards.
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
     """
     share = TOKENIZER_BYTES // len(preparation.sets)
     for plan in preparation.sets:
-        size = 0
+        size, index = 0, -1
         train = [portion for portion in plan.portions if not portion.held_out]
         inputs = [each for portion in train for each in portion.inputs]
         with closing(read_documents(inputs, preparation.reading)) as documents:
@@ -220,6 +221,7 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
                 progress.update(len(text))
                 yield text
         if not size:
+            _check_fraction(plan, train=0, held_out=index + 1)
             name = f"{plan.name}.train"
             raise no_documents(name, plan.outputs()[name])
 
@@ -347,7 +349,9 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                 progress.read.setdefault(name, []).append([first, first + end])
             _say_if_short(portion, progress.tokens)
         for plan in plans:
-            _check_held_out(plan, writers)
+            if plan.fraction:
+                names = (f"{plan.name}.{kind}" for kind in ("train", "validation"))
+                _check_fraction(plan, *(writers[name].written.documents for name in names))
         read = {
             name: [identities[i] for first, end in ranges for i in range(first, end)]
             for name, ranges in progress.read.items()
@@ -355,20 +359,25 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
         return {name: writer.finish(read[name]) for name, writer in writers.items()}
 
 
-def _check_held_out(plan: SetPlan, writers: Mapping[str, SetWriter]) -> None:
-    """Raise DataError if the validation fraction is so small that no document is held out."""
-    if not plan.fraction or writers[f"{plan.name}.validation"].written.documents:
+def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
+    """Raise DataError if the validation fraction leaves no document on one side."""
+    count = train + held_out
+    if not count or (train and held_out):
         return
-    count = writers[f"{plan.name}.train"].written.documents
-    remedies = [f"set a fraction of at least 1/{2 * count}"] if count > 1 else []
+    half = Fraction(1, 2 * count)  # document
+    if train:
+        kind, problem, remedy = "validation", "is less than half a document", f"of at least {half}"
+    else:
+        kind, problem, remedy = "train", "holds out all documents", f"below {1 - half}"
+    remedies = [f"set a fraction {remedy}"] if count > 1 else []
     if not all(each.has_keys for each in plan.inputs()):
         remedies.append(
             "split .txt and .md files into more documents with a smaller --document-bytes"
         )
     remedies = remedies or ["add documents, or pass other documents as --validation NAME=INPUT"]
     raise DataError(
-        f"set {plan.name}.validation would be empty: --validation-fraction {plan.fraction} of "
-        f"{counted(count, 'document')} is less than half a document; {', or '.join(remedies)}"
+        f"set {plan.name}.{kind} would be empty: --validation-fraction {plan.fraction} of "
+        f"{counted(count, 'document')} {problem}; {', or '.join(remedies)}"
     )
 
 
@@ -403,7 +412,7 @@ def _write_shard(pipeline: Pipeline) -> None:
 def _say_if_short(portion: Portion, tokens: int) -> None:
     if portion.tokens is not None and tokens < portion.tokens:
         print(
-            f"warning: {', '.join(map(str, portion.inputs))} contain only {tokens:,} of the "
-            f"requested {portion.tokens:,} tokens",
+            f"warning: {', '.join(portion.source)}: there are only {tokens:,} of the requested "
+            f"{portion.tokens:,} tokens",
             file=sys.stderr,
         )

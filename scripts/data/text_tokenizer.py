@@ -153,7 +153,7 @@ def _form(file: Path) -> str | None:
         return "a tiktoken vocabulary"
     if head.lstrip().startswith(b"{") and b'"token_bytes"' in head and b'"config"' in head:
         return "a tekken vocabulary"
-    if file.name == "vocab.json":
+    if file.name in ("vocab.json", "vocab.txt", "merges.txt"):
         return "the vocabulary of a slow tokenizer"
     return None
 

@@ -116,6 +116,8 @@ FORMS: dict[str, tuple[bytes, str]] = {
     "cl100k_base.tiktoken": (b"aGVsbG8= 0\nIg== 1\n", "a tiktoken vocabulary"),
     "tekken.json": (json.dumps(TEKKEN).encode(), "a tekken vocabulary"),
     "vocab.json": (b'{"a": 0}', "the vocabulary of a slow tokenizer"),
+    "vocab.txt": (b"[PAD]\n[UNK]\n", "the vocabulary of a slow tokenizer"),
+    "merges.txt": (b"#version: 0.2\na b\n", "the vocabulary of a slow tokenizer"),
 }
 
 

@@ -8,6 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pyarrow
@@ -15,7 +18,9 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.data import preparation
+from scripts.data import encoding, preparation
+from scripts.data.encoding import Encoder, Workers
+from scripts.data.sources import Position
 from scripts.prepare_data import main
 from tests.cluster.network import until
 from tests.run_results import hashes
@@ -119,6 +124,26 @@ def test_ended_run_leaves_no_output_and_no_process(end, code, message, tokenizer
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
+@dataclass(frozen=True)
+class KilledEncoder(Encoder):
+    """Kills its process in the middle of the first answer."""
+
+    def encode(self, texts, sample=range(0)):
+        def half(self, content, write=None):
+            os.write(self.fileno(), bytes(content)[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Connection._send = half
+        return "answer"
+
+
+def test_a_worker_killed_in_the_middle_of_an_answer_ends_the_run(monkeypatch) -> None:
+    monkeypatch.setattr(encoding, "_CHUNK_CHARACTERS", 1)
+    encoder = KilledEncoder(Path("none"), 0, "uint16")
+    with Workers(2) as workers, pytest.raises(BrokenProcessPool):
+        list(workers.encode([(Position(0, i), "text") for i in range(6)], encoder))
+
+
 def alive(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -190,6 +215,13 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      r"a document; set a fraction of at least 1/\d+$"),
     ("set={}/text.txt --train-tokenizer 259 --validation-fraction 0.001",
      "of 1 document is less than half a document; split .* with a smaller --document-bytes"),
+    ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.999",
+     r"set.train would be empty: --validation-fraction 999/1000 of (\d+) documents holds out all "
+     r"documents; set a fraction below \d+/\d+$"),
+    ("set={}/text.txt --tokenizer {}/hf/tokenizer.json --eod <|endoftext|> "
+     "--validation-fraction 0.5",
+     "set.train would be empty: --validation-fraction 1/2 of 1 document holds out all"),
+    ("set={}/twice.parquet --train-tokenizer 300", "must have one column 'text', got 2"),
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json",
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
@@ -230,6 +262,8 @@ def test_bad_command_is_one_line(tokenizer, tmp_path, command, message, capsys) 
     not_utf8 = pyarrow.array([b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8}), tmp_path / "bytes.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": [""]})[:0], tmp_path / "none.parquet")
+    twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     hugging_face_folder(tokenizer, tmp_path / "hf", 1, {})
     content = json.loads(tokenizer.read_text())
     content["model"]["dropout"] = 0.1
