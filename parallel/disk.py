@@ -1,4 +1,4 @@
-"""Files and folders on the disk."""
+"""Utilities for files and folders on disk."""
 
 import itertools
 import os
@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 SIDE_BY_SIDE = 16
-"""Number of files that are synced at the same time."""
+"""Number of files to sync concurrently."""
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or a folder's entries, to the disk."""
+    """Flush a file's contents, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,17 +22,20 @@ def sync(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and folders in parallel. A slow disk syncs many files in the time of one file."""
+    """Sync files and folders concurrently.
+
+    A slow disk can sync many files in the time it takes to sync one.
+    """
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         list(pool.map(sync, paths))
 
 
 def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Replace a file atomically: readers see the whole old or the whole new content.
+    """Replace a file atomically: readers see either the old or the new contents, never a mix.
 
-    The new content is first written to a file next to `path`, so a link at `path` is replaced, not
-    followed. The folder must exist, and no other process may replace the same file. With `synced`,
-    file and folder are synced to the disk.
+    The contents are first written to a temporary file next to `path`, so a link at `path` is
+    replaced rather than followed. The folder must exist, and no other process may replace the same
+    file at the same time. With `synced`, the file and its folder are flushed to disk.
     """
     new = path.with_name(f".writing-{path.name}")
     new.unlink(missing_ok=True)
@@ -51,13 +54,13 @@ def replace_file(path: Path, content: str | bytes, *, synced: bool = False) -> N
 
 
 def free_name(path: Path) -> Path:
-    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
+    """Return the first of `path`, path.1, path.2, ... that does not exist."""
     names = (path.with_name(f"{path.name}.{n}") if n else path for n in itertools.count())
     return next(name for name in names if not name.exists())
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with its content."""
+    """Delete a file, a link, or a folder and its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

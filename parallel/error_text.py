@@ -1,26 +1,27 @@
-"""One-line texts of errors."""
+"""One-line error messages."""
 
 
-def described(error: OSError, place: object = None) -> str:
-    """Return an OSError's reason, followed by its file or, if it names no file, by `place`."""
-    where = error.filename or place
+def described(error: OSError, fallback: object = None) -> str:
+    """Return the reason for an OSError, followed by its file name or, if it has none,
+    `fallback`."""
+    where = error.filename or fallback
     return f"{error.strerror or str(error) or type(error).__name__}" + (
         f": {where}" if where else ""
     )
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type if there is no message.
+    """Return the first line of an error message, or the error type if the message is empty.
 
-    If the first line ends in a colon, the second line is appended.
+    If the first line ends with a colon, the second line is appended.
     """
     line, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return f"{line} {rest[0].strip()}" if rest and line.endswith(":") else line
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, or the error's type if there is no message.
+    """Return the last line of an error message, or the error's repr if the message is empty.
 
-    The last line of an error from a worker process contains the original error.
+    For an error raised in a worker process, the last line is the original error.
     """
     return (str(error).strip() or repr(error)).splitlines()[-1]

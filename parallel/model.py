@@ -1,4 +1,5 @@
-"""The model of one rank: Megatron's chunks, their units and gradients, forward and backward."""
+"""One rank's model: Megatron chunks with their units and gradients, and the forward-backward
+pass."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,27 +31,27 @@ from parallel.storage.domain_model import Buffers, DomainModel, GradientReducer,
 from spectral.batching import grouped
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Function that returns a micro-batch's scalar loss and the metrics to collect, given token losses
-`[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`)."""
+"""Function that maps token losses `[b, s]`, or `[2, b, s]` with a z-loss (`DecoderModel`), to the
+scalar loss of a micro-batch and the metrics to collect."""
 
 Batch = dict[str, Any]
 """A micro-batch: `tokens` `[b, s]`; `labels` `[b, s]` for training or validation; `documents`
-(`Documents`) if documents are packed; and further inputs of the loss function."""
+(`Documents`) for packed documents; and any other inputs of the loss function."""
 
 
 @dataclass
 class ParallelModel:
     """One rank's part of the model.
 
-    chunks            the model chunks of this pipeline rank
+    chunks            model chunks on this pipeline rank
     parameters        this rank's tensor-parallel piece of each parameter, by declared name
-    domains           one `DomainModel` for dense parameters, and one for experts if there are any
-    comm_volume       bytes sent for gradients, optimizer and weights
-    sequence_length   tokens per sample, before context parallelism splits samples
+    domains           one `DomainModel` for the dense parameters and, if any, one for the experts
+    comm_volume       bytes sent for gradients, the optimizer and weights
+    sequence_length   tokens per sample, before the context-parallel split
     in_graph          PC layers whose effective weight is computed in every forward pass
     sums_in_products  whether linear layers accumulate weight gradients directly in the buckets
-    after_backward    function called after the backward pass, before the wait for other ranks'
-                      gradients
+    after_backward    function called after the backward pass, before waiting for gradients from
+                      other ranks
     """
 
     config: TransformerConfig
@@ -65,7 +66,7 @@ class ParallelModel:
 
     @property
     def units(self) -> list[Unit]:
-        """Units with at least a part on this rank, in forward order within each domain."""
+        """Units stored on this rank, in whole or in part, in forward order within each domain."""
         return [unit for part in self.domains for unit in part.units]
 
     def domain_of(self, unit: Unit) -> Domain:
@@ -73,20 +74,20 @@ class ParallelModel:
         return next(part.domain for part in self.domains if part.domain.name == unit.domain)
 
     def reports(self, unit: Unit) -> bool:
-        """Return whether this rank, which must have a part of `unit`, reports the unit."""
+        """Return whether this rank, which must hold a part of `unit`, reports the unit."""
         domain = self.domain_of(unit)
         first = domain.replicas.rank == 0 and (unit.shard_axis is None or domain.tensor.rank == 0)
         return first and not unit.is_copy
 
     def gradient(self, unit: Unit) -> Tensor:
-        """Return a view of the gradient of this rank's piece of `unit`, float32 or wider."""
+        """Return a view of this rank's piece of the gradient of `unit`, in float32 or wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
-        """Update the tracked singular vectors of PC layers in the graph for the new weights.
+        """Update the tracked singular vectors of in-graph PC layers for the new weights.
 
-        The method waits for the weights. Nothing changes if `active`, a 0-d bool, is False.
+        Waits for the weights. If `active`, a 0-d bool tensor, is False, this is a no-op.
         """
         if self.in_graph:
             self.wait_for_weights()
@@ -94,10 +95,10 @@ class ParallelModel:
             effective.refresh_(self._weight_of(effective), active)
 
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the largest normalised singular values and gammas of the PC layers in the graph.
+        """Return the largest normalised singular values and the gammas of the in-graph PC layers.
 
-        Both lists contain one tensor `[units]` per layer (`UnitWeight.guard_`), on one of the ranks
-        that have the layer. All ranks of a stage must call this method together.
+        Both lists have one tensor `[units]` per layer (`UnitWeight.guard_`), on just one of the
+        layer's ranks. Collective: all ranks of a stage must call this method.
         """
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -108,11 +109,11 @@ class ParallelModel:
         return seen, gammas
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
-        """Yield each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and
-        the tracked spectral norm `[]` of W.
+        """Yield each unit of the in-graph PC layers with PC(W) `[rows, cols]`, gamma `[]` and the
+        tracked spectral norm `[]` of W.
 
-        Each unit is yielded on one of its ranks. All ranks of a stage must call this method
-        together.
+        Each unit is yielded on just one of its ranks. Collective: all ranks of a stage must call
+        this method.
         """
         for effective in self.in_graph:
             domain = self.domain_of(effective.units[0])
@@ -129,9 +130,10 @@ class ParallelModel:
         return self.parameters[effective.units[0].parameter]
 
     def sum_in_products(self, active: bool) -> None:
-        """Enable or disable gradient accumulation within the matrix products of linear layers.
+        """Enable or disable fused gradient accumulation in the weight gradient GEMMs of linear
+        layers.
 
-        If enabled, the reducers' observers do not receive the gradients of these layers.
+        While it is enabled, the reducers' observers do not see the gradients of these layers.
         """
         sum_in_products_(self.chunks, active)
 
@@ -141,20 +143,20 @@ class ParallelModel:
             torch._foreach_zero_(part.buffers.gradients)
 
     def wait_for_weights(self) -> None:
-        """Wait until all new weights of the last step have arrived."""
+        """Wait for the all-gathers of the last step's new weights."""
         for part in self.domains:
             part.wait(list(part.gathers))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Suppress gradient reductions after micro-batches within a context."""
+        """Context manager to disable gradient reduction after micro-batches."""
         with contextlib.ExitStack() as stack:
             for part in self.domains:
                 stack.enter_context(part.reducer.no_sync())
             yield
 
     def finish_gradients(self) -> None:
-        """Wait until every gradient shard contains the mean over the global batch."""
+        """Wait until every gradient shard holds the mean over the global batch."""
         self.after_backward()
         for part in self.domains:
             part.reducer.finish()
@@ -171,20 +173,20 @@ class ParallelModel:
     ) -> list[dict[str, Tensor]]:
         """Run all micro-batches of a step through Megatron's schedule.
 
-        If `train` is true, the schedule includes backward passes and the gradient reduction.
+        If `train` is true, this includes the backward passes and the gradient reduction.
 
         Args:
-            batches: function that returns an iterator of batches; called once per chunk. For
-                batches without labels, the loss function receives logits `[b, s, v / tensor]` of
-                this rank's part of the vocabulary.
+            batches: function that returns an iterator over batches; called once per chunk. If
+                batches have no labels, the loss function receives the logits `[b, s, v / tensor]`
+                of this rank's vocabulary shard.
             loss: function that returns the loss function of a batch.
-            microbatches: number of micro-batches of this rank.
+            microbatches: number of micro-batches on this rank.
             micro_batch: number of samples per micro-batch, b.
             train: whether to compute gradients.
-            length: tokens per sample, before context parallelism splits samples; None for
-                `sequence_length`, the largest length.
+            length: tokens per sample, before the context-parallel split; at most `sequence_length`,
+                which is the default.
 
-        Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on
+        Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on all
         other stages.
         """
 
@@ -221,9 +223,9 @@ class ParallelModel:
     def share(self, loss: LossFunction) -> LossFunction:
         """Return `loss` divided by the context-parallel size.
 
-        `loss` is a mean over this rank's part of each sequence, so the sum over context-parallel
-        ranks becomes the mean over whole sequences. Megatron's schedules multiply all losses,
-        including balancing losses, by the context-parallel size.
+        `loss` averages over this rank's part of each sequence, so that summing over
+        context-parallel ranks gives the mean over whole sequences. Megatron's schedules multiply
+        all losses, including balancing losses, by the context-parallel size.
         """
         size = self.config.context_parallel_size
 
@@ -240,19 +242,19 @@ class ModelOptions:
 
     seed                seed of the initial weights
     sequence_length     tokens per sample
-    buckets             planner of a domain's buckets; its `ranks` is set for each domain
+    buckets             bucket planner; `ranks` is set separately for each domain
     dtype               dtype of weights and activations
-    engine              options of the family's `transformer_config`: recompute, fp8
+    engine              options passed to the family's `transformer_config`: recompute, fp8
     split               fields of `Split`: qkv_units, split_gate_up
     loss                options of `DecoderModel`: loss_chunk, fused_loss, z_loss
     overlap_reduce      whether reduce-scatters start during the backward pass
     gradient_dtype      dtype of gradient buckets; see `Buffers`
-    pc                  config of PC layers; used if they are evaluated in the graph
-    radius_scalers      radius scalers by role, where they differ from `InitConfig`
+    pc                  PC layer config; only used if PC layers are evaluated in the graph
+    radius_scalers      radius scalers by role, where different from `InitConfig`
     weights             function that returns the initial value `[*shape]` of a whole unit; None:
-                        values are drawn
+                        random initialisation
     fused_backward      whether Triton kernels compute gradients; see `fuse_blocks_`
-    compile_backend     backend of torch.compile; None: compile nothing
+    compile_backend     torch.compile backend; None: no compilation
     """
 
     seed: int
@@ -272,7 +274,7 @@ class ModelOptions:
 
 
 def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> ParallelModel:
-    """Build and initialise this rank's part of the model, with its buckets.
+    """Build and initialise this rank's part of the model and its buckets.
 
     Raises ValueError if the declared units do not match the model's parameters.
     """
@@ -312,7 +314,7 @@ def named_parameters(
     modules: Sequence[torch.nn.Module],
     specs: Sequence[ChunkSpec],
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the chunks by declared global name."""
+    """Map declared global names to the parameters of the chunks."""
     parameters: dict[str, torch.nn.Parameter] = {}
     for module, spec in zip(modules, specs, strict=True):
         declared = names(module, spec.layers)
@@ -324,10 +326,10 @@ def named_parameters(
 def named_buffers(
     chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of the chunks' persistent buffers, which are equal on all ranks of a
-    pipeline stage.
+    """Yield the names and values of the chunks' persistent buffers, which are identical on all
+    ranks of a pipeline stage.
 
-    The first part of a name is the name of a parameter of the same module:
+    Names are prefixed with the name of a parameter of the same module:
     `layers.0.router.expert_bias`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -345,7 +347,7 @@ def build_chunks(
     options: ModelOptions,
     groups: Groups,
 ) -> list[torch.nn.Module]:
-    """Build the Megatron models of this pipeline rank's chunks, with uninitialised weights."""
+    """Build the Megatron models for this pipeline rank's chunks, with uninitialised weights."""
     with without_advice():
         chunks = [
             FAMILIES[model.family]
@@ -372,7 +374,7 @@ def build_domains(
     options: ModelOptions,
     comm_volume: CommVolume,
 ) -> list[DomainModel]:
-    """Move the dense parameters, and the experts if any, into buckets."""
+    """Move the dense parameters and, if any, the experts into buckets."""
     domains, sequence = [], groups.layout.sequence_parallel
     for domain in (groups.dense, groups.experts):
         units = units_of_domain(stage_units, domain.name)
@@ -400,7 +402,7 @@ def build_domains(
 
 
 def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
-    """Initialise the weights, the state of PC layers in the graph, and the master weights."""
+    """Initialise the weights, the state of in-graph PC layers, and the master weights."""
     scalers = options.radius_scalers
     for part in built.domains:
         by_scaler = grouped(part.units, lambda u: scalers.get(u.role, model.init.radius_scaler))
@@ -424,8 +426,8 @@ def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions
 def in_shares(
     axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
 ) -> Tensor:
-    """Return `compute(units)` `[units]`: each rank of the axis computes every `axis.size`-th unit.
-    All ranks of the axis must have the same units."""
+    """Return `compute(units)` `[units]`, with the work split across the axis: each rank computes
+    every `axis.size`-th unit. All ranks of the axis must pass the same units."""
     share = compute(units[axis.rank :: axis.size])
     figures = share.new_zeros(len(units))
     figures[axis.rank :: axis.size] = share
@@ -433,7 +435,7 @@ def in_shares(
 
 
 def install_hooks(model: ParallelModel) -> None:
-    """Register the gradient reduction with Megatron's schedules, and make modules wait for
+    """Hook the gradient reduction into Megatron's schedules, and make modules wait for their
     weights."""
     model.config.no_sync_func = model.no_sync
     model.config.finalize_model_grads_func = lambda *_, **__: model.finish_gradients()
@@ -443,7 +445,7 @@ def install_hooks(model: ParallelModel) -> None:
 
 def wait_before_forward(model: ParallelModel) -> None:
     """Make every module wait for its new weights before its forward pass."""
-    place = {
+    bucket_of = {
         id(model.parameters[name]): (i, bucket.index)
         for i, part in enumerate(model.domains)
         for name, (bucket, _) in part.buffers.bucket_layout.slots.items()
@@ -455,8 +457,8 @@ def wait_before_forward(model: ParallelModel) -> None:
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            # These modules use weights of submodules without calling the submodules.
+            # These modules use their submodules' weights without calling the submodules.
             inside = isinstance(module, GroupedExperts | RotatedSelfAttention)
-            needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
+            needed = {bucket_of[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
                 module.register_forward_pre_hook(partial(wait, list(needed)))

@@ -1,5 +1,5 @@
-"""Measurements for monitors of a run: whole matrices, activations, gradients of micro-batches.
+"""Measurements for monitoring a run: whole matrices, activations, per-micro-batch gradients.
 
-Measurements do not change the results of a run. training/monitor computes metrics from them. Read
+Measurements do not affect the results of a run. training/monitor turns them into metrics. Read
 unit_gather.py first.
 """

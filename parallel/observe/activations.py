@@ -1,8 +1,8 @@
-"""Activations of a monitored step: Gram matrices, sizes, attention scores.
+"""Measures activations during a monitored step: Gram matrices, sizes, attention scores.
 
-The Gram matrix A A^T of each weight's inputs A is accumulated for a few thousand tokens at a time.
-No activations are stored. Hooks exist only during monitored steps and do not change values. With
-recomputation, only the pass before backward is counted.
+The Gram matrix A A^T of each weight's inputs A is accumulated a few thousand tokens at a time,
+without storing activations. Hooks are installed for monitored steps only and never modify values.
+With activation recomputation, only the recomputed forward pass is counted.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,19 +23,19 @@ from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
 CHUNK = 4096
-"""Number of tokens whose inputs are converted to float32 at a time."""
+"""Number of tokens whose inputs are upcast at a time."""
 
 EMBEDDING = "embedding"
 
 
 @dataclass
 class Inputs:
-    """Sums over tokens of a parameter's inputs A `[inputs, tokens]`.
+    """Sums over tokens for a parameter's inputs A `[inputs, tokens]`.
 
-    gram     A A^T `[inputs, inputs]`; if A is sharded, this rank's rows until
-             `ActivationWatch.inputs` gathers all rows; for the embedding, token counts `[rows]`
+    gram     A A^T `[inputs, inputs]`; if A is sharded, only this rank's rows until they are
+             gathered by `ActivationWatch.inputs`; for the embedding, token counts `[rows]`
     tokens   number of tokens, `[]`
-    cut      the ranks that share A, None if this rank has the whole A
+    cut      ranks that A is sharded across; None if this rank has all of A
     """
 
     gram: Tensor
@@ -45,14 +45,14 @@ class Inputs:
 
 @dataclass
 class Size:
-    """Sum of squares, number, and largest absolute value of a tensor's entries."""
+    """Sum of squares, count, and maximum absolute value of a tensor's entries."""
 
     square: Tensor
     number: Tensor
     largest: Tensor
 
     def add(self, seen: Tensor) -> None:
-        """Add the entries of `seen`."""
+        """Accumulate the entries of `seen`."""
         wide = seen.detach().double()
         self.square += wide.square().sum()
         self.number += wide.numel()
@@ -73,9 +73,9 @@ class ActivationWatch:
     ) -> None:
         """Install the hooks.
 
-        With `inputs`, the inputs of the weights in `layers`, of the embedding and of the head are
-        summed, and the residual stream and the blocks' outputs are measured. With `attention`, the
-        largest attention score of each layer is recorded.
+        With `inputs`, accumulates the inputs to the weights in `layers`, the embedding and the
+        head, and measures the residual stream and the block outputs. With `attention`, records each
+        layer's largest attention score.
         """
         self.model = model
         self.groups = groups
@@ -100,10 +100,10 @@ class ActivationWatch:
         self._handles.clear()
 
     def inputs(self) -> dict[str, Inputs]:
-        """Return the inputs of each watched parameter over the global batch.
+        """Return each watched parameter's inputs, summed over the global batch.
 
-        All ranks of a stage must call this method together. Inputs that are equal on all
-        tensor-parallel ranks are counted once per rank, in both `gram` and `tokens`.
+        Collective: all ranks of a stage must call this method. Inputs replicated across
+            tensor-parallel ranks are counted once per rank, in both `gram` and `tokens`.
         """
         units = {unit.parameter: unit for unit in self.model.units}
         for name, seen in self.seen.items():
@@ -116,9 +116,9 @@ class ActivationWatch:
         return self.seen
 
     def blocks(self) -> dict[str, dict[str, float]]:
-        """Return sizes and scores by layer or "embedding", on the first rank of each stage.
+        """Return sizes and scores keyed by layer or "embedding", on the first rank of each stage.
 
-        All ranks of a stage must call this method together. Other ranks get an empty result.
+        Collective: all ranks of a stage must call this method. Other ranks get an empty dict.
         """
         stage = self.groups.dense.stage
         figures: dict[str, dict[str, float]] = {}
@@ -135,7 +135,7 @@ class ActivationWatch:
         return figures if stage.rank == 0 else {}
 
     def _linears(self, layers: Collection[int]) -> Iterator[tuple[torch.nn.Module, Unit, Domain]]:
-        """Yield the module, one unit and the domain of every watched matrix parameter of this
+        """Yield the module, one unit and the domain of each watched matrix parameter on this
         rank."""
         module_of: dict[int, torch.nn.Module] = {}
         for chunk in self.model.chunks:
@@ -148,7 +148,7 @@ class ActivationWatch:
         done = set()
         for part in self.model.domains:
             for unit in part.units:
-                # The inputs of a tied head are not measured, on any layout.
+                # The inputs to a tied head are not measured on any layout.
                 watched = unit.layer in layers or (unit.layer is None and not unit.is_copy)
                 if unit.is_matrix and watched and unit.parameter not in done:
                     done.add(unit.parameter)
@@ -219,15 +219,15 @@ class ActivationWatch:
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the first argument of a module's forward."""
+    """Return the first argument passed to a module's forward."""
     argument: Tensor = (*args, *kwargs.values())[0]
     return argument.detach()
 
 
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
-    """Return the input of the weight of `module`, given the module's input `seen`.
+    """Return the input to the weight of `module`, given the module input `seen`.
 
-    Transformer Engine's linear layers contain the preceding norm.
+    Transformer Engine's linear layers include the preceding norm.
     """
     gain = getattr(module, "layer_norm_weight", None)
     if gain is None:
@@ -236,7 +236,7 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """Add the products of this rank's inputs `seen` `[..., inputs]` with all ranks' inputs."""
+    """Add the product of this rank's inputs `seen` `[..., inputs]` with the inputs of all ranks."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):
@@ -248,11 +248,11 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
     """Count the tokens `seen` `[b, s]`."""
     flat = seen.flatten()
-    # Sums of integers are exact in any order; bincount would wait for the device.
+    # Integer sums are exact in any order; bincount would cause a host sync.
     inputs.gram.scatter_add_(0, flat, torch.ones_like(flat, dtype=inputs.gram.dtype))
     inputs.tokens += seen.numel()
 
 
 def gathered(rows: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the rows `[rows, ...]` of every rank of an axis."""
+    """Gather `rows` `[rows, ...]` from all ranks of an axis and concatenate them."""
     return torch.cat(gather(rows, axis.group, "gather of activations"))

@@ -1,10 +1,10 @@
-"""Gradients of single micro-batches and their inner products, from which the gradient noise of a
-step is computed.
+"""Per-micro-batch gradients and their inner products, used to compute a step's gradient noise.
 
 On every layout, the samples are the first micro-batches of the global batch. Each rank stores the
-gradients of its own samples until the end of the backward pass. Then, one parameter at a time, all
-replicas receive all samples, and only the products `[samples, samples]` of each matrix are stored.
-Expert-parallel experts are skipped, because their gradients mix micro-batches of several ranks.
+gradients of its own samples until the backward pass ends. Then all replicas receive all samples,
+one parameter at a time, and keep only the inner products `[samples, samples]` of each matrix.
+Experts are skipped under expert parallelism, because their gradients mix micro-batches from several
+ranks.
 """
 
 import torch
@@ -17,18 +17,18 @@ from parallel.storage.domain_model import DomainModel
 
 
 class GradientSamples:
-    """Gradients of this rank's samples of one step."""
+    """Gradients of this rank's samples in one step."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, *, microbatches: int, samples: int
     ) -> None:
-        """Start to store gradients.
+        """Start storing gradients.
 
         Args:
-            model: the model with the observed gradients.
-            groups: process groups of the model.
-            microbatches: micro-batches of a step on one rank.
-            samples: number of samples, limited to the micro-batches of the global batch.
+            model: model whose gradients are observed.
+            groups: the model's process groups.
+            microbatches: micro-batches per step on each rank.
+            samples: number of samples, at most the number of micro-batches in the global batch.
         """
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
@@ -42,7 +42,7 @@ class GradientSamples:
         self.model = model
         model.sum_in_products(False)
         for part in self.parts:
-            part.reducer.observe = self._observe  # replaces samples that were never read
+            part.reducer.observe = self._observe  # replaces any samples never read
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -52,10 +52,10 @@ class GradientSamples:
             self.kept.setdefault(name, []).append(gradient.detach().clone())
 
     def products(self) -> dict[str, Tensor]:
-        """Return inner products `[samples, samples]`, float64, of each unit's gradients.
+        """Return the float64 inner products `[samples, samples]` of each unit's gradients.
 
-        All ranks of a stage must call this method together. Every rank with a part of a unit gets
-        the unit's products. The samples are freed.
+        Collective: all ranks of a stage must call this method. Every rank that holds a part of a
+            unit gets the unit's products. Frees the samples.
         """
         products: dict[str, Tensor] = {}
         self.model.sum_in_products(self.model.sums_in_products)
@@ -74,7 +74,7 @@ class GradientSamples:
         return products
 
     def _samples(self, part: DomainModel, name: str) -> Tensor:
-        """Return a parameter's gradients `[samples, elements]`, up to a common factor."""
+        """Return a parameter's gradients `[samples, elements]`, up to a common scale factor."""
         slot = part.buffers.bucket_layout.slots[name][1]
         like = part.buffers.gradients[0]
         samples = like.new_zeros(self.count, slot.numel)

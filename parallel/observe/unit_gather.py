@@ -1,11 +1,10 @@
-"""The unit gather, which collects each matrix of weights, gradients and updates on one rank for
-inspection.
+"""Gathers whole matrices of weights, gradients and updates, each on one rank, for inspection.
 
-The singular values of a matrix cannot be computed from the singular values of its pieces. Therefore
-each whole matrix is gathered on one rank, its inspection rank. Any tensor that is stored in shards
-can be gathered. Matrices are sent as in a step, but in their own dtype, and in rounds that fit into
-each rank's memory. Matrices of one parameter have the same inspection rank, so that only this rank
-needs the parameter's input activations.
+The singular values of a matrix cannot be computed from those of its pieces. Therefore each matrix
+is gathered on a single rank, its inspection rank. Any sharded tensor can be gathered. Matrices are
+sent as in a step, but in their own dtype, and in rounds sized to fit each rank's memory. All
+matrices of a parameter share an inspection rank, so that only this rank needs the parameter's input
+activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from spectral.sharded.placement import longest_processing_time
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Choose the inspection rank of each parameter's matrices, among the `ranks` of a stage.
+    """Assign each parameter's matrices to an inspection rank, one of the `ranks` of a stage.
 
-    `units` are the units of each tensor-parallel rank. Parameters are placed in the order of
-    descending cost, each on the rank with the smallest load so far.
+    `units` are the units of each tensor-parallel rank. Parameters are assigned in order of
+    descending cost, each to the least loaded rank so far.
     """
     costs: dict[str, int] = {}
     for members in units:
@@ -44,10 +43,10 @@ def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, i
 def inspection_rounds(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, ranks: int, elements: int
 ) -> list[dict[str, int]]:
-    """Divide the matrices of a stage into rounds. A round maps unit names to inspection ranks.
+    """Split the matrices of a stage into rounds. A round maps unit names to inspection ranks.
 
-    A round contains matrices of one bucket, and on each rank at most `elements` elements or a
-    single matrix. `inspection_ranks` describes the other arguments.
+    All matrices of a round are in one bucket. On each rank, a round has at most `elements` elements
+    or a single matrix. For the other arguments, see `inspection_ranks`.
     """
     places = inspection_ranks(units, ranks)
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}
@@ -57,8 +56,8 @@ def inspection_rounds(
         rounds: list[dict[str, int]] = []
         last: dict[
             int, tuple[int, int]
-        ] = {}  # by rank: number of the last round, and the elements in this round
-        # Matrices of one shape are inspected together, in one round if they fit.
+        ] = {}  # by rank: index of the last round, and elements in it so far
+        # Matrices of the same shape are inspected together if they fit in one round.
         for unit in sorted(members, key=lambda u: (u.shape, u.name)):
             rank = places[unit.parameter]
             number, before = last.get(rank, (0, 0))
@@ -73,16 +72,16 @@ def inspection_rounds(
 
 
 MOMENTUM: Final = "momentum"
-"""Name of the momentum in the state of every rule with momentum."""
+"""Key of the momentum in the state of every rule that has one."""
 Shards = list[list[Tensor]]
-"""This rank's shards, by domain and bucket, of tensors with the shapes of the weights."""
+"""This rank's shards of weight-shaped tensors, by domain and bucket."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Whole matrices of one shape on their inspection rank.
+    """Whole matrices of the same shape on their inspection rank.
 
-    matrices   `[units, rows, cols]` by the name of the gathered array
+    matrices   gathered `[units, rows, cols]`, by array name
     """
 
     units: list[Unit]
@@ -91,10 +90,10 @@ class Inspection:
 
 @dataclass
 class Snapshot:
-    """A snapshot of the weights.
+    """Snapshot of the weights.
 
-    shards   master shards; for a PC layer they contain PC(W)
-    whole    W `[rows, cols]` of the PC layers that this rank owns, by unit name
+    shards   master shards; PC(W) for PC layers
+    whole    W `[rows, cols]` of the PC layers owned by this rank, by unit name
     """
 
     shards: Shards
@@ -102,7 +101,7 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """Return a snapshot of the current weights. With `copy` the next step does not change it."""
+    """Return a snapshot of the current weights. With `copy`, it is unaffected by the next step."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
@@ -115,9 +114,9 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """Return the current gradient shards, as copies if `copy`.
+    """Return the current gradient shards, or copies of them with `copy`.
 
-    Before the optimizer's step, the gradient of a PC layer is the gradient of PC(W).
+    Before the optimizer step, a PC layer's gradient is with respect to PC(W).
     """
     return [
         [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
@@ -126,8 +125,8 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 def momenta(optimizer: DistributedOptimizer) -> Snapshot:
-    """Return a snapshot of the momenta (0 for rules without momentum). For PC layers, `whole`
-    contains the momentum of W."""
+    """Return a snapshot of the momenta (0 for rules without momentum). For PC layers, `whole` holds
+    the momentum of W."""
     kept = Snapshot(
         [[torch.zeros_like(m) for m in domain.buffers.masters] for domain in optimizer.domains],
         {
@@ -145,10 +144,11 @@ def momenta(optimizer: DistributedOptimizer) -> Snapshot:
 
 
 class UnitGather:
-    """Gathers of whole matrices for all domains of this rank's pipeline stage, planned once."""
+    """Gathers whole matrices across this rank's pipeline stage, for all domains, as planned up
+    front."""
 
     def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
-        """Plan the gathers; a rank inspects at most `elements` elements or one matrix at a time."""
+        """Plan the gathers. A rank inspects at most `elements` elements or one matrix at a time."""
         self.plans = []
         for index, domain in enumerate(optimizer.domains):
             stage, units = domain.domain.stage, domain.model.stage_units
@@ -162,10 +162,10 @@ class UnitGather:
                 self.plans.append((index, bucket.index, stacks, exchange))
 
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
-        """Gather every matrix and yield this rank's matrices in stacks of equal shape.
+        """Gather every matrix and yield this rank's matrices, stacked by shape.
 
-        `arrays` are the shards to gather, by name. All ranks of the stage must call this method
-        together. The matrices of an inspection are freed when the next inspection is requested.
+        `arrays` are the shards to gather, by name. Collective: all ranks of the stage must call
+        this method. Requesting the next inspection frees the matrices of the previous one.
         """
         for index, bucket, stacks, exchange in self.plans:
             gathered = {}

@@ -1,5 +1,5 @@
-"""Detection of weights that change between steps, for instance by bit flips in memory or in a
-transfer, and of copies of weights that differ between ranks."""
+"""Detects weights that change between steps, e.g. through bit flips in memory or in transit, and
+copies of weights that differ across ranks."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,29 +19,30 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HASHED = 1 << 22
 """Number of elements hashed at a time."""
 SHOWN = 8
-"""Largest number of findings in an error."""
+"""Maximum number of findings listed in an error."""
 
 
 def bit_hash(value: Tensor) -> Tensor:
-    """Hash a tensor's bits to a 0-d int64 tensor.
+    """Hash the bits of a tensor to a 0-d int64 tensor.
 
-    The hash is the sum, modulo 2^64, over elements of the element's bits times an odd number that
-    depends on the position. Tensors that differ in exactly one element never have the same hash.
+    The hash is the sum over elements, modulo 2^64, of the element's bits times an odd number
+    derived from its position. Tensors that differ in exactly one element never collide.
     """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, bits.numel(), HASHED):
         part = bits[start : start + HASHED].long()
-        place = torch.arange(start, start + part.numel(), device=value.device)
-        # Knuth's multiplier spreads neighbouring positions; the last bit makes the factor odd.
-        total += (part * ((place * 6364136223846793005 + 1442695040888963407) | 1)).sum()
+        position = torch.arange(start, start + part.numel(), device=value.device)
+        # Knuth's multiplier spreads out neighbouring positions; setting the last bit makes the
+        # factor odd.
+        total += (part * ((position * 6364136223846793005 + 1442695040888963407) | 1)).sum()
     return total
 
 
 def check_replicas(model: ParallelModel) -> None:
-    """Raise DisagreementError on every rank if copies on different ranks differ in any bit.
+    """Raise DisagreementError on every rank unless replicated weights are bitwise equal.
 
-    The error names the parameters and buffers.
+    The error names the parameters and buffers that differ.
     """
     model.wait_for_weights()
     problems = []
@@ -63,9 +64,9 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def summary_of_all(findings: Iterable[str]) -> str:
-    """Return the findings of all ranks in one line, or "" if there are none.
+    """Return a one-line summary of the findings of all ranks, or "" if there are none.
 
-    All ranks must call this function together.
+    Collective: all ranks must call this function.
     """
     of_all = found_by_any(findings)
     more = f" and {len(of_all) - SHOWN} more" if len(of_all) > SHOWN else ""
@@ -73,11 +74,11 @@ def summary_of_all(findings: Iterable[str]) -> str:
 
 
 def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
-    """Return the names whose tensors differ between ranks of the axis."""
+    """Return the names of tensors that differ across the ranks of an axis."""
     if axis is None or axis.size == 1 or not tensors:
         return []
     hashes = torch.stack([bit_hash(value) for value in tensors.values()])
-    # The complement reverses the order of all integers; the smallest integer has no negative.
+    # Reverse the order by complement, not negation: the smallest integer cannot be negated.
     bounds = torch.stack([hashes, ~hashes])
     largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
     same = (largest == ~turned).tolist()
@@ -85,13 +86,13 @@ def different(tensors: Mapping[str, Tensor], axis: Axis | None) -> list[str]:
 
 
 CHUNK = 1 << 14
-"""Number of elements per sum, which is the resolution of a finding."""
+"""Number of elements per sum: the granularity at which changes are located."""
 
 
 def chunk_sums(flat: Tensor) -> Tensor:
-    """Sum the bits of each `CHUNK` elements of `flat` `[numel]` to int64 `[ceil(numel / CHUNK)]`.
+    """Sum the bits of every `CHUNK` elements of `flat` `[numel]`: int64 `[ceil(numel / CHUNK)]`.
 
-    The sum is modulo 2^64, so one flipped bit always changes it.
+    Sums are modulo 2^64, so a single bit flip always changes the sum.
     """
     bits = flat.detach().view(INTEGERS[flat.element_size()])
     whole = bits.numel() // CHUNK * CHUNK
@@ -103,10 +104,10 @@ def chunk_sums(flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A part of a bucket of weights, as flat memory.
+    """A contiguous part of a weight bucket.
 
     slots   slots of all weights in the bucket
-    first   position of the memory's first element in the bucket
+    first   offset in the bucket of the first element of `flat`
     """
 
     kind: str
@@ -115,7 +116,7 @@ class _Watched:
     first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
-        """Yield the weights with a changed chunk. `same` yields one flag per chunk."""
+        """Yield the weights that overlap a changed chunk. `same` yields one flag per chunk."""
         last = self.first + self.flat.numel()
         for start in range(self.first, last, CHUNK):
             if next(same):
@@ -127,22 +128,21 @@ class _Watched:
 
 
 class WeightWatch:
-    """Sums of the bits of all weights on one rank, computed after each step and compared before the
-    next step.
+    """Checksums of all weights on one rank, computed after each step and verified before the next.
 
-    The sums include the parameters, this rank's master shards, and the weights of the matrices that
-    this rank owns. Each step reads all these weights twice and waits for the new weights.
+    They cover the parameters, this rank's master shards, and the weights of the matrices owned by
+    this rank. Each step reads all of these weights twice and waits for the new weights.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
-        """Watch the weights of `optimizer`, starting at the first `note`."""
+        """Watch the weights of `optimizer`, starting with the first `note`."""
         self.optimizer = optimizer
         self.sums: list[Tensor] = []
         self.changed: list[Tensor] = []
 
     @torch.no_grad()
     def note(self) -> None:
-        """Record the sums of the weights, which must not change until the next update."""
+        """Record the checksums of the weights, which must not change until the next update."""
         self.optimizer.model.wait_for_weights()
         self.sums = [chunk_sums(watched.flat) for watched in self._watched()]
         if not self.changed:
@@ -150,9 +150,9 @@ class WeightWatch:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Compare the weights with the sums of `note`, without waiting for the result.
+        """Compare the weights with the checksums recorded by `note`, without a host sync.
 
-        The first call, and the first call after `forget`, only record sums.
+        The first call, and the first call after `forget`, only record checksums.
         """
         if not self.sums:
             self.note()
@@ -161,16 +161,16 @@ class WeightWatch:
             changed |= chunk_sums(watched.flat) != before
 
     def forget(self) -> None:
-        """Discard the recorded sums, for instance after loading a checkpoint."""
+        """Discard the recorded checksums, e.g. after loading a checkpoint."""
         self.sums, self.changed = [], []
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise DisagreementError on every rank if weights have changed or copies differ on any
-        rank.
+        """Raise DisagreementError on every rank if, on any rank, weights have changed or copies
+        differ.
 
-        All ranks must call this method together. The method waits for the device. The error names
-        ranks, hosts and weights.
+        The error names ranks, hosts and weights. Collective: all ranks must call this method.
+        Causes a host sync.
         """
         self.compare()
         same = iter((~torch.cat(self.changed)).tolist())
