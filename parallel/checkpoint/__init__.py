@@ -1,5 +1,4 @@
-"""Saving and loading the state of model and optimizer, in coordinates that are the same on any
-layout.
+"""Saves and loads model and optimizer state, in layout-independent coordinates.
 
 training/checkpoint manages folders, retention and resuming. Read state.py first.
 """

@@ -1,8 +1,8 @@
-"""Reading of a checkpoint's state without executing code from its pickles.
+"""Reads checkpoint state without executing code from its pickles.
 
 torch writes `.metadata`, the index of a checkpoint's tensors, as a pickle. `read_index` allows only
-the classes of an index, and `read_plain` allows only plain values. torch reads the tensors with
-weights_only.
+the classes found in an index, and `read_plain` allows only plain values. Tensors are read by torch
+with weights_only.
 """
 
 import os
@@ -24,7 +24,7 @@ from parallel.error_text import first_line
 
 INDEX_FILE: Final = ".metadata"
 PLAIN_FILE: Final = "common.pt"
-"""File with the entries of a state that are not tensors: `schema` and `extra`."""
+"""File with the non-tensor entries of a state: `schema` and `extra`."""
 
 ALLOWED: Final = {
     "torch": {"Size"},
@@ -46,11 +46,11 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names to which an index may refer; objects of these classes contain only values."""
+"""Modules and names that an index may refer to; objects of these classes hold only data."""
 
 
 class UnsafeIndexError(ValueError):
-    """Error for an index that refers to code, or for an unreadable or invalid file."""
+    """Raised if an index refers to code, or if a file is unreadable or invalid."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(enumeration: Any, name: Any) -> Any:
-    """Return a member of an enumeration; Python 3.11.2 pickles members as calls of getattr."""
+    """Return an enum member; Python 3.11.2 pickles enum members as getattr calls."""
     is_enumeration = isinstance(enumeration, type) and issubclass(enumeration, Enum)
     if is_enumeration and name in enumeration.__members__:
         return enumeration[name]
@@ -74,7 +74,8 @@ def _member(enumeration: Any, name: Any) -> Any:
 def read_index(folder: str | Path) -> Metadata:
     """Read the index of the state in `folder`.
 
-    Raises UnsafeIndexError for unsafe or invalid content, without executing code from the file.
+    Raises UnsafeIndexError if the contents are unsafe or invalid. Never executes code from the
+    file.
     """
     path = Path(folder) / INDEX_FILE
     try:
@@ -93,7 +94,7 @@ def read_index(folder: str | Path) -> Metadata:
 
 
 def index_files(index: Metadata) -> list[str]:
-    """Return the names of an index's tensor files."""
+    """Return the names of the tensor files listed in an index."""
     stored = index.storage_data if isinstance(index.storage_data, dict) else {}
     return sorted({str(getattr(entry, "relative_path", "")) for entry in stored.values()})
 
@@ -101,7 +102,8 @@ def index_files(index: Metadata) -> list[str]:
 def read_plain(folder: str | Path) -> dict[str, Any]:
     """Read the plain values of the state in `folder`.
 
-    Raises UnsafeIndexError for unsafe or invalid content, without executing code from the file.
+    Raises UnsafeIndexError if the contents are unsafe or invalid. Never executes code from the
+    file.
     """
     path = Path(folder) / PLAIN_FILE
     try:
@@ -115,7 +117,7 @@ def read_plain(folder: str | Path) -> dict[str, Any]:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a state folder with an index from `read_index`."""
+    """torch's reader for a state folder, with an index from `read_index`."""
 
     def __init__(self, folder: str | Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -127,11 +129,11 @@ class Reader(FileSystemReader):
         self._index.storage_meta.load_id = self.load_id
         return self._index
 
-    def read_into(self, places: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
-        """Read stored tensors into `places` by key, or the parts that `planner` requests.
+    def read_into(self, targets: Mapping[str, Tensor], planner: LoadPlanner | None = None) -> None:
+        """Read stored tensors into `targets`, by key, or the parts requested by `planner`.
 
-        Only this process reads. Raises CheckpointException.
+        Not collective: only this process reads. Raises CheckpointException.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(places), storage_reader=self, planner=planner, no_dist=True)
+            load(dict(targets), storage_reader=self, planner=planner, no_dist=True)

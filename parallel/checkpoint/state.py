@@ -1,17 +1,18 @@
-"""The state of model and optimizer, which is saved on one layout and loaded on any layout.
+"""Model and optimizer state that can be saved on one layout and loaded on any other.
 
-Every tensor of a checkpoint belongs to one unit or module and has the same shape on any layout:
+Every tensor in a checkpoint belongs to one unit or module, and its shape is independent of the
+layout:
 
-    weight/layers.0.q.3                the float32 master if there is one, else the parameter
+    weight/layers.0.q.3                float32 master weight if there is one, else the parameter
     optimizer/layers.0.q.3/momentum    elementwise state, with the shape of the unit
-    optimizer/layers.0.q.3/u           state of a whole matrix, stored by its owner
-    optimizer/embedding/step           a counter of an elementwise rule
-    buffer/layers.0.router.expert_bias a persistent buffer of a module
+    optimizer/layers.0.q.3/u           whole-matrix state, stored by the owner
+    optimizer/embedding/step           counter of an elementwise rule
+    buffer/layers.0.router.expert_bias persistent buffer of a module
 
-A rank has spans of a unit's flattened local piece. A span of a row-major array consists of a few
-boxes: the rest of a row, whole rows, the beginning of a row. Each box is saved from a view of the
-rank's memory, and loaded into this view, with its offset in the unit. Therefore nothing is
-gathered, and no rank needs memory for more than its part of the state.
+A rank holds spans of a unit's flattened local piece. A span of a row-major array consists of a few
+boxes: the end of a row, whole rows, the start of a row. Each box is a view of the rank's memory,
+saved and loaded together with its offset in the unit. Therefore nothing is gathered, and no rank
+needs memory for more than its own part of the state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,13 +51,13 @@ from spectral.division import Box, sizes_of, span_of
 
 @dataclass(frozen=True)
 class StatePart:
-    """A box of a tensor, as a part of a checkpoint.
+    """A box of a tensor, as stored in a checkpoint.
 
-    key      name of the tensor in a checkpoint
-    value    memory `[*sizes]` from which the box is saved and into which it is loaded
+    key      name of the tensor in the checkpoint
+    value    memory `[*sizes]` that the box is saved from and loaded into
     shape    shape of the whole tensor
     offset   position of the box in the tensor
-    written  whether this rank saves the box; ranks with other copies do not
+    written  whether this rank saves the box; False on ranks with redundant copies
     """
 
     key: str
@@ -67,46 +68,46 @@ class StatePart:
 
     @property
     def name(self) -> str:
-        """Name of the part, unique among the parts of a rank."""
+        """Name of the part, unique within a rank."""
         return part_name(self.key, self.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Position of the part in the whole tensor, in torch's format."""
+        """Position of the part in the whole tensor, in torch's format for chunks."""
         return ChunkStorageMetadata(torch.Size(self.offset), self.value.shape)
 
 
 def part_name(key: str, offset: Sequence[int]) -> str:
-    """Return the name that identifies, within a rank, the part of tensor `key` at `offset`."""
+    """Return a name, unique within a rank, for the part of tensor `key` at `offset`."""
     return f"{key}{list(offset)}"
 
 
 SCHEMA = 1
-"""Version of keys and shapes; must be increased if older checkpoints become unreadable."""
+"""Version of the keys and shapes. Bump it if older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
-"""Largest number of problems in an error."""
+"""Maximum number of problems listed in an error."""
 
 
 UNREAD = ("/multiplier", "/slope")
-"""Suffixes of state entries of SSO that earlier versions saved; they are ignored."""
+"""Suffixes of SSO state entries saved by earlier versions; ignored."""
 
 
 class StateError(ValueError):
-    """Error for a checkpoint that does not match the model into which it is loaded."""
+    """Raised if a checkpoint does not match the model it is loaded into."""
 
 
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """Load a state of model and optimizer in place. The state may be from any layout.
+    """Load model and optimizer state, saved on any layout, in place.
 
-    All ranks must call this function together. Returns the saved `extra`.
+    Collective: all ranks must call this function. Returns the saved `extra`.
 
     Raises:
-        StateError: on every rank. If tensors are missing, unexpected, or of another shape or dtype,
-            nothing has been changed yet. If tensors cannot be read, or if counters that must be
-            equal differ, the state may be partly loaded.
+        StateError: on every rank. If there are missing or unexpected tensors, or shape or dtype
+        mismatches, nothing has been modified. If tensors cannot be read, or if counters that must
+        be equal differ, the state may be partially loaded.
     """
     model.wait_for_weights()
     problems: list[str] = []
@@ -121,7 +122,7 @@ def load_state(
         raise StateError(f"{prefix}schema must be {SCHEMA}, got {plain.get('schema')}")
     check_fits(prefix, index, state)
     _raise_together(_load(folder, index, state))
-    # Update all values that depend on the loaded tensors.
+    # Update everything derived from the loaded tensors.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
@@ -132,7 +133,7 @@ def load_state(
 
 
 def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Load this rank's part of the state; yield the reason for a failure."""
+    """Load this rank's part of the state. Yield an error message on failure."""
     try:
         Reader(folder, index).read_into({}, _PartPlanner(state))
     except (Exception, CheckpointException) as error:
@@ -140,7 +141,7 @@ def _load(folder: str | Path, index: Metadata, state: Mapping[str, StatePart]) -
 
 
 class _PartPlanner(DefaultLoadPlanner):
-    """Planner that loads the parts of a state in place."""
+    """Load planner that loads the parts of a state in place."""
 
     def __init__(self, state: Mapping[str, StatePart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -163,7 +164,8 @@ class _PartPlanner(DefaultLoadPlanner):
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, StatePart]:
     """Return this rank's parts of the state by name.
 
-    Parts are views, except for counters, which many units share in memory. Counters are copies.
+    Parts are views, except for counters, which are copies, because many units share one counter in
+    memory.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),
@@ -177,10 +179,9 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict
 
 
 def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> None:
-    """Raise StateError on every rank if the checkpoint's tensors differ from the model's tensors.
+    """Raise StateError on every rank if the checkpoint's tensors do not match the model's.
 
-    The model's tensors are the tensors in the `state` of all ranks together. The message begins
-    with `prefix`.
+    The model's tensors are the union of `state` over all ranks. The message starts with `prefix`.
     """
     stored = {
         key: tensor
@@ -194,14 +195,14 @@ def check_fits(prefix: str, index: Metadata, state: Mapping[str, StatePart]) -> 
     _raise_together(_other_layers(stored, layers), prefix)
     _raise_together(_misfits(stored, parts), prefix)
     firsts = sum(not any(part.offset) and part.written for part in state.values())
-    # Names are gathered only if the checkpoint has too many tensors.
+    # Names are only gathered if the checkpoint has unexpected tensors.
     if sum(from_all(firsts)) != len(stored):
         names = set(found_by_any(parts))
         _raise_together([f"the model has no {key}" for key in stored if key not in names], prefix)
 
 
 def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return [message] if checkpoint and model have different PC layers, else []."""
+    """Return [message] if the PC layers of checkpoint and model differ, else []."""
     saved_layers = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     model_layers = {key.split("/")[1] for key in keys}
     if saved_layers == model_layers:
@@ -217,7 +218,7 @@ def _other_layers(stored: Iterable[str], keys: Iterable[str]) -> list[str]:
 def _misfits(
     stored: Mapping[str, TensorStorageMetadata], parts: Mapping[str, StatePart]
 ) -> Iterator[str]:
-    """Yield a message for each tensor that is missing or has another shape or dtype."""
+    """Yield a message for each tensor that is missing or whose shape or dtype does not match."""
     for key, part in parts.items():
         tensor = stored.get(key)
         if tensor is None:
@@ -231,7 +232,7 @@ def _misfits(
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     """Split the range `[start, stop)` of a row-major array of shape `axes` into boxes, in order.
 
-    Each box is contiguous in the array. An array of n dimensions has at most 2 n - 1 boxes.
+    Each box is contiguous in the array. An n-dimensional array is split into at most 2 n - 1 boxes.
     """
     if len(axes) == 1:
         return [(range(start, stop),)]
@@ -251,8 +252,8 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
 
 
 def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Iterator[StatePart]:
-    """Yield the boxes of a span of a unit's local piece; `flat` `[span.length]` contains its
-    elements."""
+    """Yield the boxes of a span of a unit's local piece, whose elements are `flat`
+    `[span.length]`."""
     axes, cut, position = unit.local_axes(tensor.size), unit.shard_axis, 0
     for box in boxes(span.piece_start, span.piece_start + span.length, axes):
         sizes = sizes_of(box)
@@ -265,7 +266,7 @@ def _pieces(key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis) -> Ite
 
 
 def _whole(key: str, value: Tensor, written: bool = True) -> StatePart:
-    """Return the part that is a whole tensor."""
+    """Return a part that covers a whole tensor."""
     return StatePart(key, value, tuple(value.shape), (0,) * value.dim(), written)
 
 
@@ -279,7 +280,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield this rank's part of the state that has the shape of the units."""
+    """Yield this rank's part of the state with the shape of the units."""
     for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
@@ -295,7 +296,7 @@ def _buffers(model: ParallelModel) -> Iterator[StatePart]:
 
 
 def _in_graph(model: ParallelModel) -> Iterator[StatePart]:
-    """Yield the state of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
+    """Yield the state of in-graph PC layers, under the same keys as `MaterializedStack.saved`."""
     for effective in model.in_graph:
         for i, unit in enumerate(effective.units):
             written = model.reports(unit)
@@ -307,14 +308,14 @@ def _in_graph(model: ParallelModel) -> Iterator[StatePart]:
 
 
 def _matrices(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the state of the matrices that this rank owns."""
+    """Yield the state of the matrices owned by this rank."""
     for stack in domain.stacks:
         for key, transfer, value in stack.saved():
             yield _whole(key, value, not transfer.unit.is_copy)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
-    """Yield key, unit, span and counter `[1]` for every span in this rank's shards."""
+    """Yield (key, unit, span, counter `[1]`) for every span in this rank's shards."""
     for unit, span, _, region in _region_spans(domain):
         for name, value in region.state.items():
             if _is_counter(value):
@@ -322,13 +323,13 @@ def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
-    """Yield the counters of all units with a part on this rank.
+    """Yield the counters of all units stored, in whole or in part, on this rank.
 
-    The rank with the first element of a unit saves the unit's counters.
+    A unit's counters are saved by the rank that holds its first element.
     """
     tensor, seen = domain.domain.tensor, set()
     for key, unit, span, value in _counted(domain):
-        if key not in seen:  # the first span of the unit, because spans are ascending
+        if key not in seen:  # the unit's first span, because spans are sorted
             seen.add(key)
             other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
             copy = other_piece or unit.is_copy
@@ -336,9 +337,9 @@ def _counters(domain: DomainOptimizer) -> Iterator[StatePart]:
 
 
 def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> Iterator[str]:
-    """Set the counters of every region to the loaded counters of its units.
+    """Set every region's counters to the counters loaded for its units.
 
-    Yields a message for each unit whose counter differs from the first counter of its region.
+    Yields a message for each unit whose counter differs from the first one in its region.
     """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
@@ -350,12 +351,12 @@ def _set_counters(domain: DomainOptimizer, state: Mapping[str, StatePart]) -> It
 
 
 def _is_counter(value: Tensor) -> bool:
-    """Return whether an entry of a region's state is a counter `[1]` instead of `[1, length]`."""
+    """Return whether an entry of a region's state is a counter `[1]` rather than `[1, length]`."""
     return value.dim() == 1
 
 
 def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
-    """Yield (unit, span, start in the shard) for the units' spans in this rank's shards."""
+    """Yield (unit, span, start in the shard) for all unit spans in this rank's shards."""
     bucket_layout, rank = part.buffers.bucket_layout, part.domain.replicas.rank
     for unit in part.units:
         for span in bucket_layout.shard_spans(unit, rank):
@@ -363,17 +364,17 @@ def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
 
 
 def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """Yield (unit, span, start in the shard, region) for the spans in this rank's shards."""
+    """Yield (unit, span, start in the shard, region) for all unit spans in this rank's regions."""
     regions = grouped(domain.regions, lambda region: region.bucket)
     for unit, span, start in _shard_spans(domain.model):
-        # A bucket has no region if owners store the weights of all its units.
+        # A bucket has no regions if all of its weights are stored by owners.
         for region in regions.get(span.bucket, ()):
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region
 
 
 def _raise_together(problems: Iterable[str], prefix: str = "") -> None:
-    """Raise StateError on every rank if a rank has problems; the message begins with `prefix`."""
+    """Raise StateError on every rank if any rank has problems. The message starts with `prefix`."""
     all_problems = found_by_any(islice(problems, SHOWN_PROBLEMS + 1))
     if all_problems:
         more = "; and more" if len(all_problems) > SHOWN_PROBLEMS else ""

@@ -1,14 +1,14 @@
-"""Asynchronous saving of the state of model and optimizer, while training continues.
+"""Saves model and optimizer state asynchronously, while training continues.
 
-`start_save` copies this rank's part to host memory and forks a process that writes the copy.
-Training may then change the state. When all writers are done, all ranks call `PendingSave.gather`
-together, and only rank 0 calls `finish`. Only one save runs at a time, so host memory contains one
-copy of the part, and the next save reuses this memory.
+`start_save` copies this rank's part of the state to host memory and forks a process that writes the
+copy. Training may then modify the state. When all writers are done, all ranks call
+`PendingSave.gather`, and only rank 0 calls `finish`. Only one save runs at a time, so there is only
+one copy in host memory, and the next save reuses its buffers.
 
-torch's `async_save` with one process per rank (torch 2.13) is not used. If such a process is
-killed, it is never restarted and breaks the processes' group, so all later saves of the run fail.
-For two gloo ranks of 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s,
-and needed 150 MB more per process for separate interpreters. `start_save` returns after 0.07 s and
+torch's process-based `async_save` (torch 2.13) is not used. If one of its processes is killed, it
+is never restarted and breaks their process group, so that all later saves of the run fail. For two
+gloo ranks with 50 MB each, `async_save` returned after 0.04 s, completed the save after 4 s, and
+needed an extra 150 MB per process for separate interpreters. `start_save` returns after 0.07 s and
 completes the save after 0.4 s.
 """
 
@@ -48,25 +48,24 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 
 
 class StatePlanner(DefaultSavePlanner):
-    """One plan and one set of host buffers for all saves of a run, which differ only in folder and
-    values.
+    """Save planner that shares one plan and one set of host buffers between all saves of a run.
 
     All saves copy to the same host memory, so a save must be complete before the next is staged.
-    Planning sends every rank's list of tensors to rank 0 and takes about 0.2 ms of processor time
-    per tensor (longer on many ranks). Therefore only the first save is planned.
+    Planning sends every rank's tensor list to rank 0 and takes about 0.2 ms of CPU time per tensor
+    (more with many ranks). Since saves differ only in folder and values, only the first is planned.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.index: Metadata | None = None
-        """Index of all tensors, on rank 0, without their positions in files."""
+        """Index of all tensors, without their positions in files; only on rank 0."""
         self._items: list[WriteItem] | None = None
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, state: Mapping[str, StatePart]) -> SavePlan:
-        """Copy the tensors that this rank must save to host memory. Return the rank's save plan.
+        """Copy the tensors to be saved by this rank to host memory, and return its save plan.
 
-        All ranks must call this method together, with the same tensors in `state` in every call.
+        Collective: all ranks must call this method, with the same tensors in `state` every time.
         """
         if self._items is None:
             written = {name: part for name, part in state.items() if part.written}
@@ -76,14 +75,14 @@ class StatePlanner(DefaultSavePlanner):
             if plans:
                 _, self.index = self.create_global_plan(plans)
         for name, copy in self._copies.items():
-            value = state[name].value  # the copy may be running if the tensor is on a GPU
+            value = state[name].value  # for GPU tensors, the copy is asynchronous
             copy.copy_(value.detach(), non_blocking=value.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the host copy of a plan item's tensor."""
+        """Return the host copy of a plan item."""
         assert write_item.index.offset is not None
         return self._copies[part_name(write_item.index.fqn, write_item.index.offset)]
 
@@ -99,18 +98,19 @@ def _item(part: StatePart) -> WriteItem:
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor like `tensor` in host memory, pinned for a GPU tensor."""
+    """Return an uninitialised host tensor like `tensor`, in pinned memory if `tensor` is on a
+    GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class StateWriter(FileSystemWriter):
-    """torch's writer with an index of plain values only, without the path that torch stores."""
+    """torch's writer, with an index of plain values only: it omits the path that torch stores."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # all tensors are in host memory
 
     def storage_meta(self) -> StorageMeta:
-        """Return the writer's entry of the index."""
+        """Return the storage metadata for the index."""
         return StorageMeta(save_id=self.save_id)
 
 
@@ -118,16 +118,16 @@ Result = TypeVar("Result")
 
 
 class WriterError(RuntimeError):
-    """Error for a checkpoint writer process that failed or was killed."""
+    """Raised when a checkpoint writer process failed or was killed."""
 
 
 class NotFiniteStateError(WriterError):
-    """Error for a state that is not finite, from which no run could continue."""
+    """Raised when the state is not finite, so that no run could resume from it."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size and digest of a file, which are compared when the file is read."""
+    """Size and digest of a file, verified when the file is read."""
 
     bytes: int
     sha256: str
@@ -135,14 +135,15 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """Result of a writer: index entries of its tensors, and facts about its files by name."""
+    """Result of a writer: index entries for its tensors, and facts about its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
 class PendingSave:
-    """A running save on this rank. A separate process writes the rank's files, if any."""
+    """A save in progress on this rank. The rank's files, if any, are written by a separate
+    process."""
 
     def __init__(
         self, folder: Path, planner: StatePlanner, plan: SavePlan, plain: dict[str, Any]
@@ -165,17 +166,17 @@ class PendingSave:
         self._process = context.Process(
             target=_write_all, args=(sender, self._receiver, *save), daemon=True
         )
-        # The garbage may contain process groups, whose threads do not exist in a forked process.
+        # Uncollected garbage may include process groups, whose threads do not exist after a fork.
         with no_collection():
             self._process.start()
         sender.close()
 
     def again(self, folder: Path) -> "PendingSave":
-        """Start to write the same state to another folder, from the existing host copies."""
+        """Start writing the same state to another folder, from the existing host copies."""
         return PendingSave(folder, self._planner, self._plan, self._plain)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Wait up to `timeout` seconds, and return whether all files are written.
+        """Wait up to `timeout` seconds, and return whether all files have been written.
 
         Raises WriterError if the process failed or was killed, and NotFiniteStateError if the state
         is not finite.
@@ -209,18 +210,18 @@ class PendingSave:
             self._process.join()
 
     def gather(self) -> list[Written]:
-        """Return the results of all ranks' writers, on rank 0 only.
+        """Gather the writer results of all ranks, on rank 0 only.
 
-        All ranks must call this method together, after all writers are done.
+        Collective: all ranks must call this method, after all writers are done.
         """
         gathered: list[Any] = on_first(self.written)
         return gathered
 
     def finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """Write the index of all files and the plain values. Call this method only on rank 0.
+        """Write the index of all files and the plain values. Only call this on rank 0.
 
-        Returns the facts of every file in the folder. The caller must sync the new files. Raises
-        OSError.
+        Returns facts about every file in the folder. Syncing the new files is up to the caller.
+        Raises OSError.
         """
         write_plain(self.folder / PLAIN_FILE, self._plain)
         assert self._planner.index is not None
@@ -233,28 +234,29 @@ class PendingSave:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Write all files in the writer process; send a `Written`, an exception or an error's text."""
+    """Write all files in the writer process. Send back a `Written`, an exception or an error
+    message."""
     receiver.close()
-    # The training process handles the run's signals; only SIGKILL ends the writer process.
+    # Signals are handled by the training process; only SIGKILL stops the writer process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    torch.set_num_threads(1)  # OpenMP threads do not survive a fork
     try:
         answer: Written | WriterError | str = _written(folder, planner, plan)
     except NotFiniteStateError as error:
         answer = error
     except Exception as error:
         answer = reason(error, folder)
-    with contextlib.suppress(BrokenPipeError):  # without the training process the save is useless
+    with contextlib.suppress(BrokenPipeError):  # useless if the training process is gone
         sender.send(answer)
         sender.close()
 
 
 def reason(error: BaseException, path: Path) -> str:
-    """Return the message of the OSError that caused `error` or, if another exception caused it,
-    the last line of `error`.
+    """Return the message of the OSError that caused `error` or, failing that, the last line of
+    `error`.
 
-    torch's own message states only that a file is too short.
+    torch's own message only says that a file is too short.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -265,7 +267,7 @@ def reason(error: BaseException, path: Path) -> str:
 
 
 def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
-    """Write a plan's tensors to files and sync them to the disk.
+    """Write a plan's tensors to files and sync them to disk.
 
     Raises NotFiniteStateError if a tensor is not finite.
     """
@@ -276,7 +278,7 @@ def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
             place = [a + b for a, b in zip(first, item.index.offset or (), strict=True)]
             raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
     storage = StateWriter(folder)
-    # torch uses this rank's number, which is the position of its plan, in file names.
+    # torch names files after the position of the plan in this list, here the rank.
     plans = storage.prepare_global_plan([*[SavePlan([])] * dist.get_rank(), plan])
     index = storage.write_data(plans[-1], planner).wait()
     names = sorted({result.storage_data.relative_path for result in index})
@@ -284,16 +286,16 @@ def _written(folder: Path, planner: StatePlanner, plan: SavePlan) -> Written:
 
 
 def file_facts(path: Path) -> FileFacts:
-    """Return size and SHA-256 digest of a file."""
+    """Return the size and SHA-256 digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(file.tell(), digest)
 
 
 def write_plain(path: Path, value: object) -> None:
-    """Write plain values and tensors for `torch.load` with weights_only.
+    """Write plain values and tensors that `torch.load` can read with weights_only.
 
-    Raises OSError on a full disk, for which torch's own writer raises other errors.
+    Raises OSError on a full disk, unlike torch's own writer, which raises other errors.
     """
     buffer = BytesIO()
     torch.save(value, buffer)
@@ -307,11 +309,11 @@ def start_save(
     extra: Mapping[str, Any],
     planner: StatePlanner,
 ) -> PendingSave:
-    """Start to save the state of model and optimizer to the empty `folder`.
+    """Start saving model and optimizer state to `folder`, which must be empty.
 
-    All ranks must call this function together. On return, this rank's part has been copied. `extra`
-    contains other plain values to save, the same on every rank. `planner` is shared by all saves
-    of a model. Raises OSError on rank 0 if the folder is not writable.
+    Collective: all ranks must call this function. When it returns, this rank's part has been
+    copied. `extra` holds additional plain values to save, the same on every rank. `planner` is
+    shared by all saves of a model. Raises OSError on rank 0 if the folder is not writable.
     """
     model.wait_for_weights()
     plan = planner.stage(sharded_state(model, optimizer))
@@ -322,7 +324,7 @@ def start_save(
 def first_rank(call: Callable[[], Result]) -> Result:
     """Run `call` on rank 0 and return its result on every rank.
 
-    An exception of `call` is raised on every rank. An OSError is raised as a WriterError.
+    Exceptions raised by `call` are reraised on every rank, OSError as WriterError.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:

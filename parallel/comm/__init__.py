@@ -1,5 +1,5 @@
-"""Communication between ranks: process groups, collectives that count sent bytes, agreement between
-hosts, and support of megatron-core on hosts without CUDA.
+"""Communication between ranks: process groups, collectives that count bytes sent, agreement between
+hosts, and CPU-only support for megatron-core.
 
-The package does not depend on parameters or matrices. Read groups.py first.
+The package knows nothing about parameters or matrices. Read groups.py first.
 """

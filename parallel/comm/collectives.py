@@ -1,7 +1,7 @@
-"""The collectives of training, with counts of sent bytes and errors that name the collective.
+"""Collectives for training, which count bytes sent and name the collective in errors.
 
-`Agreement` combines host values of all ranks during training, such as stop requests and the states
-of checkpoint writers. It uses a CPU process group, so no rank waits for a device.
+`Agreement` reduces host values across ranks during training, such as stop requests and the status
+of checkpoint writers. It uses a CPU process group, so it never synchronizes with the device.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ Value = TypeVar("Value")
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
 
-# Newer releases of PyTorch renamed the single-tensor collectives and warn about the old names.
+# Newer PyTorch releases rename the single-tensor collectives and deprecate the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CollectiveError(RuntimeError):
-    """Error for a collective that failed because a rank died, hung or left.
+    """Raised when a collective fails because a rank died, hung or left.
 
-    `absent` maps each missing rank, if known, to its host.
+    `absent` maps the missing ranks, if known, to their hosts.
     """
 
     def __init__(self, text: str, absent: Mapping[int, str] | None = None) -> None:
@@ -48,7 +48,7 @@ class CollectiveError(RuntimeError):
 
 @contextlib.contextmanager
 def named(kind: str) -> Iterator[None]:
-    """Turn errors of collectives within a context into CollectiveError, with `kind` in the
+    """Context manager that reraises collective errors as CollectiveError, with `kind` in the
     message."""
     try:
         yield
@@ -60,15 +60,15 @@ def named(kind: str) -> Iterator[None]:
 
 
 PATIENCE: Final = 5.0
-"""Seconds after a rank's error within which all ranks in the same collective get an error."""
+"""Time limit in seconds, after one rank's error, for all ranks in the same collective to fail."""
 
 
 def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
-    """Return the host of each rank that does not call this function within `PATIENCE` seconds.
+    """Return the hosts of all ranks that do not call this function within `PATIENCE` seconds.
 
-    These ranks died, or hang outside collectives. If the store does not respond for another `2 *
-    PATIENCE` seconds, rank 0 is considered absent, because its node runs the store. Returns {} if
-    the store no longer exists.
+    Such ranks have died or hang outside collectives. If the store does not respond for another `2 *
+    PATIENCE` seconds, rank 0, whose node runs the store, is considered absent. Returns {} if the
+    store no longer exists.
     """
     absent: dict[int, str] = {}
 
@@ -79,7 +79,7 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
             silent = [other for other in range(size) if not store.check([f"failed/{other}"])]
             absent.update({other: store.get(f"host/{other}").decode() for other in silent})
 
-    # After a network failure a call of the store waits for minutes, despite the store's time-out.
+    # After a network failure, a store call blocks for minutes, regardless of the store's timeout.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(3 * PATIENCE)
@@ -88,32 +88,32 @@ def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A running collective."""
+    """A collective in flight."""
 
     kind: str
     work: dist.Work
 
     def wait(self) -> None:
-        """Wait for the result. Raises CollectiveError if the collective fails."""
+        """Wait for the collective to complete. Raises CollectiveError if it fails."""
         with named(self.kind):
             self.work.wait()
 
 
 CommVolume = Counter[str]
-"""Bytes that this rank has sent, by kind of collective, counted for ring algorithms."""
+"""Bytes sent by this rank, by kind of collective, assuming ring algorithms."""
 
 
 def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
     """Start a reduce-scatter of `flat` over the axis, in place into this rank's shard.
 
-    Shards have equal sizes. Returns the pending collective, or None for an axis with one rank.
+    All shards have the same size. Returns the pending collective, or None if the axis has one rank.
     """
     shard = _shard(flat, axis, comm_volume, "reduce-scatter")
     return _started("reduce-scatter of gradients", _reduce_scatter, shard, flat, axis)
 
 
 def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
-    """Start an in-place all-gather of the ranks' shards of `flat`. See `reduce_scatter_`."""
+    """Start an in-place all-gather of the shards of `flat`. See `reduce_scatter_`."""
     shard = _shard(flat, axis, comm_volume, "all-gather")
     return _started("all-gather of weights", _all_gather, flat, shard, axis)
 
@@ -121,7 +121,7 @@ def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | 
 def _started(
     kind: str, collective: Callable[..., dist.Work], target: Tensor, source: Tensor, axis: Axis
 ) -> Pending | None:
-    """Start a collective. Return None for an axis with one rank."""
+    """Start a collective, or return None if the axis has one rank."""
     if axis.size == 1:
         return None
     with named(kind):
@@ -129,7 +129,7 @@ def _started(
 
 
 def _shard(flat: Tensor, axis: Axis, comm_volume: CommVolume, kind: str) -> Tensor:
-    """Return this rank's shard of `flat`, and count the bytes of the other shards."""
+    """Return this rank's shard of `flat`, and count the other shards as bytes sent."""
     size = flat.numel() // axis.size
     comm_volume[kind] += size * flat.element_size() * (axis.size - 1)
     return flat.narrow(0, axis.rank * size, size)
@@ -139,11 +139,10 @@ def all_to_all(
     send: Tensor, receive_counts: list[int], send_counts: list[int], axis: Axis,
     comm_volume: CommVolume, kind: str,
 ) -> Tensor:  # fmt: skip
-    """Exchange elements between all pairs of ranks and return the received elements, by ascending
-    rank.
+    """Run an all-to-all and return the received elements, in rank order.
 
-    `send` contains `send_counts[r]` elements for each rank r. `receive_counts[r]` elements are
-    received from rank r.
+    `send` contains `send_counts[r]` elements for each rank r, and `receive_counts[r]` elements are
+    received from it.
     """
     received = send.new_empty(sum(receive_counts))
     comm_volume[kind] += (send.numel() - send_counts[axis.rank]) * send.element_size()
@@ -153,7 +152,7 @@ def all_to_all(
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
-    """Return the tensors of all ranks by ascending rank. Their shapes must be equal."""
+    """All-gather `tensor`, whose shape must be the same on all ranks. Results are in rank order."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with named(kind):
         dist.all_gather(tensors, tensor, group=group)
@@ -161,10 +160,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> list[Tensor]:
 
 
 def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return each rank's picklable `value` on every rank, by ascending rank.
-
-    This call is slow.
-    """
+    """All-gather a picklable `value`, in rank order. Slow."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with named("exchange of plain values"):
         dist.all_gather_object(values, value, group=group)
@@ -172,15 +168,12 @@ def from_all(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def found_by_any(findings: Iterable[Value]) -> list[Value]:
-    """Return, on every rank, the distinct findings of all ranks. This call is slow."""
+    """Return, on every rank, the distinct findings of all ranks. Slow."""
     return list(dict.fromkeys(itertools.chain.from_iterable(from_all(list(findings)))))
 
 
 def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return each rank's picklable `value` on rank 0, by ascending rank, and [] on other ranks.
-
-    This call is slow.
-    """
+    """Gather a picklable `value` on rank 0, in rank order. Other ranks get []. Slow."""
     first = dist.get_rank() == 0
     values: list[Any] = [None] * dist.get_world_size() if first else []
     with named("exchange of plain values"):
@@ -205,11 +198,11 @@ def all_reduce_(
 
 
 SHOWN = 8
-"""Largest number of ranks that an error names for each value."""
+"""Maximum number of ranks an error lists for each value."""
 
 
 class Agreement:
-    """Element-wise maxima of integers over all ranks.
+    """Elementwise maxima of integers across ranks.
 
     All ranks must call the methods in the same order.
     """
@@ -219,9 +212,9 @@ class Agreement:
         self._under_way: tuple[Pending, Tensor] | None = None
 
     def delayed(self, figures: Sequence[int]) -> list[int] | None:
-        """Start a reduction of `figures`, and return the maxima of the previous reduction, if any.
+        """Start a reduction of `figures`, and return the maxima from the previous call, if any.
 
-        The previous reduction was started one step earlier, so no rank waits for it.
+        The previous reduction has had a whole step to complete, so no rank has to wait for it.
         """
         before = self._collect()
         local = torch.tensor(list(figures), dtype=torch.int64)
@@ -231,7 +224,7 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """Return the maxima of `figures` over all ranks. This waits for all ranks.
+        """Return the maxima of `figures` across ranks. Blocks until all ranks have called it.
 
         The result of a pending reduction is discarded.
         """
@@ -241,12 +234,12 @@ class Agreement:
         return result
 
     def gather(self, figures: Sequence[float]) -> Tensor:
-        """Return `figures` of every rank, float64 `[ranks, figures]`."""
+        """Return the `figures` of all ranks as float64 `[ranks, figures]`."""
         local = torch.tensor(list(figures), dtype=torch.float64)
         return torch.stack(gather(local, self.group, "figures of all ranks"))
 
     def _collect(self) -> list[int] | None:
-        """Wait for the pending reduction and return its result, or None if none is pending."""
+        """Wait for the pending reduction and return its result, or None if there is none."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way
@@ -256,9 +249,10 @@ class Agreement:
 
 
 def disagreements(facts: Mapping[str, object]) -> list[str]:
-    """Return, on every rank, a sentence for each fact that differs between ranks.
+    """Return, on every rank, a message for each fact that differs between ranks.
 
-    All ranks must call this function together. Facts are sent only if their hashes differ.
+    Collective: all ranks must call this function. The facts themselves are only sent if their
+    hashes differ.
     """
     with named("comparison of all ranks' settings"):
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
@@ -270,9 +264,9 @@ def disagreements(facts: Mapping[str, object]) -> list[str]:
 
 
 def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each differing fact, with the ranks that differ from the majority.
+    """Yield a message for each fact that differs, naming the ranks that deviate from the majority.
 
-    `facts` and `hosts` have an entry per rank.
+    `facts` and `hosts` have one entry per rank.
     """
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         values = [repr(rank_facts[key]) if key in rank_facts else "absent" for rank_facts in facts]
@@ -291,6 +285,6 @@ def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> It
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return the first few ranks with their hosts."""
+    """Format a list of ranks with their hosts, truncated to `SHOWN` ranks."""
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in ranks[:SHOWN]) + more

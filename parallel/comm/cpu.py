@@ -1,9 +1,9 @@
-"""All adjustments of megatron-core to a host without CUDA.
+"""All patches that make megatron-core run on a host without CUDA.
 
 Megatron-core unconditionally calls `torch.cuda` for the current device, streams and events. Its
-schedules create one tensor on the literal device "cuda", and its random-state tracker needs a CUDA
-generator. PyTorch's CPU backend has no-op counterparts of these functions. On a host with CUDA,
-only code that fails without Transformer Engine is changed, so training calls `prepare_megatron` and
+schedules create one tensor on the hard-coded device "cuda", and its RNG state tracker needs a CUDA
+generator. PyTorch's CPU backend has no-op counterparts for these functions. On hosts with CUDA,
+only code that fails without Transformer Engine is patched, so training calls `prepare_megatron` and
 `schedule_devices` on every host.
 """
 
@@ -32,13 +32,13 @@ class CpuStream(torch.cpu.Stream):
 
 
 class CpuEvent(torch.cpu.Event):
-    """An event that is always complete. It accepts all options of a CUDA event."""
+    """An event that is always complete. Accepts and ignores all CUDA event options."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
 
 class Calls(TorchFunctionMode):
-    """Route every torch function within a context through `call(function, args, kwargs)`."""
+    """Context manager that routes every torch function through `call(function, args, kwargs)`."""
 
     def __init__(self, call: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]):
         super().__init__()
@@ -50,18 +50,17 @@ class Calls(TorchFunctionMode):
 
 
 def on_cpu(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function, replacing a keyword `device="cuda"` with the CPU."""
+    """Call `function`, replacing a keyword argument `device="cuda"` with the CPU."""
     if str(kwargs.get("device", "")).startswith("cuda"):
         kwargs["device"] = "cpu"
     return function(*args, **kwargs)
 
 
 def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `function`. If this CPU has no instructions for a dtype, compute matrix products in
-    float32.
+    """Call `function`, but run matmuls in float32 if this CPU has no instructions for their dtype.
 
-    A GPU also accumulates such products in float32. On an AMD EPYC with AVX2, products in bfloat16
-    would take 20 to 40 times as long.
+    GPUs also accumulate such matmuls in float32. On an AMD EPYC with AVX2, bfloat16 matmuls would
+    take 20 to 40 times as long.
     """
     if function in (torch.matmul, Tensor.matmul) and is_slow(args[0]) and not kwargs:
         return function(*(x.float() for x in args)).to(args[0].dtype)
@@ -70,7 +69,7 @@ def in_float32(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 @functools.cache
 def widen_linears() -> None:
-    """Make Megatron's linear layers use `in_float32` for products, forward and backward."""
+    """Make Megatron's linear layers run their matmuls in `in_float32`, forward and backward."""
     from megatron.core.tensor_parallel import layers
 
     def widened(function: Callable[..., Any]) -> Any:
@@ -86,11 +85,12 @@ def widen_linears() -> None:
 
 @functools.cache
 def share_gloo_device() -> None:
-    """Make all gloo groups of this process share one gloo device, or one device per interface in
+    """Make all gloo groups of this process share one gloo device, or one per interface listed in
     GLOO_SOCKET_IFNAME.
 
-    A gloo device has a thread that wakes 100 times per second, and a rank has about 20 groups. With
-    one device per group an idle rank uses 2.7% of a core, with a shared device 0.3%.
+    Each gloo device has a thread that wakes up 100 times per second, and each rank has about 20
+    groups. An idle rank uses 2.7% of a core with one device per group, but 0.3% with a shared
+    device.
     """
     plain: Any = distributed_c10d.ProcessGroupGloo
 
@@ -111,15 +111,15 @@ def share_gloo_device() -> None:
 
 
 def prepare_megatron() -> None:
-    """Make megatron-core usable on this host. Call this function before building a model."""
+    """Patch megatron-core to run on this host. Call this before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router's product would call a missing kernel.
+    # Without Transformer Engine, the router GEMM would call a missing kernel.
     vars(moe_utils).setdefault("te_general_gemm", None)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    # Dropout is 0, so no generator is used. The inference tracker's fork() is a no-op; the default
-    # tracker's fork() needs states that only Megatron's own start-up code seeds.
+    # Dropout is 0, so no RNG is used. The inference tracker's fork() is a no-op; the default
+    # tracker's fork() requires states that are only seeded by Megatron's own initialization code.
     initialize_rng_tracker(inference_rng_tracker=True)
     if torch.cuda.is_available():
         return
@@ -134,16 +134,17 @@ def prepare_megatron() -> None:
     widen_linears()
     from megatron.core.tensor_parallel import random
 
-    # Recomputation saves and restores the state of the CUDA generator.
+    # Activation recomputation saves and restores the CUDA RNG state.
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None
 
 
 @contextlib.contextmanager
 def schedule_devices() -> Iterator[None]:
-    """Replace a literal "cuda" in Megatron's pipeline schedules with this host's device.
+    """Context manager that replaces "cuda", hard-coded in Megatron's schedules, with this host's
+    device.
 
-    Use this context only around a schedule call, because it intercepts every torch function.
+    It intercepts every torch function, so wrap only the schedule call in it.
     """
     if torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""Process groups of a layout, and the layers of each model chunk."""
+"""Process groups for a parallel layout, and the layers of each model chunk."""
 
 import datetime
 import itertools
@@ -22,7 +22,7 @@ WHOLE = Layout()
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of parallelism: its process group and this rank's index in it."""
+    """A parallelism axis: its process group, and this rank's index in the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -30,21 +30,22 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """Create the axis of an initialised process group."""
+        """Create an axis from an initialised process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks over which dense or expert parameters are sharded and replicated.
+    """The ranks across which dense or expert parameters are sharded and replicated.
 
     name       "dense", or "expert" for the routed experts of mixture-of-experts layers
     tensor     the ranks that share each matrix
-    replicas   ranks with equal parameters, over which gradients are reduced and state is sharded
+    replicas   ranks with the same parameters, across which gradients are reduced and state is
+               sharded
     stage      tensor x replicas; a rank's index is its tensor rank + tensor size x replica rank
-    divisor    number by which a summed gradient is divided to get the mean over the global batch
-    ends       the two ranks, on the first and last pipeline stage, with the copies of this rank's
-               piece of a tied embedding; None on other stages, or if there is only one stage
+    divisor    divisor that turns a summed gradient into the mean over the global batch
+    ends       the two ranks, on the first and last pipeline stage, with copies of this rank's piece
+               of a tied embedding; None on other stages, or if there is only one stage
     """
 
     name: str
@@ -60,15 +61,15 @@ class Groups:
     """All process groups of a rank.
 
     layout     layout of the groups
-    tensor     ranks that share each dense matrix
-    pipeline   ranks with the stages of one pipeline
+    tensor     ranks that each dense matrix is sharded across
+    pipeline   ranks that form one pipeline
     data       ranks that read different samples
-    context    ranks that share each sequence
-    expert     ranks that share the experts of a layer
+    context    ranks that each sequence is split across
+    expert     ranks that the experts of a layer are distributed across
     dense      domain of all parameters except routed experts; its replicas are data x context
     experts    domain of routed experts, whose tensor ranks are the expert-tensor-parallel ranks
-    host       gloo group of all ranks on any device, for values in host memory
-    store      rendezvous store of the ranks, which remains usable after a failed collective
+    host       gloo group of all ranks, whatever the device, for values in host memory
+    store      rendezvous store, which remains usable after a failed collective
     device     device of this rank's tensors
     """
 
@@ -91,12 +92,12 @@ class Groups:
 
 
 def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
-    """Return the chunks of pipeline rank `rank`, in the order of virtual stages.
+    """Return the chunks of pipeline rank `rank`, ordered by virtual stage.
 
     Layers are split into `pipeline * virtual_pipeline` equal pieces. Piece `v * pipeline + rank` is
-    chunk v of the rank. The first piece has the embedding, and the last piece has the head. If the
-    layout sets the number of layers of the first or last stage, the other stages share the
-    remaining layers equally. Raises ValueError if the layers cannot be split equally.
+    chunk v of the rank. The embedding belongs to the first piece, the head to the last. If the
+    layout sets the number of layers in the first or last stage, the remaining layers are split
+    equally among the other stages. Raises ValueError if the layers cannot be split equally.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
     pieces = size * virtual
@@ -117,17 +118,17 @@ def chunk_specs(layers: int, layout: Layout, rank: int) -> list[ChunkSpec]:
 
 
 def uneven_stages(layers: int, layout: Layout) -> list[int]:
-    """Return the number of layers of each pipeline stage, for a layout that sets the number of the
-    first or last stage.
+    """Return the number of layers per pipeline stage, for a layout that sets that of the first or
+    last stage.
 
-    Raises ValueError if the other stages cannot share the remaining layers equally.
+    Raises ValueError if the remaining layers cannot be split equally among the other stages.
     """
     size, virtual = layout.pipeline, layout.virtual_pipeline
     first, last = layout.first_stage_layers, layout.last_stage_layers
     if virtual > 1 or size == 1:
         raise ValueError(
-            "first_stage_layers and last_stage_layers need pipeline > 1 and virtual_pipeline = 1, "
-            f"got {size} and {virtual}"
+            "first_stage_layers and last_stage_layers require pipeline > 1 and "
+            f"virtual_pipeline = 1, got {size} and {virtual}"
         )
     middle = size - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
@@ -142,12 +143,12 @@ def uneven_stages(layers: int, layout: Layout) -> list[int]:
 
 
 def world_size() -> int:
-    """Return the number of torchrun's processes, or 1 if torchrun did not start this process."""
+    """Return the world size set by torchrun, or 1 if this process was not started by torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 GENERATIONS = itertools.count()
-"""Counter of the calls of `initialize`; all ranks make these calls in the same order."""
+"""Counts calls to `initialize`, which all ranks make in the same order."""
 
 
 def initialize(
@@ -157,14 +158,14 @@ def initialize(
     device_type: Literal["cuda", "cpu"] | None = None,
     agree: Callable[[], None] = lambda: None,
 ) -> Groups:
-    """Create the process groups of a layout: NCCL with one GPU per rank, or gloo.
+    """Create the process groups of a layout, using NCCL with one GPU per rank, or gloo.
 
-    `device_type` None means a GPU per rank if CUDA is available. Without torchrun the world size
-    is 1. A collective that waits longer than `timeout_seconds` for a rank fails. Call `shutdown` at
-    the end.
+    `device_type` defaults to "cuda" if available. Without torchrun, the world size is 1.
+    Collectives fail if they wait longer than `timeout_seconds` for a rank. Call `shutdown` at the
+    end.
 
-    `agree` is called when all ranks are connected, before the groups of the layout are created. If
-    `agree` raises an error, all groups are destroyed.
+    `agree` is called once all ranks are connected, before the groups of the layout are created. If
+    it raises an error, all groups are destroyed.
     """
     rank = os.environ.get("RANK", "0")
     device = torch.device("cpu")
@@ -206,9 +207,9 @@ def initialize(
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
-    """Create the axis of this pipeline stage's ranks that have the same experts, whole or sharded.
+    """Create the axis of ranks in this pipeline stage that hold the same experts, whole or sharded.
 
-    megatron-core numbers the ranks of a stage by expert tensor rank, then expert rank, then copy,
+    megatron-core orders the ranks of a stage by expert tensor rank, then expert rank, then replica,
     and does not create a group for this axis.
     """
     state = parallel_state
@@ -225,10 +226,10 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 
 
 def _store(timeout: datetime.timedelta) -> Store:
-    """Return the rendezvous store of the ranks, with a prefix for each call of `initialize`.
+    """Return the rendezvous store, with a separate prefix for each call to `initialize`.
 
-    torchrun's own store continues to exist after a restart, so each restart also has a prefix.
-    Without prefixes a rank could read an address from before the last `shutdown` or restart.
+    torchrun's own store survives restarts, so each restart also has its own prefix. Without the
+    prefixes, a rank could read a stale address from before the last `shutdown` or restart.
     """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -241,13 +242,13 @@ def _store(timeout: datetime.timedelta) -> Store:
 def _groups(
     layout: Layout, device: torch.device, host: dist.ProcessGroup, store: Store, expert_stage: Axis
 ) -> Groups:
-    """Collect the process groups that megatron-core has created."""
+    """Collect the process groups created by megatron-core."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # The loss of a micro-batch is a mean over the tokens of its rank, even if experts of other
-    # ranks process these tokens.
+    # The loss of a micro-batch is the mean over its own rank's tokens, even if they are processed
+    # by experts on other ranks.
     divisor = replicas.size
     return Groups(
         layout=layout,
@@ -278,18 +279,18 @@ def _groups(
 
 
 def _ends(layout: Layout) -> Axis | None:
-    """Return the axis of the first and the last pipeline stage, or None on other stages."""
+    """Return the axis that connects the first and last pipeline stages, or None on other stages."""
     if layout.pipeline == 1:
         return None
-    # After a shutdown, is_rank_in_embedding_group would still use the earlier groups.
+    # After a shutdown, is_rank_in_embedding_group would still refer to the old groups.
     group = parallel_state.get_embedding_group(check_initialized=False)
     return None if group is None else Axis.of(group)
 
 
 def abort() -> None:
-    """Leave the process groups after an error, without waiting.
+    """Abort the process groups after an error, without waiting for other ranks.
 
-    NCCL would wait for peers in a collective until the collective times out.
+    A regular NCCL shutdown would wait for pending collectives until they time out.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
@@ -298,7 +299,7 @@ def abort() -> None:
 
 
 def shutdown() -> None:
-    """Destroy the process groups, so that the process may initialise new ones."""
+    """Destroy the process groups, so that new ones can be initialised."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

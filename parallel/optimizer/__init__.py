@@ -1,5 +1,5 @@
-"""The distributed optimizer: owners of matrices, the exchange of sharded matrices, the step.
+"""The distributed optimizer: matrix owners, the exchange of sharded matrices, the step.
 
-The mathematics of rules is in spectral/rules. Read distributed_optimizer.py first, then
+The math of the update rules is in spectral/rules. Read distributed_optimizer.py first, then
 domain_optimizer.py and unit_transfer.py.
 """

@@ -1,12 +1,12 @@
-"""The distributed optimizer: every matrix is updated once per step, by the rank that owns it.
+"""The distributed optimizer: every matrix is updated by its owner rank, once per step.
 
-The elementwise state of a parameter is sharded equally over ranks. domain_optimizer.py describes a
-step. Dense parameters and experts are two domains, which are replicated over different ranks.
+Elementwise state is sharded evenly across ranks. domain_optimizer.py describes a step. Dense
+parameters and experts are separate domains, replicated across different ranks.
 
-`Update` clips and steps in one call, which on a GPU may be captured as one CUDA graph. NCCL's
-collectives can be captured only if all ranks capture the same collectives, so every rank calls
-`Update` equally often before the capture. The captured work waits for all work that it starts,
-including the all-gathers of new weights.
+`Update` clips and steps in one call, which can be captured as a single CUDA graph on a GPU. NCCL
+collectives can only be captured if all ranks capture the same ones, so every rank calls `Update`
+the same number of times before capture. The graph waits for all work that it launches, including
+the all-gathers of new weights.
 """
 
 import hashlib
@@ -39,9 +39,9 @@ from spectral.sharded.placement import Strategy, place
 class GradientNorm:
     """The gradient norm of one step, as 0-d device tensors.
 
-    total         norm of the whole gradient before clipping
-    coefficient   factor by which clipping multiplied the gradients
-    active        whether the norm is finite and all ranks allow the step, a bool
+    total         global gradient norm before clipping
+    coefficient   clipping factor applied to the gradients
+    active        bool: whether the norm is finite and all ranks allow the step
     """
 
     total: Tensor
@@ -50,7 +50,7 @@ class GradientNorm:
 
 
 class DistributedOptimizer:
-    """Optimizer that updates every unit of the model with the rule of the unit's role."""
+    """Optimizer that updates every unit of the model with the rule for its role."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class DistributedOptimizer:
     ) -> None:
         """Combine the domains of a model.
 
-        `owners` maps the name of each matrix of this rank's pipeline stage to the global rank of
-        the owner. With `overlap_gather`, `step` returns before all new weights have arrived; each
-        module waits for its weights before its next forward pass, and `model.wait_for_weights`
-        waits for all weights.
+        `owners` maps the name of each matrix in this rank's pipeline stage to the global rank of
+        its owner. With `overlap_gather`, `step` returns before all new weights have arrived; each
+        module waits for its own weights before its next forward pass, and `model.wait_for_weights`
+        waits for all of them.
         """
         self.model = model
         self.domains = domains
@@ -74,12 +74,12 @@ class DistributedOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """All stacks of matrices that this rank owns."""
+        """All matrix stacks owned by this rank."""
         return [stack for domain in self.domains for stack in domain.stacks]
 
     @property
     def materialized(self) -> list[MaterializedStack]:
-        """All stacks of PC layers that this rank owns."""
+        """All PC layer stacks owned by this rank."""
         return [stack for stack in self.stacks if isinstance(stack, MaterializedStack)]
 
     @property
@@ -89,10 +89,10 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def add_penalty(self, *, enabled: bool, measured: bool) -> PenaltyFigures | None:
-        """Add the Gram penalty's gradient to the loss's gradient if `enabled`.
+        """Add the Gram penalty's gradient to the loss gradient if `enabled`.
 
-        Call this method once per step, after backward and before `clip`. If `measured`, the method
-        returns the penalty's metrics, and waits for all ranks and the device.
+        Call this once per step, after the backward pass and before `clip`. If `measured`, it
+        returns the penalty metrics, which requires a collective and a host sync.
         """
         self.model.wait_for_weights()
         groups = [group for domain in self.domains for group in domain.step_groups]
@@ -109,8 +109,8 @@ class DistributedOptimizer:
     def clip(self, max_norm: float | None, sound: Tensor | None = None) -> GradientNorm:
         """Clip the gradients in place to `max_norm` and return their norm before clipping.
 
-        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool, is true if this rank
-        allows the step. The returned `active` is True only if all ranks allow the step.
+        If `max_norm` is None, gradients are not clipped. `sound`, a 0-d bool tensor, is True if
+        this rank allows the step. The returned `active` is True only if all ranks do.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -132,8 +132,8 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient, active)
 
     def _gradients(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield (in_norm, gradient) for this rank's gradients; `in_norm` is true if this rank
-        adds the gradient to the norm."""
+        """Yield (in_norm, gradient) for this rank's gradients, where `in_norm` tells whether this
+        rank counts the gradient in the norm."""
         for domain in self.domains:
             shards = domain.buffers.gradient_shards()
             for region in domain.regions:
@@ -148,11 +148,11 @@ class DistributedOptimizer:
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update every unit once.
 
-        `factor` multiplies each unit's peak learning rate. If `active`, a 0-d bool tensor, is
-        False, no bit changes. If it is True, gradients must be finite (see `clip`).
+        `factor` scales each unit's peak learning rate. If `active`, a 0-d bool tensor, is False,
+        nothing changes, bit for bit. If it is True, gradients must be finite (see `clip`).
         """
         self.model.wait_for_weights()
-        rate = cache(lambda peak: peak * factor)  # equal peak rates share a tensor
+        rate = cache(lambda peak: peak * factor)  # units with equal peak rates share a tensor
         for domain in self.domains:
             for group in domain.step_groups:
                 momenta = domain.step_regions(group, rate, active)
@@ -165,12 +165,12 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Return the largest normalised singular values and gammas, both `[units]`, of the PC
-        layers that this rank owns or evaluates in its graph.
+        """Return the largest normalised singular values and the gammas, both `[units]`, of the PC
+        layers owned by this rank or evaluated in its graph.
 
         Correct values are in [0, 1.1]. Tracked singular vectors that do not belong to the largest
-        singular value are replaced. Call this method only in logging steps, because it costs about
-        fifty passes over the weights.
+        singular value are replaced. Only call this on logging steps, because it costs about fifty
+        passes over the weights.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
@@ -181,16 +181,17 @@ class DistributedOptimizer:
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Yield each matrix that this rank owns, and its rule's last report of 0-d tensors."""
+        """Yield each matrix owned by this rank with its rule's last report, a dict of 0-d
+        tensors."""
         for stack in self.stacks:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def refused(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, refused) for each part on this rank. `refused` is a 0-d tensor, 1 if the
-        last update was refused, else 0.
+        """Yield (name, refused) for each part on this rank. `refused` is a 0-d tensor: 1 if the
+        last update was refused, 0 otherwise.
 
-        A part is a matrix, or a range of a shard with an elementwise rule. Parts whose rule does
+        A part is a matrix, or a shard range updated by an elementwise rule. Parts whose rule does
         not report refusals are omitted.
         """
         for unit, report in self.reports():
@@ -201,17 +202,18 @@ class DistributedOptimizer:
         for domain in self.domains:
             for region in domain.regions:
                 if "refused" in region.report:
-                    place = f"{domain.domain.name}.{region.bucket}.{region.start}"
-                    name = f"{region.assigned.rule_name} elements {place}"
+                    location = f"{domain.domain.name}.{region.bucket}.{region.start}"
+                    name = f"{region.assigned.rule_name} elements {location}"
                     yield name, region.report["refused"][0]
 
     def memory_bytes(self) -> int:
-        """Return the bytes of optimizer state and of separate master weights on this rank."""
+        """Return the number of bytes of optimizer state and separate master weights on this
+        rank."""
         return sum(domain.memory_bytes() for domain in self.domains)
 
 
 class DisagreementError(RuntimeError):
-    """Error for plans or values that must be equal on all ranks but differ."""
+    """Raised when plans or values that must match across ranks differ."""
 
 
 def build_optimizer(
@@ -223,17 +225,17 @@ def build_optimizer(
     tensor_mode: TensorMode = "owner",
     **options: Any,
 ) -> DistributedOptimizer:
-    """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
+    """Build the optimizer for `model`, with one owner for every matrix in a pipeline stage.
 
     Args:
         model: this rank's part of the model.
         assign: rule, rates and penalty of each unit.
-        placement: strategy for the choice of owners.
+        placement: strategy for choosing owners.
         overlap_gather: whether `step` returns before new weights have arrived.
         tensor_mode: see `TensorMode`.
         **options: fields of `StepOptions`.
 
-    Raises DisagreementError if the plans of a stage's ranks differ.
+    Raises DisagreementError if the plans differ across the ranks of a stage.
     """
     domains: list[DomainOptimizer] = []
     owners: dict[str, int] = {}
@@ -244,7 +246,7 @@ def build_optimizer(
         layout = part.buffers.bucket_layout
         works = unit_work(part.stage_units, layout, assign)
         ranks = dist.get_process_group_ranks(part.domain.stage.group)
-        # A rank may own dense matrices and experts, so experts are placed after dense matrices.
+        # A rank may own both dense matrices and experts, so place experts on top of the dense load.
         base = [loads.get(rank, 0.0) for rank in ranks]
         placed = place(placement, works, len(ranks), base=base)
         check_agreement((layout, placed.owners), part.domain.stage)
@@ -257,7 +259,7 @@ def build_optimizer(
 
 
 def check_agreement(plan: object, stage: Axis) -> None:
-    """Raise DisagreementError if the plans of the stage's ranks differ."""
+    """Raise DisagreementError if the plans differ across the stage's ranks."""
     digest = hashlib.sha256(repr(plan).encode()).hexdigest()
     digests = from_all(digest, stage.group)
     different = [rank for rank, other in enumerate(digests) if other != digest]
@@ -269,46 +271,46 @@ def check_agreement(plan: object, stage: Axis) -> None:
 
 
 class Update:
-    """One update of all weights: gradient norm, clipping, decision to update, and update."""
+    """Updates all weights once: gradient norm, clipping, decision whether to step, and step."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
-        """Prepare the update; for `max_norm` see `DistributedOptimizer.clip`."""
+        """Prepare the update. For `max_norm`, see `DistributedOptimizer.clip`."""
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.device = optimizer.domains[0].buffers.master.device
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
-        """Clip and step. Return the norm before clipping.
+        """Clip, step, and return the norm before clipping.
 
-        `factor` multiplies every unit's peak learning rate. Weights are updated only if the norm is
-        `active`, which means that it is finite and that `sound`, a 0-d bool, is True on all ranks.
+        `factor` scales every unit's peak learning rate. Weights are only updated if the norm is
+        `active`: it is finite, and `sound`, a 0-d bool tensor, is True on all ranks.
         """
-        if not isinstance(factor, Tensor):  # float32, so that a captured step uses equal rates
+        if not isinstance(factor, Tensor):  # float32, to match the rates of a captured step
             factor = torch.full((), factor, device=self.device)
         norm = self.optimizer.clip(self.max_norm, sound)
         self.optimizer.step(factor, norm.active)
         return norm
 
     def release(self) -> None:
-        """Free resources that must be freed before the process groups are destroyed."""
+        """Free any resources that must not outlive the process groups."""
 
 
 class CapturedUpdate(Update):
-    """An update that is replayed as a CUDA graph, starting at the third call."""
+    """An update that is replayed as a CUDA graph from the third call on."""
 
     def __init__(self, optimizer: DistributedOptimizer, *, max_norm: float | None) -> None:
-        """Prepare the update; raises ValueError if a step cannot be captured."""
+        """Prepare the update. Raises ValueError if a step cannot be captured."""
         check_capturable(optimizer)
         super().__init__(optimizer, max_norm=max_norm)
-        # Written in place before each call, so that a captured step reads the new values.
+        # Filled in place before each call, so that graph replays read the new values.
         self.factor = torch.ones((), device=self.device)
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._captured = CapturedCall(self._run, self.device)
         self._done: GradientNorm | None = None
-        self._sent = CommVolume()  # bytes of the captured call, and so of every replay
+        self._sent = CommVolume()  # bytes sent by the captured call, and thus by every replay
 
     def __call__(self, factor: float | Tensor, sound: Tensor) -> GradientNorm:
-        """Clip and update as `Update` does."""
+        """Clip and step like `Update`."""
         self.factor.fill_(factor)
         self.sound.copy_(sound)
         comm_volume = self.optimizer.model.comm_volume
@@ -319,11 +321,11 @@ class CapturedUpdate(Update):
             comm_volume.update(self._sent)
         norm = self._done
         assert norm is not None
-        # The next replay overwrites the results.
+        # The next replay would overwrite the results.
         return GradientNorm(norm.total.clone(), norm.coefficient.clone(), norm.active.clone())
 
     def release(self) -> None:
-        """Free the CUDA graph. Call this before the graph's process groups are destroyed."""
+        """Free the CUDA graph. Call this before destroying the process groups it uses."""
         self._captured.release()
 
     def _run(self) -> None:
@@ -331,7 +333,7 @@ class CapturedUpdate(Update):
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError, with the reason, if a step cannot be captured as a CUDA graph."""
+    """Raise ValueError, stating the reason, if a step cannot be captured as a CUDA graph."""
     if optimizer.overlap_gather:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, because the graph includes the "

@@ -1,10 +1,10 @@
-"""The distributed optimizer of one domain: equal shards of state, and owned units.
+"""The distributed optimizer for one domain: evenly sharded state, and owned units.
 
-A step processes the step groups in forward order. In each group, `step_regions` first applies
-elementwise rules to this rank's shards and replaces gradients of matrices with momentum. Then
+A step processes the step groups in forward order. For each group, `step_regions` first applies
+elementwise rules to this rank's shards and replaces matrix gradients with momentum. Then
 `step_matrices` sends sharded matrices to their owners. Each owner updates its units in stacks of
-equal shape and sends the updates back. The all-gather of the group's new weights runs during the
-next step group. The rules of `spectral.rules` are used unchanged.
+the same shape and sends the updates back. The all-gather of the group's new weights overlaps with
+the next step group. The rules in `spectral.rules` are used as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +37,13 @@ from spectral.stepping import accumulate_, elements_of, step_units
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous range of this rank's shard of a bucket whose elements share one assignment.
+    """A contiguous range of this rank's shard of a bucket, with the same assignment throughout.
 
-    start     position in the shard
-    in_norm   whether this rank counts the region in the gradient norm, so that the norm contains
-              each element once
-    state     elementwise state of the rule, tensors `[1, length]`
-    report    metrics of the last step of an elementwise rule, tensors `[1]`
+    start     offset in the shard
+    in_norm   whether this rank counts the region in the gradient norm, where each element must be
+              counted once
+    state     the rule's elementwise state, tensors `[1, length]`
+    report    metrics from an elementwise rule's last step, tensors `[1]`
     """
 
     bucket: int
@@ -55,7 +55,7 @@ class Region:
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return a view `[1, length]` of the region. `shards` contains a tensor per bucket."""
+        """Return a view `[1, length]` of the region. `shards` has one tensor per bucket."""
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
@@ -63,9 +63,9 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, updated and all-gathered together.
 
-    kept   the weights `[elements]` of owned units that are not whole in this rank's shard, by name;
-           they are equal to the units' master weights on other ranks, because all ranks add the
-           same updates
+    kept   weights `[elements]` of owned units not fully contained in this rank's shard, by name;
+           they stay equal to the master weights on other ranks, because all ranks add the same
+           updates
     """
 
     buckets: tuple[int, ...]
@@ -78,24 +78,24 @@ class StepGroup:
 
     @cached_property
     def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
-        """Stacks by rule."""
+        """Map each rule to its stacks."""
         return grouped(self.stacks, lambda stack: stack.rule)
 
     @cached_property
     def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
-        """Regions of elementwise rules by (rule, learning rate, weight decay)."""
+        """Map each elementwise (rule, learning rate, weight decay) to its regions."""
         regions = (r for r in self.regions if not r.assigned.rule.whole_matrix)
         return grouped(regions, lambda r: (r.assigned.rule, r.assigned.lr, r.assigned.weight_decay))
 
     @cached_property
     def matrix_regions(self) -> dict[Rule, list[Region]]:
-        """Regions of whole-matrix rules by rule."""
+        """Map each whole-matrix rule to its regions."""
         regions = (r for r in self.regions if r.assigned.rule.whole_matrix)
         return grouped(regions, lambda region: region.assigned.rule)
 
 
 class DomainOptimizer:
-    """Optimizer of the units of one domain: dense parameters, or experts."""
+    """Optimizer for the units of one domain: dense parameters or experts."""
 
     def __init__(
         self,
@@ -108,15 +108,14 @@ class DomainOptimizer:
         """Plan the step groups and allocate the state.
 
         Args:
-            model: the parameters of the domain.
+            model: the domain's parameters.
             parameters: the model's parameters by name.
             assign: rule, rates and penalty of each unit.
-            transfers: owner and parts of every unit with an owner, the same on all ranks of the
-                stage.
+            transfers: owner and parts of every owned unit, the same on all ranks of the stage.
             options: number of step groups, and dtypes.
         """
         self.model = model
-        # Views of this rank's pieces of units in the model's parameters.
+        # Views of this rank's unit pieces in the model's parameters.
         self.weights = {u.name: u.view(parameters[u.parameter].detach()) for u in model.units}
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
@@ -133,18 +132,18 @@ class DomainOptimizer:
 
     @property
     def stacks(self) -> list[OwnedStack]:
-        """All stacks that this rank owns, including PC layers."""
+        """All stacks owned by this rank, including PC layers."""
         groups = self.step_groups
         return [b for group in groups for b in (*group.stacks, *group.materialized.stacks)]
 
     @property
     def materialized(self) -> list[MaterializedUnits]:
-        """The PC layers of all step groups."""
+        """PC layers, by step group."""
         return [group.materialized for group in self.step_groups]
 
     @property
     def regions(self) -> list[Region]:
-        """Every region of this rank's shards."""
+        """All regions of this rank's shards."""
         return [region for group in self.step_groups for region in group.regions]
 
     def publish(self) -> None:
@@ -153,13 +152,14 @@ class DomainOptimizer:
             units.publish()
 
     def reload_kept(self) -> None:
-        """Copy the master weights to the weights that owners store, e.g. after a load."""
+        """Reload the weights kept by owners from the master weights, e.g. after loading a
+        checkpoint."""
         for group in self.step_groups:
             group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of optimizer state, separate master weights and weights of owned units
-        on this rank."""
+        """Return the number of bytes of optimizer state, separate master weights and owned units'
+        weights on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
         tensors += [t for stack in self.stacks for t in stack.tensors()]
         tensors += [weight for group in self.step_groups for weight in group.kept.values()]
@@ -170,9 +170,9 @@ class DomainOptimizer:
     def step_regions(
         self, group: StepGroup, rate: Callable[[float], Rate], active: Tensor
     ) -> list[Tensor]:
-        """Update elementwise units, and replace the gradients of matrices with momentum.
+        """Update elementwise units, and replace matrix gradients with momentum.
 
-        Returns the shards of the gradient buckets, which now contain momentum.
+        Returns the gradient bucket shards, which now contain momentum.
         """
         shards, masters = self.buffers.gradient_shards(), self.buffers.masters
         wide = torch.promote_types(shards[0].dtype, torch.float32)
@@ -203,7 +203,7 @@ class DomainOptimizer:
         rate: Callable[[float], Rate],
         active: Tensor,
     ) -> None:
-        """Update the matrices that this rank owns, and add all owners' updates to the masters.
+        """Update the matrices owned by this rank, and add the updates of all owners to the masters.
 
         `momenta` is the result of `step_regions`.
         """
@@ -224,12 +224,12 @@ class DomainOptimizer:
             spread = partial(self.streams.spread, elements=partial(elements_of, units))
             for stack, report in zip(owned, step_units(rule, units, spread=spread), strict=True):
                 stack.report = report
-        copy_all_((place, new) for new, place in local)
+        copy_all_((master_piece, new) for new, master_piece in local)
         updates_of_(kept, wire)
         exchange.scatter(weights.pieces, masters, master, wire, add=True, local=False)
 
     def _new_group(self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer]) -> StepGroup:
-        """Plan a group of buckets and allocate the state of the units that this rank owns."""
+        """Plan a step group and allocate state for the units owned by this rank."""
         rank = self.domain.stage.rank
         present = [t for t in transfers if t.sources[0].tensor in buckets]
         stepped = [t for t in present if self.assign(t.unit).has_owner]
@@ -281,11 +281,11 @@ class DomainOptimizer:
 
 
 def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None) -> None:
-    """Replace new weights with updates to send, and add the updates to the weights of owners.
+    """Replace new weights with the updates to send, and add these to the weights kept by owners.
 
-    `pairs` contains the new and the stored weight of each unit. Rules update weights in place, so
-    an update is the new weight minus the stored weight. If `wire` is given, updates are rounded to
-    this dtype before they are added and sent.
+    `pairs` has the new and the kept weight of each unit. Rules update weights in place, so an
+    update is the new weight minus the kept weight. If `wire` is given, updates are rounded to this
+    dtype before they are added and sent.
     """
     if not pairs:
         return
@@ -300,11 +300,11 @@ def updates_of_(pairs: Sequence[tuple[Tensor, Tensor]], wire: torch.dtype | None
 
 
 AssignedSpan = tuple[int, int, Assignment, bool]
-"""`(start, length, assignment, in_norm)` of a span of a shard."""
+"""`(start, length, assignment, in_norm)` of a shard span."""
 
 
 def joined(spans: Sequence[AssignedSpan]) -> list[AssignedSpan]:
-    """Sort `spans` by start and join adjacent spans with equal assignments."""
+    """Sort `spans` by start and merge adjacent spans that have the same assignment."""
     result: list[AssignedSpan] = []
     for start, length, assigned, in_norm in sorted(spans, key=lambda span: span[0]):
         kind = assigned, in_norm

@@ -1,11 +1,11 @@
-"""PC layers without cost per micro-batch. The model's parameter is PC(W), and the owner stores W.
+"""PC layers with no per-micro-batch overhead: the model's parameter is PC(W), the owner stores W.
 
-PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. Like
-other gradients, the gradient of PC(W) is accumulated over micro-batches and reduced over ranks. It
-is then sent to the owner. The owner multiplies this gradient by the transposed Jacobian of the map,
-and updates W and gamma. The new PC(W) is sent back to the shards, and the usual all-gather sends it
-to all ranks. The model code does not change. Source of the map: "PC Layer: Polynomial Weight
-Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
+PC(W) is independent of the data, so each unit's owner computes it once per optimizer step. The
+gradient of PC(W) is accumulated over micro-batches and reduced across ranks like any other. It is
+then sent to the owner, which multiplies it by the transposed Jacobian of the map, and updates W and
+gamma. The new PC(W) is sent back to the shards, and the usual all-gather distributes it to all
+ranks. The model code is unchanged. Source of the map: "PC Layer: Polynomial Weight Preconditioning
+for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,25 +30,25 @@ from spectral.sharded.exchange import unpacked
 from spectral.stepping import Units, accumulate_, step_units
 
 CHUNK_NUMEL = 2**24
-"""Largest number of weight elements that are mapped at a time, which limits scratch memory."""
+"""Maximum number of weight elements to map at a time, to bound scratch memory."""
 
 
 class MaterializedStack(OwnedStack):
-    """Preconditioned units of one shape and rule, with W and the state of the rule.
+    """Preconditioned units with the same shape and rule, with W and the rule's state.
 
     Attributes:
-        pc: the map from W to PC(W), and the rule of gamma.
+        pc: the map from W to PC(W), and the rule for gamma.
         weight: W, `[batch, rows, cols]`, float32 or wider.
         u, v: the top singular vectors of W, `[batch, rows]` and `[batch, cols]`.
         gamma: `[batch, 1]`.
-        gamma_state: state of gamma's rule, empty if gamma is fixed.
-        gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
+        gamma_state: state of gamma's rule; empty if gamma is fixed.
+        gamma_gradient: dL/dgamma in the current step, `[batch, 1]`.
     """
 
     def __init__(
         self, stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
     ) -> None:
-        """Create the state of the units of `stack`, whose W is `weight`."""
+        """Create the state for the units of `stack`, whose W is `weight`."""
         super().__init__(stack.transfers, stack.assigned, stack.rule.init_state(weight))
         if momentum_dtype is not None:
             for name in self.rule.elementwise_state:
@@ -67,10 +67,10 @@ class MaterializedStack(OwnedStack):
         return [*tensors, *self.state.values(), *self.gamma_state.values()]
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """Yield key, transfer and value of every tensor in a checkpoint.
+        """Yield (key, transfer, value) for every tensor saved in a checkpoint.
 
-        Keys are named as if W were the model's parameter and gamma another parameter, so
-        checkpoints do not depend on the evaluator of PC(W).
+        Keys are named as if W and gamma were both model parameters, so that checkpoints do not
+        depend on how PC(W) is evaluated.
         """
         elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
@@ -88,9 +88,9 @@ class MaterializedStack(OwnedStack):
                 yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace the units' dL/dPC(W) with dL/dW in place, and store dL/dgamma.
+        """Replace dL/dPC(W) with dL/dW in place, and store dL/dgamma.
 
-        `gradients[name]` `[elements]` contains the flattened pieces of a unit.
+        `gradients[name]` `[elements]` holds the flattened pieces of a unit.
         """
         for part in self._chunks():
             result = self.pc.preconditioner.vjp(
@@ -106,7 +106,7 @@ class MaterializedStack(OwnedStack):
     def step(
         self, gradients: Mapping[str, Tensor], rate: Callable[[float], Rate], active: Tensor
     ) -> None:
-        """Update W and gamma with their gradients, and u and v for the new W."""
+        """Update W and gamma with their gradients, then u and v for the new W."""
         step, pc = self.assigned.step(rate, active), self.pc
         (self.report,) = step_units(self.rule, [_SteppedWeights(self, gradients, step)])
         if pc.gamma_rule is not None:
@@ -123,7 +123,7 @@ class MaterializedStack(OwnedStack):
     def guard_(self) -> Tensor:
         """Return the largest normalised singular value of each unit, `[batch]`.
 
-        Tracked u and v that do not belong to the largest singular value are replaced
+        Any tracked u and v that do not belong to the largest singular value are replaced
         (`Preconditioner.guard_`).
         """
         guard = self.pc.preconditioner.guard_
@@ -139,20 +139,20 @@ class MaterializedStack(OwnedStack):
             yield from zip(self.transfers[part], stack, strict=True)
 
     def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Return the whole matrices `[units, rows, cols]` of a part of the stack, in the dtype of
+        """Return the whole matrices `[units, rows, cols]` for a part of the stack, in the dtype of
         W."""
         matrices = [t.whole(pieces[t.unit.name]) for t in self.transfers[part]]
         return torch.stack(matrices).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
-        """Yield slices of the stack of about `CHUNK_NUMEL` elements."""
+        """Yield slices of the stack with about `CHUNK_NUMEL` elements each."""
         size = max(1, CHUNK_NUMEL // self.weight[0].numel())
         for start in range(0, len(self.transfers), size):
             yield slice(start, start + size)
 
 
 class _SteppedWeights(Units):
-    """The weights W of a stack, updated in place with `gradients` by unit name."""
+    """The weights W of a stack, updated in place with `gradients`, given by unit name."""
 
     def __init__(
         self, owned: MaterializedStack, gradients: Mapping[str, Tensor], step: Step
@@ -162,18 +162,18 @@ class _SteppedWeights(Units):
         self.owned, self.gradients, self.step = owned, gradients, step
 
     def take(self, part: slice) -> Stack:
-        """Return views of W and state, and the momentum."""
+        """Return views of W and the state, with the momentum."""
         owned, gradient = self.owned, self.owned.stacked(part, self.gradients)
         state = {name: value[part] for name, value in owned.state.items()}
         accumulate_(owned.rule, [gradient], [state], self.step.active)
         return Stack(owned.weight[part], gradient, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Do nothing, because weights and state were updated in place."""
+        """No-op, because weights and state were updated in place."""
 
 
 class MaterializedUnits:
-    """This rank's own PC layers in one step group."""
+    """The PC layers of one step group that are owned by this rank."""
 
     def __init__(
         self,
@@ -182,10 +182,10 @@ class MaterializedUnits:
         model: DomainModel,
         options: StepOptions,
     ) -> None:
-        """Plan the exchange of units in `transfers`; owners copy W from the master weights.
+        """Plan the exchange of units in `transfers`, and copy W from the master weights to owners.
 
-        Gradients are sent to owners in `options.exchange_dtype`; None: in their own dtype. PC(W) is
-        sent in the parameters' dtype, so that it is equal on all ranks.
+        Gradients are sent to owners in `options.exchange_dtype`, by default in their own dtype.
+        PC(W) is sent in the parameter dtype, so that it is the same on all ranks.
         """
         self.exists = bool(transfers)  # the same on all ranks of the stage
         self.buffers = model.buffers
@@ -201,12 +201,13 @@ class MaterializedUnits:
         self._gradients: dict[str, Tensor] | None = None
 
     def _taken(self) -> dict[str, Tensor]:
-        """Return the gradients of W. The first call in a step sends the gradients of PC(W) to the
-        owners, and computes the gradients of W and gamma."""
+        """Return the gradients of W. The first call in a step sends the gradients of PC(W) to their
+        owners and computes the gradients of W and gamma."""
         if self._gradients is not None:
             return self._gradients
         shards = self.buffers.gradient_shards()
-        # The gradient of a unit that is one contiguous part of this rank's shard is not copied.
+        # If a unit is one contiguous part of this rank's shard, its gradient is used without a
+        # copy.
         gradients = {
             t.unit.name: t.sources[0].of(shards)
             for t in self.owned
@@ -225,13 +226,13 @@ class MaterializedUnits:
         return gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
-        """Yield each stack and its gradients of W, which the caller may scale in place."""
+        """Yield each stack with its gradients of W, which the caller may scale in place."""
         gradients = self._taken()
         for stack in self.stacks:
             yield stack, [gradients[unit.name] for unit in stack.units]
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> None:
-        """Update W and gamma once, and write the new PC(W) to the masters."""
+        """Update W and gamma, and write the new PC(W) to the masters."""
         gradients = self._taken()
         for stack in self.stacks:
             stack.step(gradients, rate, active)
@@ -239,7 +240,7 @@ class MaterializedUnits:
         self.publish()
 
     def publish(self) -> None:
-        """Compute PC(W) of every unit that this rank owns, and write it to the master shards.
+        """Compute PC(W) for every unit owned by this rank, and write it to the master shards.
 
         Nonfinite elements are not written, and their units are reported as refused.
         """
@@ -250,8 +251,8 @@ class MaterializedUnits:
             for transfer, effective in stack.effective():
                 finite.append(effective.isfinite().all())
                 if transfer.is_local:
-                    # Like sent values, local values are rounded to the parameters' dtype, so that
-                    # the result does not depend on the choice of owners.
+                    # Round local values to the parameter dtype, like the ones sent, so that results
+                    # do not depend on the placement.
                     piece = effective.to(some.dtype).reshape(-1)
                     for part in transfer.targets:
                         target, new = part.of(masters), narrowed(piece, part.whole)

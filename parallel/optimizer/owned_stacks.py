@@ -1,6 +1,6 @@
-"""Stacks of units with equal shape and rates, and the state and memory of a stack's owner.
+"""Stacks of units with the same shape and rates, and the owner's state and memory for them.
 
-Independent stacks may be updated on parallel streams of a GPU.
+Independent stacks can be updated on parallel GPU streams.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Number of step groups, and dtypes of sent and stored tensors.
+    """Number of step groups, and dtypes for communication and storage.
 
-    step_groups      maximum number of groups of buckets; None: see `BucketLayout.step_groups`
-    exchange_dtype   dtype of sent momentum and updates; None: do not convert them
-    momentum_dtype   dtype of the momentum of whole-matrix rules; None: dtype of the master weights
+    step_groups      maximum number of bucket groups; None: see `BucketLayout.step_groups`
+    exchange_dtype   dtype in which momentum and updates are sent; None: no conversion
+    momentum_dtype   momentum dtype for whole-matrix rules; None: dtype of the master weights
     """
 
     step_groups: int | None = None
@@ -39,16 +39,16 @@ class StepOptions:
 STREAMS: Final = 4
 
 LARGE: Final = 1 << 21
-"""Number of elements at which a single stack fills a GPU: 128 tiles of 128 x 128."""
+"""Number of elements at which a single stack saturates a GPU: 128 tiles of 128 x 128."""
 
 
 class Streams:
     """CUDA streams for independent work.
 
     Small stacks of small matrices leave most of a GPU idle, so they are spread over several
-    streams. These streams start after the current stream's work and are joined at the end, so the
-    work can be captured as a CUDA graph. Large stacks stay on the current stream. They would not be
-    faster on another stream, and PyTorch's allocator would keep a scratch pool per stream.
+    streams. These fork from the current stream and join it at the end, so that the work can be
+    captured as a CUDA graph. Large stacks stay on the current stream: they would be no faster on
+    another one, and PyTorch's allocator would keep a separate scratch pool for each stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,10 +57,10 @@ class Streams:
         ]
 
     def spread(self, items: Sequence[Item], elements: Callable[[Item], int]) -> Iterator[Item]:
-        """Yield each item, while the item's stream is the current stream.
+        """Yield each item with its assigned stream set as the current stream.
 
-        `elements` returns the number of matrix elements of an item. The original stream waits for
-        all items at the end.
+        `elements` returns the number of matrix elements in an item. At the end, the original stream
+        waits for all items.
         """
         if not self.streams or len(items) < 2:
             yield from items
@@ -77,13 +77,13 @@ class Streams:
             stream.wait_event(began)
             with torch.cuda.stream(stream):
                 yield item
-        # A stream without items is not captured, so a capture must not wait for it.
+        # A stream without items is not part of a capture, which must not wait for it.
         for stream in self.streams[:used]:
             current.wait_stream(stream)
 
 
 class StackMemory:
-    """Memory for the pieces of units, in one block per stack.
+    """Memory for unit pieces, with one block per stack.
 
     Attributes:
         pieces: a view `[elements]` for each unit, by name.
@@ -92,10 +92,10 @@ class StackMemory:
     def __init__(
         self, stacks: Iterable[Sequence[UnitTransfer]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate memory for the units of `stacks`; the units of a stack have one shape."""
+        """Allocate memory for the units of `stacks`. All units of a stack have the same shape."""
         self.dtype, self.device = dtype, device
         self.pieces: dict[str, Tensor] = {}
-        self._blocks: dict[str, Tensor] = {}  # by the name of the stack's first unit
+        self._blocks: dict[str, Tensor] = {}  # by name of the stack's first unit
         for transfers in stacks:
             block = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
             self._blocks[transfers[0].unit.name] = block
@@ -103,14 +103,15 @@ class StackMemory:
             self.pieces |= zip(names, block, strict=True)
 
     def assembled(self, transfers: Sequence[UnitTransfer], part: slice = ALL) -> Tensor:
-        """Return matrices `[units, rows, cols]` of a stack, as a view if all are `in_order`."""
+        """Return the matrices `[units, rows, cols]` of a stack, as a view if all are `in_order`."""
         if all(transfer.in_order for transfer in transfers):
             first = transfers[0].unit
             return self._blocks[first.name].view(len(transfers), *first.shape)[part]
         return torch.stack([t.whole(self.pieces[t.unit.name]) for t in transfers[part]])
 
     def write(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
-        """Copy the matrices `stack` to their pieces, unless `stack` is a view of the pieces."""
+        """Copy the matrices in `stack` to their pieces, unless `stack` is already a view of
+        them."""
         if not all(transfer.in_order for transfer in transfers):
             cut_all_(transfers[part], stack, self.pieces)
 
@@ -118,19 +119,18 @@ class StackMemory:
 def cut_all_(
     transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
 ) -> None:
-    """Copy each matrix of `stack` `[units, rows, cols]` to `pieces[name of the unit]`."""
+    """Copy each matrix of `stack` `[units, rows, cols]` to `pieces[unit name]`."""
     for transfer, whole in zip(transfers, stack, strict=True):
         transfer.cut_(whole, pieces[transfer.unit.name])
 
 
 @dataclass
 class OwnedStack:
-    """Units of one shape and rule that this rank updates as one stack.
+    """Units with the same shape and rule, which this rank updates as one stack.
 
     Attributes:
-        transfers: the transfers of the units, in the order of the stack.
-        assigned: assignment of the first unit; assignments of other units may differ only in the
-            penalty.
+        transfers: transfers of the units, in stack order.
+        assigned: assignment of the first unit; those of other units may only differ in the penalty.
         state: the rule's state, tensors `[batch, ...]`.
         report: metrics of the last step.
     """
@@ -142,7 +142,7 @@ class OwnedStack:
 
     @property
     def units(self) -> list[Unit]:
-        """The units, in the order of the stack."""
+        """The units, in stack order."""
         return [transfer.unit for transfer in self.transfers]
 
     @property
@@ -155,7 +155,7 @@ class OwnedStack:
         return list(self.state.values())
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """Yield key, transfer and value (a view) of the stack's tensors in a checkpoint."""
+        """Yield (key, transfer, value) for every tensor saved in a checkpoint. Values are views."""
         for i, transfer in enumerate(self.transfers):
             for name, value in self.state.items():
                 yield f"optimizer/{transfer.unit.name}/{name}", transfer, value[i]
@@ -166,7 +166,7 @@ def owned_stacks(
 ) -> list[OwnedStack]:
     """Group the transfers into stacks without state.
 
-    Units of a stack have equal shapes, rules and rates, and the same map to effective weights.
+    The units of a stack have the same shape, rule, rates and map to effective weights.
     """
 
     def kind(transfer: UnitTransfer) -> tuple[object, ...]:
@@ -183,7 +183,7 @@ def owned_stacks(
 def gathered_weights(
     stacks: Sequence[OwnedStack], exchange: Exchange, buffers: Buffers
 ) -> StackMemory:
-    """Gather the weights of stacks from the master shards. This is a collective over the stage."""
+    """Gather the weights of stacks from the master shards. Collective over the stage."""
     master = buffers.master
     weights = StackMemory([stack.transfers for stack in stacks], master.dtype, master.device)
     exchange.gather(buffers.masters, weights.pieces, master)
@@ -191,7 +191,7 @@ def gathered_weights(
 
 
 class SteppedStack(Units):
-    """A stack whose `weights` are updated in place with `momenta`."""
+    """A stack whose `weights` are updated in place using `momenta`."""
 
     def __init__(
         self, owned: OwnedStack, momenta: StackMemory, weights: StackMemory, step: Step

@@ -1,9 +1,9 @@
-"""The gradient of the Gram penalty, added to the gradient of the loss once per step.
+"""The gradient of the Gram penalty, added to the loss gradient once per step.
 
-The penalty's gradient depends only on the weight. Every data-parallel rank stores the parameter,
-from which the unit's owner computes the gradient. In a PC layer the parameter is the effective
-weight. Like an update, the gradient is sent to the ranks whose shards contain the unit's gradient.
-The gradient norm, clipping and the step then use the sum of both gradients.
+The penalty's gradient only depends on the weight. The unit's owner computes it from the parameter,
+which every data-parallel rank stores (the effective weight for PC layers). Like an update, the
+gradient is sent to the ranks whose shards hold the unit's gradient. The gradient norm, clipping and
+the step then use the sum of both gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,14 @@ SUMS = 5
 
 @dataclass(frozen=True)
 class PenaltyFigures:
-    """The penalty of all units in one step.
+    """The penalty over all units in one step.
 
-    value                coefficient times the sum of the penalties, in nats per token like the loss
+    value                coefficient times the sum of the penalties, in nats per token, like the
+                         loss
     share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
                          the scale of W
     gradient_norm        norm of the gradient of `value`
-    loss_gradient_norm   norm of the loss's gradient with respect to the penalised units
+    loss_gradient_norm   norm of the loss gradient with respect to the penalised units
     """
 
     value: float
@@ -46,7 +47,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Compute the metrics from `sums` `[SUMS]` over all ranks. This waits for the device."""
+        """Compute the metrics from `sums` `[SUMS]` over all ranks. Causes a host sync."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -54,10 +55,10 @@ class PenaltyFigures:
 def weight_exchange(
     transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume
 ) -> Exchange:
-    """Plan the gather of the units' weights from the model's parameters.
+    """Plan the gather of unit weights from the model's parameters.
 
-    Every data-parallel rank has the whole parameters of its tensor-parallel rank, so an owner
-    receives pieces only from the other ranks of its tensor-parallel group.
+    Every data-parallel rank holds all parameters of its tensor-parallel rank, so an owner only
+    receives pieces from other ranks in its tensor-parallel group.
     """
     tensor, data_rank = domain.tensor, domain.replicas.rank
 
@@ -105,9 +106,9 @@ class PenalisedUnits:
     def add_(self, *, enabled: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if `enabled`.
 
-        All ranks of the stage must call this method together. If `measured`, returns this rank's
+        Collective: all ranks of the stage must call this method. If `measured`, returns this rank's
         sums `[SUMS]` for `PenaltyFigures`: value, shares, units, and the squared norms of the
-        gradients of the penalty and of the loss. Otherwise returns None.
+        penalty and loss gradients. Otherwise returns None.
         """
         shards, some = self.buffers.gradient_shards(), self.buffers.parameters[0]
         sums = torch.zeros(SUMS, dtype=torch.float64, device=some.device) if measured else None

@@ -1,4 +1,4 @@
-"""Routing: the rule and rates of each unit, as a table, and the work of each unit's owner."""
+"""Routing: the rule and rates of each unit, as a table, and the work it causes for its owner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from spectral.sharded.placement import Work
 
 @dataclass(frozen=True)
 class PCAssignment:
-    """The map with which a unit's owner computes the model's effective weight PC(W) from W.
+    """The map from W to the effective weight PC(W), evaluated by a unit's owner.
 
     Attributes:
         preconditioner: the map from W to PC(W).
-        gamma_rule: the elementwise rule of gamma, None if gamma is fixed.
+        gamma_rule: elementwise rule for gamma; None if gamma is fixed.
         gamma_lr: peak learning rate of gamma.
-        gamma_weight_decay: decoupled decay of gamma, towards 0.
+        gamma_weight_decay: decoupled weight decay of gamma, towards 0.
     """
 
     preconditioner: Preconditioner
@@ -34,9 +34,9 @@ class PCAssignment:
 
 @dataclass(frozen=True)
 class Penalty:
-    """The penalty term of the loss for a unit: `coefficient` times the unit's Gram penalty.
+    """A unit's penalty term in the loss: `coefficient` times its Gram penalty.
 
-    The other attributes are the settings of `spectral.gram_penalty`.
+    For the other attributes, see `spectral.gram_penalty`.
     """
 
     coefficient: float
@@ -45,24 +45,23 @@ class Penalty:
     normalize: Normalize | None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of the gradient, which are those of the smaller Gram matrix and its
-        product with W."""
+        """Return the FLOPs of the gradient: the smaller Gram matrix and its product with W."""
         short, long = sorted(shape)
         return 2 * product_flops(short, long, short)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Rule, rates, PC map and penalty of a unit.
+    """Rule, rates, PC map and penalty for a unit.
 
     Attributes:
         group: matrix, embedding, head or scalar; the learning rate is logged under this name.
-        rule_name: key of the rule in `spectral.rules.RULES`.
+        rule_name: the rule's key in `spectral.rules.RULES`.
         rule: the rule with its hyper-parameters.
         lr: peak learning rate of the unit.
-        weight_decay: decoupled decay, multiplied by the learning rate.
-        pc: map of a PC layer, whose parameter is PC(W) and whose owner updates W; otherwise None.
-        penalty: Gram penalty of the weight, which is added to the loss; None if there is none.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        pc: map for a PC layer, whose parameter is PC(W) and whose owner updates W; otherwise None.
+        penalty: Gram penalty of the weight, added to the loss; None for no penalty.
     """
 
     group: str
@@ -74,23 +73,23 @@ class Assignment:
     penalty: Penalty | None = None
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of one update of a unit with the whole `shape`, for placement."""
+        """Return the FLOPs of one update of a unit of whole-matrix shape `shape`, for placement."""
         flops = self.rule.cost(shape)
         flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
         return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
 
     def step(self, rate: Callable[[float], Rate], active: Tensor) -> Step:
-        """Return the arguments of a step. `rate` maps a peak rate to the current learning rate."""
+        """Return the step arguments. `rate` maps a peak learning rate to the current one."""
         return Step(rate(self.lr), self.weight_decay, active)
 
     @property
     def has_owner(self) -> bool:
-        """Whether the update needs the whole unit on one rank, its owner."""
+        """Whether the update requires the whole unit on one rank, its owner."""
         return self.rule.whole_matrix or self.pc is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether the update or the penalty needs the whole unit on one rank."""
+        """Whether the update or the penalty requires the whole unit on one rank."""
         return self.has_owner or self.penalty is not None
 
 
@@ -103,10 +102,10 @@ class Route:
     """One row of the routing table.
 
     Attributes:
-        lr: peak learning rate of the unit, including the factors of its role and layer.
-        radius, scale: values of the rule for the unit's shape, None if the rule has none.
-        pc: polynomial of the PC layer, None for other units.
-        penalty: coefficient of the Gram penalty, None without penalty.
+        lr: the unit's peak learning rate, including factors for its role and layer.
+        radius, scale: the rule's values for the unit's shape; None if the rule has none.
+        pc: polynomial of a PC layer; None for other units.
+        penalty: coefficient of the Gram penalty; None for no penalty.
     """
 
     unit: str
@@ -125,7 +124,8 @@ class Route:
 
 
 def route(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    """Return the table row of a unit. `owners` maps the names of matrices to known owner ranks."""
+    """Return a unit's table row. `owners` maps matrix names to owner ranks, as far as they are
+    known."""
     rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix:
@@ -162,14 +162,14 @@ def level_name(pc: PCAssignment) -> str:
 def unit_work(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, assign: Assign
 ) -> list[Work]:
-    """Return the cost and the holders of each owned unit of a stage, by ascending name.
+    """Return the cost and holders of each owned unit in a stage, sorted by name.
 
     Args:
-        units: units of each tensor-parallel rank of the stage, ranks ascending.
-        bucket_layout: layout of the stage, the same on every tensor-parallel rank.
+        units: units of each tensor-parallel rank in the stage, in rank order.
+        bucket_layout: the stage's layout, the same on every tensor-parallel rank.
         assign: rule and penalty of each unit; elementwise units without a penalty have no owner.
     """
-    cost = cache(Assignment.cost)  # units of one shape share the result
+    cost = cache(Assignment.cost)  # shared by units of the same shape
     holders_of: dict[str, dict[int, int]] = {}
     costs: dict[str, float] = {}
     local: dict[str, dict[int, int]] = {}

@@ -1,9 +1,8 @@
-"""Transfer of units: pieces of sharded matrices are sent to owners, and updates are sent back.
+"""Unit transfers, which send pieces of sharded matrices to owners and updates back.
 
-A matrix may be divided by tensor parallelism and by the boundaries of data-parallel shards. Each
-matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends pieces of
-the momentum to the owners, and another sends the updates back. Owners store the weights of their
-matrices.
+A matrix may be split by tensor parallelism and across data-parallel shard boundaries. Each matrix
+has one owner among the ranks of its pipeline stage. One packed all-to-all sends momentum pieces to
+the owners, and another sends the updates back. Owners store the weights of their matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +20,19 @@ from spectral.division import span_of
 from spectral.sharded.exchange import Exchange, Part, Transfer
 
 TensorMode = Literal["owner", "shardwise"]
-"""Update of a tensor-parallel matrix. owner: one rank updates the whole matrix; shardwise: each
-rank updates its piece as a separate matrix, with a different result."""
+"""How tensor-parallel matrices are updated. owner: one rank updates the whole matrix; shardwise:
+each rank updates its piece as a separate matrix, which gives different results."""
 
 
 @dataclass(frozen=True)
 class UnitTransfer(Transfer):
-    """Positions of a unit's pieces, and the unit's owner, the same on every rank of a stage.
+    """Positions of a unit's pieces, and its owner; identical on every rank of a stage.
 
-    A part maps a range of a bucket's shard to a range of the unit's concatenated, flattened pieces.
+    A part maps a range of a bucket shard to a range of the unit's concatenated, flattened pieces.
 
     owner          rank within the stage: tensor rank + tensor size * data rank
     tensor_ranks   tensor-parallel ranks with pieces of the unit; all ranks for a sharded unit
-    targets        parts that receive the update: the sources or, for a replicated unit, all copies
+    targets        parts that receive the update: the sources or, for replicated units, all copies
     """
 
     unit: Unit
@@ -46,21 +45,21 @@ class UnitTransfer(Transfer):
 
     @property
     def in_order(self) -> bool:
-        """Whether the concatenated pieces are the matrix in row-major order."""
+        """Whether the concatenated pieces form the matrix in row-major order."""
         return self.pieces == 1 or self.unit.shard_axis == 0
 
     def logical(self, pieces: Tensor) -> Tensor:
-        """View flattened pieces `[elements]` in the matrix's order. The sharded axis is split into
-        two axes."""
+        """View flattened pieces `[elements]` in matrix order, with the sharded axis split in
+        two."""
         local = pieces.view(self.pieces, *self.unit.local_axes(self.pieces))
         return local.movedim(0, self.unit.shard_axis or 0)
 
     def whole(self, pieces: Tensor) -> Tensor:
-        """Return the matrix `[rows, cols]` of flattened pieces, as a view if `in_order`."""
+        """Assemble the matrix `[rows, cols]` from flattened pieces, as a view if `in_order`."""
         return self.logical(pieces).reshape(self.unit.shape)
 
     def cut_(self, whole: Tensor, pieces: Tensor) -> None:
-        """Copy a matrix `[rows, cols]` to flattened pieces: the inverse of `whole`."""
+        """Copy a matrix `[rows, cols]` to flattened pieces; the inverse of `whole`."""
         target = self.logical(pieces)
         target.copy_(whole.reshape(target.shape))
 
@@ -71,8 +70,8 @@ def plan_transfers(
     """Plan the transfer of every unit that has an owner.
 
     Args:
-        stage_units: the units of each tensor-parallel rank of the stage, ranks ascending.
-        bucket_layout: layout of the stage.
+        stage_units: units of each tensor-parallel rank in the stage, in rank order.
+        bucket_layout: the stage's layout.
         owners: rank within the stage, by unit name; units without an entry are omitted.
     """
     tensor_size = len(stage_units)
@@ -110,7 +109,7 @@ def plan_transfers(
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """Return the units, with each piece of a sharded matrix as a separate unit.
+    """Return the units, replacing each sharded matrix by its pieces as separate units.
 
     Only units for which `matrix` returns True are replaced.
     """
@@ -131,7 +130,7 @@ def shardwise(
 def stage_exchange(
     transfers: Sequence[UnitTransfer], domain: Domain, volume: CommVolume, kind: str = "exchange"
 ) -> Exchange:
-    """Plan the exchange of units among the ranks of a stage.
+    """Plan the exchange of units between the ranks of a stage.
 
     Bytes are counted as `<kind> in` and `<kind> out`.
     """

@@ -1,5 +1,5 @@
-"""Memory of parameters and gradients: flat buckets, their shards, and units in them.
+"""Parameter and gradient storage: flat buckets, their shards, and the units in them.
 
-The package does not depend on update rules or owners of matrices. Read bucket_layout.py first, then
+The package is independent of update rules and matrix owners. Read bucket_layout.py first, then
 domain_model.py.
 """

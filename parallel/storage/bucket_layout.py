@@ -1,16 +1,16 @@
-"""The bucket layout: positions of parameters in the flat buckets of data parallelism.
+"""The bucket layout: positions of parameters in flat data-parallel buckets.
 
 A bucket is one flat buffer, divided into `ranks` equal shards. Data-parallel rank r owns the
-elements `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets
+elements `[r * shard, (r + 1) * shard)`. Each parameter is a contiguous range of one bucket. Buckets
 are in the order in which the backward pass completes gradients, last layer first. Parameters are
-adjacent, without gaps. A shard boundary may divide a unit. The unit's momentum is then sent to one
-rank.
+packed without gaps. If a unit straddles a shard boundary, its momentum is sent to one rank.
 
 If all units of a parameter are PC layers, their owners store W, and no rule updates the shards.
-Such parameters have separate buckets, whose shards need no float32 master weights. An embedding on
-two pipeline stages also has a separate bucket, so that both stages have equal shards.
+Such parameters are put in separate buckets, whose shards need no float32 master weights. An
+embedding shared by two pipeline stages also gets a separate bucket, so that both stages shard it
+identically.
 
-The layout is a pure function of the units' shapes and is the same on every rank.
+The layout is a pure function of the unit shapes and is the same on every rank.
 """
 
 from collections import Counter
@@ -24,26 +24,26 @@ from models.units import ALL, Unit
 from spectral.batching import grouped
 
 DEFAULT_BUCKET = 40_000_000
-"""Default size of a bucket in elements."""
+"""Default bucket size in elements."""
 LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
-"""Share by which small parameters, such as gains, may enlarge a bucket beyond its limit."""
+"""Fraction by which small parameters, such as gains, may push a bucket over its limit."""
 
 STEP_ELEMENTS = 1 << 27
-"""Default limit on a rank's elements in a step group, if four groups suffice. A step uses about 24
-bytes of scratch memory per element."""
+"""Default limit on elements per rank in a step group, as long as four groups suffice. A step needs
+about 24 bytes of scratch memory per element."""
 MOST_STEP_GROUPS = 4
 GOLDEN = 618
-"""The golden ratio modulo 1, in thousandths; its multiples modulo 1 are evenly distributed."""
+"""Fractional part of the golden ratio, in thousandths; its multiples modulo 1 are evenly spread."""
 WORD = 8
-"""Number of elements that a kernel reads at once: 16 bytes of bfloat16."""
+"""Number of elements per vectorized load: 16 bytes of bfloat16."""
 ALIGNMENT_PADDING = 0.005
-"""If padding for alignment would exceed this share of a bucket, the alignment is halved."""
+"""If alignment padding would exceed this fraction of a bucket, the alignment is halved."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The range `[offset, offset + numel)` of a bucket that one parameter occupies."""
+    """The range `[offset, offset + numel)` of a bucket, occupied by one parameter."""
 
     parameter: str
     offset: int
@@ -54,9 +54,9 @@ class Slot:
 class Bucket:
     """One flat buffer.
 
-    index               position among the buckets
-    slots               slots of its parameters, by offset
-    numel               elements with padding, a multiple of the number of ranks
+    index               index of the bucket in the layout
+    slots               parameter slots, by offset
+    numel               number of elements including padding, a multiple of the number of ranks
     stepped_by_owners   whether owners store the weights of all units in the bucket, so that no rule
                         updates the shards
     """
@@ -68,7 +68,7 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        """Number of elements without padding."""
+        """Number of elements, excluding padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -79,7 +79,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Span:
-    """A contiguous range `[start, start + length)` of a bucket that is a part of a unit.
+    """A contiguous range `[start, start + length)` of a bucket that belongs to one unit.
 
     piece_start   position of the first element in the unit's flattened local piece
     """
@@ -92,7 +92,7 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The buckets of a rank's parameters, the same on all ranks of a pipeline stage.
+    """The buckets for a rank's parameters, identical on all ranks of a pipeline stage.
 
     ranks   number of data-parallel ranks, each with one shard of every bucket
     """
@@ -102,14 +102,13 @@ class BucketLayout:
 
     @cached_property
     def slots(self) -> dict[str, tuple[Bucket, Slot]]:
-        """The bucket and slot of each parameter, in the order of the buckets."""
+        """The bucket and slot of each parameter, in bucket order."""
         return {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
     def spans(self, unit: Unit) -> tuple[Span, ...]:
-        """Return the spans of the unit's local piece, in the row-major order of
-        `unit.view(parameter)`.
+        """Return the spans of the unit's local piece, in row-major order of `unit.view(parameter)`.
 
-        Raises KeyError for a unit whose parameter has no slot.
+        Raises KeyError if the unit's parameter has no slot.
         """
         bucket, slot = self.slots[unit.parameter]
         spans, position = [], 0
@@ -119,10 +118,10 @@ class BucketLayout:
         return tuple(spans)
 
     def cuts(self, unit: Unit) -> list[tuple[int, Span]]:
-        """Divide `spans(unit)` at shard boundaries. Return (data-parallel rank, span) by ascending
-        rank.
+        """Split `spans(unit)` at shard boundaries. Return (data-parallel rank, span) pairs in rank
+        order.
 
-        `start` is still relative to the beginning of the bucket.
+        `start` is still relative to the start of the bucket.
         """
         cuts = []
         for span in self.spans(unit):
@@ -135,22 +134,22 @@ class BucketLayout:
         return sorted(cuts, key=lambda cut: cut[0])
 
     def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
-        """Return the spans of a unit in the shard of data-parallel rank `rank`."""
+        """Return the spans of a unit in data-parallel rank `rank`'s shard."""
         return tuple(span for other, span in self.cuts(unit) if other == rank)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Return the number of elements of the unit's local piece in the shard of each
-        data-parallel rank, by ascending rank, without ranks that have none."""
+        """Return how many elements of the unit's local piece each data-parallel rank's shard holds,
+        in rank order, omitting ranks with none."""
         counts: dict[int, int] = {}
         for rank, span in self.cuts(unit):
             counts[rank] = counts.get(rank, 0) + span.length
         return counts
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Return, for each data-parallel rank, the sum over units of weight times elements in the
-        rank's shard."""
-        # Add differences between adjacent ranks, so that the time per unit does not depend on the
-        # number of ranks.
+        """Return, for each data-parallel rank, the number of elements in its shard, weighted by
+        unit."""
+        # Accumulate differences between adjacent ranks, so that the cost per unit is independent of
+        # the number of ranks.
         steps = [0] * (self.ranks + 1)
         edges = [0] * self.ranks
         for unit, weight in weighted:
@@ -164,33 +163,32 @@ class BucketLayout:
         return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
     def shard_numel(self, bucket: int) -> int:
-        """Return the number of elements in a shard of bucket number `bucket`."""
+        """Return the number of elements per shard of bucket number `bucket`."""
         return self.buckets[bucket].numel // self.ranks
 
     def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
         """Return the bucket indices of each of at most `count` step groups, in forward order.
 
-        If `count` is None, it is `default_step_groups` of a rank's shards.
+        If `count` is None, it is chosen by `default_step_groups`.
         """
         chosen = default_step_groups(self.numel // self.ranks) if count is None else count
         return forward_groups(len(self.buckets), chosen)
 
     @property
     def numel(self) -> int:
-        """Number of elements of all buckets, including padding."""
+        """Total number of elements in all buckets, including padding."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def padding(self) -> int:
-        """Number of padding elements of all buckets."""
+        """Total number of padding elements in all buckets."""
         return sum(bucket.padding for bucket in self.buckets)
 
 
 def local_ranges(unit: Unit) -> list[tuple[int, int]]:
-    """Return `(start, length)` of each contiguous range of the unit in its flattened local
-    parameter.
+    """Return the contiguous ranges `(start, length)` of a unit in its flattened local parameter.
 
-    The ranges are in the row-major order of `unit.view(parameter)`, and depend only on shapes.
+    The ranges are in row-major order of `unit.view(parameter)` and only depend on shapes.
     """
     offset, stride = 0, prod(unit.view_shape)
     kept: list[tuple[int, int]] = []  # (size, stride) of the remaining axes
@@ -215,16 +213,15 @@ def local_ranges(unit: Unit) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlanner:
-    """Bucket planner for one rank's pipeline stage.
+    """Plans the buckets for one rank's pipeline stage.
 
     Attributes:
         ranks: data-parallel size.
-        alignment: number of elements of which a shard's size is a multiple. The number is halved,
-            down to 8, for a bucket that would otherwise need more than half a percent of padding.
-        parameter_bytes: bytes per element in the all-gather.
-        preconditioned: function that returns whether a unit is a PC layer whose owner stores W;
-            used only for parameters narrower than float32, because wider parameters need no master
-            weights.
+        alignment: shard sizes are multiples of this number of elements. It is halved, down to 8,
+            for buckets that would otherwise need more than half a percent of padding.
+        parameter_bytes: bytes per all-gathered element.
+        preconditioned: returns whether a unit is a PC layer whose owner stores W; only used for
+            parameters narrower than float32, because wider ones need no master weights.
     """
 
     ranks: int = 1
@@ -233,7 +230,7 @@ class BucketPlanner:
     preconditioned: Callable[[Unit], bool] = lambda unit: False
 
     def layout(self, units: Sequence[Unit]) -> BucketLayout:
-        """Lay out the parameters of `units`, which are in forward order."""
+        """Lay out the parameters of `units`, given in forward order."""
         sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
         tied = {unit.parameter for unit in units if unit.tied_stage}
         contents = set_apart(bucket_parameters(sizes), tied)
@@ -251,13 +248,13 @@ class BucketPlanner:
     def _bucket(self, index: int, sizes: dict[str, int], stepped_by_owners: bool) -> Bucket:
         """Lay out parameters by their sizes, given in backward order."""
         slots, offset, names = [], 0, list(sizes)
-        word = min(WORD, self.alignment)  # of the starts of parameters, as far as sizes allow
-        # Layers have the same parameters. Each bucket starts with a different parameter, so that
-        # parameters with much state or work are not always in the same rank's shard.
+        word = min(WORD, self.alignment)  # alignment of parameter offsets, where sizes allow
+        # All layers have the same parameters. Start each bucket with a different one, so that
+        # parameters with a lot of state or work do not always end up in the same rank's shard.
         first = index * GOLDEN % 1000 * len(names) // 1000
         ordered = names[first:] + names[:first]
-        # Gammas, one number per unit, are last: parameters after them would not be aligned to 16
-        # bytes.
+        # Gammas, one number per unit, come last: they would break the 16-byte alignment of any
+        # parameters after them.
         for name in sorted(ordered, key=lambda name: sizes[name] % word > 0):
             slots.append(Slot(name, offset, sizes[name]))
             offset += sizes[name]
@@ -265,7 +262,7 @@ class BucketPlanner:
         return Bucket(index, tuple(slots), -(-offset // step) * step, stepped_by_owners)
 
     def _step(self, used: int) -> int:
-        """Return the alignment, in elements, of the size of a bucket with `used` elements."""
+        """Return the size alignment, in elements, of a bucket with `used` elements."""
         alignment = self.alignment
         while -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used and alignment > WORD:
             alignment //= 2
@@ -273,11 +270,11 @@ class BucketPlanner:
 
 
 def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
-    """Return the parameter names of each bucket, in backward order, given the number of elements of
-    each parameter in forward order.
+    """Assign parameters to buckets: names per bucket, in backward order. `sizes` gives their
+    numbers of elements in forward order.
 
-    A bucket has at most two layers and about `bucket_numel` elements, or one larger run of other
-    parameters.
+    A bucket holds at most two layers and about `bucket_numel` elements, or one larger run of
+    non-layer parameters.
     """
     most = bucket_numel(sizes) * (1 + NEGLIGIBLE)
     buckets: list[list[str]] = []
@@ -294,16 +291,16 @@ def bucket_parameters(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """Split each bucket into names not in `some` and names in `some`, without empty buckets."""
+    """Split each bucket into names not in `some` and names in `some`, dropping empty buckets."""
     split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
     return [names for both in split for names in both if names]
 
 
 def bucket_numel(sizes: dict[str, int]) -> int:
-    """Return the limit on the number of elements in a bucket.
+    """Return the maximum number of elements in a bucket.
 
-    The limit is the size of the largest layer or, if larger, 40M elements, but at most twice the
-    size of the largest layer.
+    This is the size of the largest layer or 40M elements, whichever is larger, but at most twice
+    the size of the largest layer.
     """
     layers = Counter[str]()
     for name, size in sizes.items():
@@ -315,8 +312,7 @@ def bucket_numel(sizes: dict[str, int]) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """Return the prefix of the layer, e.g. `layers.3` for `layers.3.mlp.down`, or None outside
-    layers."""
+    """Return the layer prefix, e.g. `layers.3` for `layers.3.mlp.down`, or None outside layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
@@ -324,18 +320,18 @@ def layer_of(parameter: str) -> str | None:
 def default_step_groups(shard_numel: int) -> int:
     """Return the number of step groups for a rank with `shard_numel` elements in its shards.
 
-    The result is the smallest number with at most `STEP_ELEMENTS` elements per group, but at most
-    four. More groups mean more and smaller stacks of matrices, and each stack needs all launches of
-    its rule.
+    This is the smallest number of groups with at most `STEP_ELEMENTS` elements each, up to four.
+    With more groups, there are more and smaller stacks of matrices, and every stack repeats all of
+    its rule's kernel launches.
     """
     return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 
 
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Return the bucket indices of each step group, in forward order.
+    """Return the bucket indices of each of at most `groups` step groups, in forward order.
 
-    Buckets are numbered in backward order. Each of the at most `groups` step groups consists of
-    consecutive buckets, and the numbers of buckets per group differ by at most one.
+    Buckets are numbered in backward order. Groups consist of consecutive buckets, and their bucket
+    counts differ by at most one.
     """
     order = range(buckets)[::-1]
     count = min(groups, buckets)

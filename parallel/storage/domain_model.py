@@ -1,13 +1,13 @@
-"""The parameters of one domain on one rank: flat buckets of weights and gradients.
+"""The parameters of one domain on one rank: flat weight and gradient buckets.
 
-Parameters and gradients are views of the buckets, and shards are slices of the buckets. Gradients
-are accumulated in their buckets, and each bucket is reduced when it is complete. New weights are
+Parameters and gradients are views into the buckets, and shards are slices of them. Gradients are
+accumulated in the buckets, and each bucket is reduced once it is complete. New weights are
 all-gathered.
 
-Linear layers accumulate weight gradients in the buckets, within the matrix products that compute
-the gradients. Otherwise every micro-batch would write a 16-bit gradient and add it to the float32
-sum in another pass, which would move 10 bytes per parameter and round once more. The implementation
-uses Megatron's hook for an extension of Apex.
+Linear layers accumulate weight gradients in the buckets as part of the wgrad GEMM. Otherwise every
+micro-batch would write a 16-bit gradient and add it to the float32 sum in a separate pass, which
+moves 10 bytes per parameter and rounds once more. The implementation uses Megatron's hook for an
+Apex extension.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from spectral.batching import copy_all_
 
 
 class Buffers:
-    """Parameter and gradient buckets of one rank.
+    """Parameter and gradient buckets on one rank.
 
-    parameters   one tensor `[numel]` per bucket in the model's dtype; model parameters are views
+    parameters   one tensor `[numel]` per bucket, in the model's dtype; model parameters are views
     gradients    one tensor `[numel]` per bucket; each parameter's `main_grad` is a view
     masters      this rank's shard `[numel / replicas]` of each bucket's master weights: a float32
-                 copy of 16-bit parameters, or the shard of the parameters itself if they are wider
-                 or if the owners of the bucket's units store its weights
-    master       an empty tensor with the masters' device and dtype
+                 copy of 16-bit parameters, or the parameter shard itself if parameters are wider or
+                 if the bucket's weights are stored by owners
+    master       empty tensor with the device and dtype of the masters
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Buffers:
         *,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        """Move the parameters' values into the buckets.
+        """Move the parameter values into the buckets.
 
-        Gradients are accumulated in `gradient_dtype`; None means float32 for 16-bit parameters, and
-        the parameters' dtype for wider parameters.
+        Gradients are accumulated in `gradient_dtype`, which defaults to float32 for 16-bit
+        parameters and to the parameter dtype for wider ones.
         """
         self.bucket_layout = bucket_layout
         self.replicas = replicas
@@ -77,7 +77,7 @@ class Buffers:
         self.reload_masters()
 
     def reload_masters(self) -> None:
-        """Set the master weights to the parameters' current values, e.g. after initialisation."""
+        """Set the master weights to the current parameter values, e.g. after initialisation."""
         self.masters = [
             self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
             for flat, bucket in zip(self.parameters, self.bucket_layout.buckets, strict=True)
@@ -94,25 +94,24 @@ class Buffers:
 
 
 TIED_SUM: Final = "sum of a tied embedding"
-"""Kind of communication between the first and the last pipeline stage."""
+"""Name of the collective between the first and last pipeline stages."""
 
 Observer = Callable[[str, Tensor], None]
-"""Function that is called with a parameter's name and the parameter's gradient of one
-micro-batch."""
+"""Function called with a parameter's name and its gradient for one micro-batch."""
 
 
 class GradientReducer:
-    """Accumulation of gradients in their buckets, and their reduction over the replicas.
+    """Accumulates gradients in their buckets and reduces them across replicas.
 
     Megatron's schedules run all micro-batches except the last inside `no_sync`, and call `finish`
-    at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, when
-    the bucket's last gradient is complete. Otherwise all reduce-scatters start in `finish`.
+    at the end. With `overlap`, a bucket's reduce-scatter starts during the last backward pass, as
+    soon as all of its gradients are complete. Otherwise all reduce-scatters start in `finish`.
 
-    observe       called with each micro-batch's gradient of each parameter; None: no observer
+    observe       called with every parameter's gradient for each micro-batch; None: no observer
     tensor_sums   units whose gradient is a sum over tensor-parallel ranks, such as gains under
                   sequence parallelism
-    tied          a tied embedding with a copy on another pipeline stage; the gradients of both
-                  copies are summed over `domain.ends`
+    tied          tied embedding with a copy on another pipeline stage; the gradients of both copies
+                  are summed over `domain.ends`
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Suppress reductions after micro-batches within a context."""
+        """Context manager to disable reductions after micro-batches."""
         self._syncing = False
         try:
             yield
@@ -151,7 +150,7 @@ class GradientReducer:
             self._syncing = True
 
     def finish(self) -> None:
-        """Wait until this rank's shard of every bucket contains the mean gradient."""
+        """Wait until this rank's shard of every bucket holds the mean gradient."""
         for bucket in range(len(self._names)):
             if bucket not in self._handles:
                 self._reduce(bucket)
@@ -171,7 +170,7 @@ class GradientReducer:
     def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if gradient is not None:  # None: the matrix product has accumulated the gradient
+            if gradient is not None:  # None: already accumulated by the wgrad GEMM
                 if self.observe is not None:
                     self.observe(name, gradient)
                 parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
@@ -190,7 +189,7 @@ class GradientReducer:
 
     @cached_property
     def _partial(self) -> list[tuple[Axis, str, list[Tensor]]]:
-        """(axis, kind of communication, gradient views) of each sum of partial gradients."""
+        """(axis, collective name, gradient views) of each sum of partial gradients."""
         layout, rank = self.buffers.bucket_layout, self.buffers.replicas.rank
         partial = []
         for axis, kind, units in (
@@ -206,8 +205,7 @@ class GradientReducer:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total` in the dtype of `total`, which may differ from the operands'
-    dtype."""
+    """Add `left @ right` to `total`, whose dtype may differ from the operands' dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -217,11 +215,11 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightProducts:
-    """Replacement for Apex's extension, with the methods that Megatron calls."""
+    """Drop-in replacement for the Apex extension, with the methods called by Megatron."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Add a weight's gradient to `total` `[rows, cols]`, computed from the outputs' `gradient`
+        """Add a weight gradient to `total` `[rows, cols]`, computed from the output `gradient`
         `[tokens, rows]` and the `inputs` `[tokens, cols]`."""
         add_product_(total, gradient.t(), inputs)
 
@@ -229,10 +227,10 @@ class WeightProducts:
 
 
 def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
-    """Enable or disable accumulation in `main_grad` by the linear layers of `chunks`.
+    """Enable or disable fused accumulation into `main_grad` in the linear layers of `chunks`.
 
-    Weights that are computed in the forward pass have no `main_grad`, so their layers are excluded.
-    If enabled, autograd receives None as the weight's gradient.
+    Weights computed during the forward pass have no `main_grad`, so their layers are excluded. When
+    enabled, autograd gets None as the weight gradient.
     """
     layers.fused_weight_gradient_mlp_cuda = WeightProducts
     for chunk in chunks:
@@ -245,11 +243,11 @@ def sum_in_products_(chunks: Iterable[torch.nn.Module], active: bool) -> None:
 
 @dataclass
 class DomainModel:
-    """The dense parameters or the experts of one rank.
+    """The dense parameters or the experts on one rank.
 
-    stage_units   the units of every tensor-parallel rank of the domain's stage, in forward order
-    comm_volume   counter of sent bytes
-    gathers       all-gather of new weights, possibly still running, by bucket
+    stage_units   units of each tensor-parallel rank in the domain's stage, in forward order
+    comm_volume   counts bytes sent
+    gathers       all-gathers of new weights by bucket, possibly still in flight
     """
 
     domain: Domain
@@ -266,7 +264,8 @@ class DomainModel:
 
     @torch.no_grad()
     def start_gathers(self, buckets: Sequence[int], comm_volume: CommVolume) -> None:
-        """Round the masters of `buckets` into the parameters, and start their all-gathers."""
+        """Round the master weights of `buckets` into the parameters, and start their
+        all-gathers."""
         flats = [self.buffers.parameters[bucket] for bucket in buckets]
         masters = [self.buffers.masters[bucket] for bucket in buckets]
         copy_all_(
@@ -278,16 +277,16 @@ class DomainModel:
             self.gathers[bucket] = all_gather_(flat, self.domain.replicas, comm_volume)
 
     def all_gather_weights(self) -> None:
-        """Round the masters into the parameters, all-gather the parameters and wait.
+        """Round the master weights into the parameters, all-gather them and wait.
 
-        The sent bytes are not counted, because this method is not a part of a step.
+        The bytes sent are not counted, because this is not part of a step.
         """
         buckets = range(len(self.buffers.parameters))
         self.start_gathers(buckets, CommVolume())
         self.wait(buckets)
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """Wait for the running all-gathers of `buckets`."""
+        """Wait for any all-gathers of `buckets` in flight."""
         for bucket in buckets:
             handle = self.gathers.pop(bucket, None)
             if handle is not None:

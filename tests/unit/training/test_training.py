@@ -216,7 +216,7 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
     for count, ends in ((9, {"first": 2}), (5, {"first": 3, "last": 1}), (3, {"first": 3})):
         with pytest.raises(ValueError, match="must divide into equal, nonzero parts for"):
             layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
-    with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
+    with pytest.raises(ValueError, match="require pipeline > 1 and virtual_pipeline = 1"):
         layout = Layout(pipeline=2, virtual_pipeline=2, first_stage_layers=1)
         process_groups.chunk_specs(9, layout, 0)
 
