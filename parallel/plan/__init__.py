@@ -1,4 +1,4 @@
-"""The plan of a run on N ranks, computed without starting the run: placement, sent bytes, memory.
+"""Plans a run on N ranks without starting it: placement, communication volume, memory.
 
-The package does not use devices or process groups. Read planner.py first.
+The package uses neither devices nor process groups. Read planner.py first.
 """

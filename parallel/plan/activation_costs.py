@@ -1,6 +1,6 @@
-"""Memory of one rank by kind, and the bytes of activations that the rank stores and sends.
+"""Per-rank memory by kind, and the activation memory and traffic of a rank.
 
-The bytes of activations are estimates.
+Activation sizes are estimates.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from parallel.plan.step_shape import StepShape, layer_weights
 class Memory:
     """Bytes on one rank.
 
-    weights       the parameters' buckets, whole on every rank
-    gradients     the gradients' buckets, whole on every rank
-    master        this rank's shard of the float32 weights, 0 if the parameters are float32
-    state         this rank's share of the rules' state, and the weights that it stores as an owner
-    activations   estimate of the activations
-    buffers       estimate of the transient memory of the optimizer's step
+    weights       parameter buckets, unsharded
+    gradients     gradient buckets, unsharded
+    master        this rank's shard of the float32 weights; 0 if the parameters are float32
+    state         this rank's share of the optimizer state, and the weights it stores as an owner
+    activations   estimated activation memory
+    buffers       estimated transient memory of the optimizer step
     """
 
     weights: int
@@ -37,23 +37,23 @@ class Memory:
     def total(self) -> int:
         """Peak memory in bytes.
 
-        Activations are freed before the optimizer's step allocates its buffers. The buffers of the
-        Gram penalty are not included, but are shown by a rehearsal.
+        Activations are freed before the optimizer step allocates its buffers. The Gram penalty's
+        buffers are not included, but a rehearsal shows them.
         """
         permanent = self.weights + self.gradients + self.master + self.state
         return permanent + max(self.activations, self.buffers)
 
 
 def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: float = 1) -> int:
-    """Return the bytes of activations on a rank with these chunks.
+    """Return the bytes of activation memory on a rank with the given chunks.
 
-    The result is the saved activations of `in_flight` micro-batches plus the temporary memory of
-    one micro-batch. Temporary memory is the larger of two amounts: the head's memory, which is
-    needed until the loss is computed, and a layer's gradients and recomputed activations in its
-    backward pass. The head saves its norm, float32 logits, and logits in the model's dtype. With
-    `loss_chunk` it needs float32 logits and their softmax for one chunk at a time. With selective
-    recomputation, feed-forward blocks save only tensors of routed experts. With full recomputation,
-    a layer saves only its input.
+    This is the sum of the activations saved for `in_flight` micro-batches and the temporary memory
+    of one micro-batch. Temporary memory is the maximum of two amounts: the head's memory, needed
+    until the loss is computed, and a layer's gradients and recomputed activations in its backward
+    pass. The head saves its norm, float32 logits, and logits in the model's dtype. With
+    `loss_chunk`, it needs float32 logits and their softmax for one chunk at a time. With selective
+    recomputation, feed-forward blocks only save tensors of routed experts. With full recomputation,
+    a layer only saves its input.
     """
     model, inputs, tokens = shape.model, shape.inputs, shape.tokens
     itemsize, stream = inputs.dtype.itemsize, shape.stream
@@ -66,14 +66,14 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
         saved = {"none": whole, "selective": routed, "full": stream}[inputs.recompute]
         kept += number * saved
         block = _block_width(shape, layer, routed_only=False)
-        # Gradients of the block's tensors; gradients of gate and up are also copied to one tensor.
+        # Gradients of the block's tensors; those of gate and up are also copied into one tensor.
         gradients = stream + (_block_copies(shape) + model.gated) * block
         once = max(once, whole - saved + gradients)
     head = 0
     if any(part.head for part in chunks):
         rows, chunk = model.padded_vocab // inputs.tensor, inputs.loss_chunk
         logit_bytes = 8 if chunk is not None else 4 + itemsize % 4
-        logit_bytes += 0 if model.final_softcap is None else 4  # the slope of the soft cap
+        logit_bytes += 0 if model.final_softcap is None else 4  # derivative of the soft cap
         head = 2 * tokens * stream * itemsize
         head += logit_bytes * tokens * (rows if chunk is None else min(rows, chunk))
     return int(tokens * itemsize * kept * in_flight) + max(head, tokens * itemsize * once)
@@ -82,14 +82,14 @@ def activation_bytes(shape: StepShape, chunks: Sequence[ChunkSpec], in_flight: f
 def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> int:
     """Return the number of elements per token that a layer saves for its backward pass.
 
-    Three kinds of elements are counted. The first are inputs and outputs of both norms (sharded
-    only by sequence parallelism). The second are q, k, v, the attention output, rotated q and k, a
-    copy of normalised grouped queries, and keys and values of other context ranks. The third are
-    the tensors of the gated block: gate, up, the activation, a copy of up, and the product of
-    activation and up (only gate, up and the product if compiled or with a gradient kernel). With a
-    shared gate the output of shared experts is added. All experts of a token, and the token's
-    copies for these experts, are counted on the token's rank. Each tensor-parallel rank sends its
-    share of the tokens to experts.
+    Three groups of tensors are counted. First, the inputs and outputs of both norms (only sharded
+    with sequence parallelism). Second, q, k, v, the attention output, rotated q and k, a copy of
+    normalised grouped queries, and keys and values from other context ranks. Third, the tensors of
+    the gated block: gate, up, the activation, a copy of up, and the product of activation and up
+    (only gate, up and the product if compiled or with a gradient kernel). A shared gate adds the
+    output of the shared experts. All experts of a token, and the token's copies for them, are
+    counted on the token's own rank. Each tensor-parallel rank sends its share of the tokens to
+    experts.
     """
     model, inputs, stream = shape.model, shape.inputs, shape.stream
     tensor = inputs.tensor
@@ -103,28 +103,28 @@ def layer_width(shape: StepShape, layer: int, *, routed_only: bool = False) -> i
     if family.zero_centered_gains:  # inputs and normalised values, in float32
         width += 3 * stream * (4 if family.post_norms else 2)
     if model.qk_norm and model.query_groups != model.heads:
-        width += model.heads * model.head_size // tensor  # the norm's input, copied by heads
+        width += model.heads * model.head_size // tensor  # norm input, copied per head
     if model.explicit_scores:
-        width += model.heads * model.value_head_size // tensor  # the output, by heads
+        width += model.heads * model.value_head_size // tensor  # output, per head
     moe = model.mixture(layer)
     if moe is not None:
         width += moe.top_k * model.hidden * inputs.expert_tensor // tensor
         if moe.shared_gate and not routed_only:
-            width += stream  # input of the gate's product
+            width += stream  # input of the gate matmul
     return width + _block_copies(shape) * _block_width(shape, layer, routed_only=routed_only)
 
 
 def _block_copies(shape: StepShape) -> int:
-    """Return the number of saved tensors with the width of a feed-forward block."""
+    """Return how many tensors with the width of a feed-forward block are saved."""
     fused = shape.inputs.compiled or shape.inputs.fused_backward
     return (3 if fused else 5) if shape.model.gated else 2
 
 
 def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
-    """Return the hidden size, on one rank, of a token's feed-forward block in `layer`, or of its
-    routed experts only.
+    """Return the per-rank hidden size of a token's feed-forward block in `layer`, or of its routed
+    experts only.
 
-    Parts of a sharded expert are narrower, but process proportionally more rows.
+    Shards of an expert are narrower, but process proportionally more rows.
     """
     moe, tensor = shape.model.mixture(layer), shape.inputs.tensor
     if moe is None:
@@ -134,9 +134,10 @@ def _block_width(shape: StepShape, layer: int, *, routed_only: bool) -> int:
 
 
 def stage_activations(shape: StepShape, stage: int) -> int:
-    """Return the bytes of activations on a rank of a stage.
+    """Return the bytes of activation memory on a rank of a stage.
 
-    Attention without a fused kernel needs four float32 copies of one block's scores for backward.
+    Attention without a fused kernel needs four float32 copies of one block's scores for its
+    backward pass.
     """
     size = activation_bytes(shape, shape.chunks(stage), shape.in_flight(stage))
     if shape.model.explicit_scores:
@@ -147,9 +148,9 @@ def stage_activations(shape: StepShape, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one kind that a rank sends per step to other ranks, in `calls` collectives.
+    """Bytes of one kind that a rank sends per step, in `calls` collectives.
 
-    across   share of the bytes that leave the node
+    across   fraction of the bytes that leave the node
     """
 
     kind: str
@@ -160,14 +161,14 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds."""
+        """Estimated time in seconds."""
         return self.links.seconds(self.size, self.across, self.calls)
 
 
 def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
-    """Return the nonzero activation traffic of a rank of a pipeline stage, by kind.
+    """Return the nonzero activation traffic of a rank in a pipeline stage, by kind.
 
-    Recomputation repeats the traffic of the forward pass.
+    Recomputation repeats the forward pass's traffic.
     """
     kinds = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
     kinds += _experts(shape, stage)
@@ -175,12 +176,12 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:
-    """Return the traffic of tensor parallelism: all-gathers and reduce-scatters, or all-reduces
-    without sequence parallelism.
+    """Return the tensor-parallel traffic: all-gathers and reduce-scatters, or all-reduces without
+    sequence parallelism.
 
-    Under sequence parallelism, a column-parallel layer all-gathers its inputs in forward and
-    backward, and reduce-scatters their gradients; a row-parallel layer reduce-scatters its outputs
-    and all-gathers their gradients.
+    With sequence parallelism, a column-parallel layer all-gathers its inputs in the forward and
+    backward passes, and reduce-scatters their gradients; a row-parallel layer reduce-scatters its
+    outputs and all-gathers their gradients.
     """
     inputs, links = shape.inputs, shape.links("tensor")
     sequence = inputs.sequence_parallel
@@ -193,7 +194,7 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
             again = inputs.recompute == "full" or (inputs.recompute == "selective" and weight.block)
             column = weight.cut == "rows"
             once = (3 if column else 2) + again
-            if not sequence:  # an all-reduce sends twice the bytes
+            if not sequence:  # an all-reduce sends twice as many bytes
                 once = 2 if column else 2 * (1 + again)
             side = weight.cols if column else weight.rows
             times[side] = times.get(side, 0) + once
@@ -214,8 +215,8 @@ def _tensor(shape: StepShape, stage: int) -> Traffic:
 
 
 def _context(shape: StepShape, stage: int) -> Traffic:
-    """Return the traffic of keys and values, which are all-gathered in forward, and of their
-    gradients, which are reduce-scattered in backward."""
+    """Return the context-parallel traffic: all-gathers of keys and values in the forward pass, and
+    reduce-scatters of their gradients in the backward pass."""
     model, inputs, links = shape.model, shape.inputs, shape.links("context")
     heads = model.heads if model.latent is not None else model.query_groups
     width = heads * (model.head_size + model.value_head_size) // inputs.tensor
@@ -226,7 +227,7 @@ def _context(shape: StepShape, stage: int) -> Traffic:
 
 
 def _pipeline(shape: StepShape, stage: int) -> Traffic:
-    """Return the traffic of outputs to the next stage, and of gradients to the previous stage."""
+    """Return the pipeline traffic: outputs to the next stage and gradients to the previous one."""
     inputs, links = shape.inputs, shape.links("pipeline")
     chunks = shape.chunks(stage)
     sends = sum(not chunk.head for chunk in chunks) + sum(not chunk.embedding for chunk in chunks)
@@ -236,7 +237,7 @@ def _pipeline(shape: StepShape, stage: int) -> Traffic:
 
 
 def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:
-    """Yield the traffic of tokens and their gradients to experts and back."""
+    """Yield the expert-parallel traffic: tokens and their gradients, to experts and back."""
     moe, inputs, links = shape.model.moe, shape.inputs, shape.links("expert")
     if moe is None or links.size == 1:
         return

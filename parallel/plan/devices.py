@@ -1,10 +1,9 @@
-"""GPUs for plans and rehearsals, and modelled times of launches and collectives.
+"""GPU types for plans and rehearsals, and a time model for kernel launches and collectives.
 
-Times come from a roofline model with stated constants, not from measurements. Plans, which compute
-a step's work from its config, and rehearsals, which count the program's launches, use the same
-model. The time of a launch is the largest of three times. They are its bytes divided by the
-device's copy rate, its FLOPs divided by the FLOP/s that such an operation reaches, and the minimum
-launch time.
+Times come from a roofline model with the constants below, not from measurements. It is shared by
+plans, which derive a step's work from its config, and rehearsals, which count the program's
+launches. The time of a launch is the maximum of its bytes divided by the device's copy rate, its
+FLOPs divided by the achievable FLOP/s for such an operation, and the minimum launch time.
 """
 
 import re
@@ -19,43 +18,43 @@ from models.section import Check, Count, Positive, Section
 GIB: Final = 2**30
 
 RESERVE: Final = 0.05
-"""Share of a device's memory that tensors cannot use: CUDA's context, communicators, libraries, and
+"""Fraction of device memory unavailable to tensors: CUDA context, communicators, libraries, and
 fragmentation."""
 
 
 OPERANDS: Final = ("fp8", "bf16", "tf32", "fp32", "fp64")
-"""Operand types of matrix products."""
+"""Operand types of matmuls."""
 REQUIRED: Final = ("bf16", "tf32", "fp32", "fp64")
-"""Operand types that every device supports."""
+"""Operand types supported by every device."""
 
 
 class Device(Section):
     """A GPU and its node. Rates are per second."""
 
     name: str
-    """Name, as CUDA reports it."""
+    """Device name as reported by CUDA."""
     memory_bytes: Count
-    """Bytes of memory that CUDA reports before any allocation."""
+    """Bytes of memory reported by CUDA before any allocation."""
     capability: tuple[int, int]
     """Compute capability."""
     processors: Count
     """Number of streaming multiprocessors."""
     copy_rate: Positive
-    """Bytes per second that a copy kernel moves: the sum of read and written bytes."""
+    """Bytes per second moved by a copy kernel: bytes read plus bytes written."""
     peak: dict[str, Positive]
-    """FLOP/s of dense products, by operand type in `OPERANDS`."""
+    """Dense matmul FLOP/s, by operand type in `OPERANDS`."""
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Share of `peak` that a large product reaches."""
+    """Fraction of `peak` achieved by a large matmul."""
     launch_seconds: Positive = 5e-6
-    """Minimum time of a kernel that the host launches."""
+    """Minimum time of a kernel launched by the host."""
     graph_seconds: Positive = 1.5e-6
-    """Minimum time of a kernel that a CUDA graph launches."""
+    """Minimum time of a kernel launched by a CUDA graph."""
     node_size: Count = 8
-    """Number of GPUs in a node."""
+    """Number of GPUs per node."""
     node_rate: Positive = 400e9
-    """Bytes per second that a GPU sends to other GPUs of its node."""
+    """Bytes per second that a GPU can send within its node."""
     network_rate: Positive = 45e9
-    """Bytes per second that a GPU sends to other nodes."""
+    """Bytes per second that a GPU can send to other nodes."""
     latency_seconds: Positive = 20e-6
     """Minimum time of a collective."""
 
@@ -67,14 +66,14 @@ class Device(Section):
 
     @property
     def room(self) -> int:
-        """Bytes available to the tensors of a run."""
+        """Bytes available for a run's tensors."""
         return int(self.memory_bytes * (1 - RESERVE))
 
 
-# Peaks are from NVIDIA's data sheets, without sparsity; fp32 is the peak of CUDA cores, which
-# compute float32 products unless TF32 is allowed. Copy rates are assumptions, not measurements: 88
-# to 90% of the memory bandwidth in the data sheets (in TB/s: H100 SXM 3.35, H200 4.8, A100 80GB SXM
-# 2.04, B200 8).
+# Peaks are from NVIDIA's data sheets, without sparsity; fp32 is the CUDA core peak, because float32
+# matmuls run on CUDA cores unless TF32 is allowed. Copy rates are assumed, not measured: 88 to 90%
+# of the memory bandwidth in the data sheets (in TB/s: H100 SXM 3.35, H200 4.8, A100 80GB SXM 2.04,
+# B200 8).
 DEVICES: Final[Mapping[str, Device]] = {
     "h100": Device(
         name="NVIDIA H100 80GB HBM3",
@@ -118,15 +117,15 @@ SAME_PEAK: Final[Mapping[str, str]] = {
     "B200": "b200", "H200": "h200", "GH200": "h200", "H100": "h100", "H800": "h100",
     "A100": "a100", "A800": "a100",
 }  # fmt: skip
-"""Key of the device with the same bfloat16 peak, by a word of CUDA's device name."""
+"""Maps a word in CUDA's device name to the key of a device with the same bfloat16 peak."""
 
 SLOWER: Final = {"MIG", "NVL", "PCIe"}
-"""Words in the names of device variants with fewer FLOP/s."""
+"""Words in the names of variants with lower FLOP/s."""
 
 
 def device_called(name: str) -> Device | None:
-    """Return the device with the same peak as `name`, or None for an unknown device or a part of a
-    GPU.
+    """Return the device with the same peak as `name`, or None for unknown devices and GPU
+    partitions.
 
     `name` is the result of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
@@ -137,40 +136,39 @@ def device_called(name: str) -> Device | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device, or None if `device_called` returns None."""
+    """Return a device's peak dense bf16 FLOP/s, or None if `device_called` returns None."""
     device = device_called(device_name)
     return None if device is None else device.peak["bf16"]
 
 
 HALF_SIZE: Final = 64
-"""Side length at which a matrix product on tensor cores reaches half the FLOP/s of a large
-product."""
+"""Dimension at which a tensor core matmul achieves half the FLOP/s of a large one."""
 TENSOR_CORES: Final = ("fp8", "bf16", "tf32", "fp64")
-"""Operand types of products on tensor cores."""
+"""Operand types of tensor core matmuls."""
 ATTENTION: Final = 0.45
-"""Share of the peak that fused attention reaches, as published for H100 (cuDNN, FlashAttention-3)
+"""Fraction of the peak achieved by fused attention, as published for H100 (cuDNN, FlashAttention-3)
 and A100 (FlashAttention-2), both causal with head dimension 128."""
 OLDER_ATTENTION: Final = 0.32
-"""Share of the peak for FlashAttention-2 on Hopper, where forward passes reach 370 TFLOP/s (Shah et
-al., "FlashAttention-3", 2024, figure 5) and backward passes about 300."""
+"""Fraction of the peak achieved by FlashAttention-2 on Hopper: 370 TFLOP/s in the forward pass
+(Shah et al., "FlashAttention-3", 2024, figure 5), about 300 in the backward pass."""
 EXPLICIT_ATTENTION: Final = 0.1
-"""Share of the peak for attention whose scores are computed block by block."""
+"""Fraction of the peak achieved by attention that computes scores block by block."""
 SYMMETRIC: Final = 0.45
-"""Share of the peak for the Triton kernels of symmetric products, measured on an H200 for matrices
-of at least 4,096 rows, or 32 matrices of 2,048 rows (spectral/kernels/table.json)."""
+"""Fraction of the peak achieved by the symmetric matmul Triton kernels, measured on an H200 for
+matrices with at least 4,096 rows, or 32 matrices with 2,048 rows (spectral/kernels/table.json)."""
 FACTORS: Final = 0.05
-"""Share of the peak that Cholesky factors and triangular solves of `FACTOR_ROWS` rows reach,
-measured in float64 in SSO's step on an H200. For fewer rows the share is proportional to the number
-of rows, because columns are processed in sequence."""
+"""Fraction of the peak achieved by Cholesky factorizations and triangular solves with `FACTOR_ROWS`
+rows, measured in float64 in SSO's step on an H200. With fewer rows, it is proportional to the
+number of rows, because columns are processed sequentially."""
 FACTOR_ROWS: Final = 512
 EIGEN_ROW: Final = 120e-6
-"""Estimated seconds per row of an eigenvalue problem (0.25 s for 2,048 rows), whose columns need
-many small kernels in sequence."""
+"""Estimated seconds per row of an eigendecomposition (0.25 s for 2,048 rows), which runs many small
+kernels sequentially for its columns."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a group of `size` ranks whose global ranks differ by multiples of `stride`."""
+    """Links within a group of `size` ranks, whose global ranks are `stride` apart."""
 
     size: int
     stride: int
@@ -178,28 +176,31 @@ class Links:
 
     @property
     def per_node(self) -> int:
-        """Number of ranks of the group in one node, at least 1."""
+        """Number of the group's ranks on one node, at least 1."""
         return max(1, min(self.size, self.device.node_size // self.stride))
 
     @property
     def ring_across(self) -> float:
-        """Share of a ring's bytes that leave a node. One rank per node sends to the next node."""
+        """Fraction of a ring's bytes that leave a node. One rank per node sends to the next
+        node."""
         return 0.0 if self.per_node >= self.size else 1 / self.per_node
 
     @property
     def all_to_all_across(self) -> float:
-        """Share of an all-to-all's bytes that leave a node, for equal bytes per rank."""
+        """Fraction of an all-to-all's bytes that leave a node, if all ranks send the same number of
+        bytes."""
         return (self.size - self.per_node) / (self.size - 1) if self.size > 1 else 0.0
 
     @property
     def ends_across(self) -> float:
-        """Share of the bytes between the first and the last rank that leave a node."""
+        """Fraction of the bytes between the first and last rank that leave a node."""
         return float(self.per_node < self.size)
 
     def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
-        """Return the time in seconds of `calls` collectives, in which a rank sends `size` bytes.
+        """Return the time in seconds of `calls` collectives in which a rank sends `size` bytes in
+        total.
 
-        A share `across` of the bytes leaves the node, through this rank's own network adapter.
+        A fraction `across` of the bytes leaves the node, through the rank's own network adapter.
         """
         if self.size == 1 or size == 0:
             return 0.0
@@ -210,7 +211,7 @@ class Links:
 
 
 def product_share(device: Device, operands: str, sides: Sequence[float]) -> float:
-    """Return the share of the peak that a product with these side lengths reaches."""
+    """Return the fraction of the peak achieved by a matmul with the dimensions `sides`."""
     share = device.efficiency
     for side in sides if operands in TENSOR_CORES else ():
         share *= side / (side + HALF_SIZE)
@@ -218,13 +219,13 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
 
 
 def varying_share(device: Device) -> float:
-    """Return the share of the peak for FlashAttention 2, which computes variable-length
+    """Return the fraction of the peak achieved by FlashAttention 2, used for variable-length
     attention."""
     return OLDER_ATTENTION if device.capability >= (9, 0) else ATTENTION
 
 
 def factor_share(rows: int) -> float:
-    """Return the share of the peak that factors of matrices with `rows` rows reach."""
+    """Return the fraction of the peak achieved by factorizations of matrices with `rows` rows."""
     return FACTORS * min(rows, FACTOR_ROWS) / FACTOR_ROWS
 
 
@@ -232,11 +233,11 @@ def factor_share(rows: int) -> float:
 class Work:
     """The work of an operation on a device.
 
-    size       moved bytes
+    size       bytes moved
     operands   operand type, a key of `Device.peak`
-    share      share of the peak that the operation reaches; None: `Device.efficiency`
-    kernels    number of launches
-    waiting    minimum seconds of sequential steps
+    share      fraction of the peak achieved by the operation; None: `Device.efficiency`
+    kernels    number of kernel launches
+    waiting    minimum time of sequential steps in seconds
     """
 
     size: float
@@ -268,7 +269,8 @@ def product_seconds(device: Device, operands: str, rows: float, inner: float, co
 
 
 def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:
-    """Return the time in seconds of a collective in which each of `ranks` sends `size` bytes."""
+    """Return the time in seconds of a collective in which each rank in `ranks` sends `size`
+    bytes."""
     links = Links(len(ranks), abs(ranks[1] - ranks[0]), device)
     across = links.all_to_all_across if kind == "all_to_all" else links.ring_across
     return links.seconds(size, across)

@@ -1,7 +1,7 @@
-"""The plan of a run on N ranks, computed without starting the run.
+"""Plans a run on N ranks without starting it.
 
-Bucket layout and placement are computed by the functions that a run uses, so bytes, loads and
-padding are exact. Activations and transient buffers are estimates, and times are modelled
+Bucket layout and placement are computed by the same functions as in a run, so bytes, loads and
+padding are exact. Activations and transient buffers are estimated, and times are modelled
 (step_time.py).
 """
 
@@ -28,34 +28,34 @@ from spectral.sharded.placement import Placement, place
 
 STEP_COPIES: Final = 6
 """Number of float32 copies of a step group's matrices: momentum, weights, and four for SSO's
-multiplier. Muon needs one or two instead of the four (tests/rehearsal/test_peak_memory.py).
+multiplier. Muon needs one or two in place of these four (tests/rehearsal/test_peak_memory.py).
 """
 
 Owners = Mapping[str, int]
-"""Rank within the stage that owns each unit, by name."""
+"""Owner rank within the stage, by unit name."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of one pipeline stage.
+    """The plan for one pipeline stage.
 
-    Unless stated otherwise, loads, state and bytes are maxima over the ranks of the stage.
+    Unless stated otherwise, loads, state and bytes are maxima over the stage's ranks.
 
-    parameters         elements on each rank, without padding
+    parameters         elements per rank, excluding padding
     buckets            number of buckets
     padding            padding elements
-    elements           elements of a rank's shards
+    elements           elements in a rank's shards
     units              matrices with an owner
-    load_max           largest FLOPs of the optimizer on a rank
-    load_mean          mean FLOPs of the optimizer on a rank
-    sent               bytes that a rank sends per step, by kind of communication
-    reduced, gathered  bytes that a rank sends in reduce-scatters and in all-gathers, by domain
-    sent_max           bytes that a rank sends per step in all kinds, without the Gram penalty
-    sent_adamw         `sent_max` of AdamW with ZeRO-1 on the same ranks, without padding
-    state_max          largest bytes of masters and state on a rank
-    state_mean         mean bytes of masters and state on a rank
+    load_max           maximum optimizer FLOPs per rank
+    load_mean          mean optimizer FLOPs per rank
+    sent               bytes sent by a rank per step, by kind of communication
+    reduced, gathered  bytes sent by a rank in reduce-scatters and all-gathers, by domain
+    sent_max           total bytes sent by a rank per step, excluding the Gram penalty
+    sent_adamw         `sent_max` for AdamW with ZeRO-1 on the same ranks, excluding padding
+    state_max          maximum bytes of master weights and state per rank
+    state_mean         mean bytes of master weights and state per rank
     memory             memory of a rank
-    traffic            all bytes that a rank sends per step by kind, including activations
+    traffic            all bytes sent by a rank per step, by kind, including activations
     """
 
     stage: int
@@ -78,7 +78,7 @@ class StagePlan:
 
     @property
     def load(self) -> OptimizerLoad:
-        """The optimizer's work per step on this stage."""
+        """Optimizer work per step in this stage."""
         return OptimizerLoad(
             flops=self.load_max,
             elements=self.elements,
@@ -90,21 +90,21 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest load divided by mean load, or 1 if there is no load."""
+        """Maximum load divided by mean load, or 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
 
     @property
     def sent_ratio(self) -> float:
-        """`sent_max` divided by `sent_adamw`, or 1 if AdamW does not send any bytes."""
+        """`sent_max` divided by `sent_adamw`, or 1 if AdamW would send nothing."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run on `gpus` devices.
+    """The plan for a run on `gpus` devices.
 
-    model_flops   FLOPs of the forward and backward passes per step and rank
-    time          modelled time of a step
+    model_flops   forward and backward FLOPs per step and rank
+    time          modelled step time
     """
 
     gpus: int
@@ -124,17 +124,17 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """Memory of a rank of the heaviest stage."""
+        """Memory of a rank in the heaviest stage."""
         return self.heaviest.memory
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has enough memory, including the reserve."""
+        """Whether every rank fits in device memory, including the reserve."""
         return self.memory.total <= self.device.room
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s of a device."""
+        """Peak FLOP/s per device."""
         return self.device.peak[self.operands]
 
     @property
@@ -144,11 +144,12 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs divided by the devices' peak FLOPs in the modelled time."""
+        """Model FLOPs utilization: model FLOPs divided by peak FLOPs over the modelled step
+        time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values, including derived values, for JSON."""
+        """Return all values, including derived ones, for JSON."""
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["memory"]["total"] = stage.memory.total
@@ -167,13 +168,13 @@ class Plan:
 
 
 def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options: Any) -> Plan:
-    """Return the plan of a run.
+    """Plan a run.
 
     Args:
-        shape: model, layout, batch and devices.
+        shape: model, layout, batch and device.
         assign: rule, rates and penalty of each unit.
-        step_flops: FLOPs of the forward and backward passes of one step over all ranks.
-        **unit_options: options of the family's `units`.
+        step_flops: forward and backward FLOPs of one step, summed over ranks.
+        **unit_options: options passed to the family's `units`.
     """
     inputs = shape.inputs
     stages = []
@@ -184,7 +185,7 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
 
 
 def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
-    """Return the plan of a stage with its activations and all its traffic."""
+    """Return a stage's plan, completed with its activations and all of its traffic."""
     traffic = activation_traffic(shape, stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
@@ -202,7 +203,7 @@ def completed(planned: StagePlan, shape: StepShape, stage: int) -> StagePlan:
 
 
 def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -> Plan:
-    """Return the plan of a run from its planned stages."""
+    """Assemble the plan of a run from its stage plans."""
     inputs = shape.inputs
     gpus = inputs.stage_ranks * inputs.pipeline
     copies = inputs.data // shape.inputs.context
@@ -220,8 +221,8 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
 
 
 def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> StagePlan:
-    """Return the plan of a stage from the units of its tensor-parallel ranks. `completed` adds
-    activations and traffic."""
+    """Plan a stage, given the units of its tensor-parallel ranks. `completed` adds activations and
+    traffic."""
     domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
     for name, part, members, repeats in inputs.domains(units):
@@ -233,7 +234,7 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
     numel = sum(layout.numel for layout in layouts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
     ranks = inputs.stage_ranks * inputs.pipeline
-    # All ranks sum two 4-byte numbers: the squared norm, and the number of unsound ranks.
+    # All ranks reduce two 4-byte numbers: the squared norm, and the number of unsound ranks.
     sent["gradient norm"] = np.full(inputs.stage_ranks, 2 * 8 * (ranks - 1) // ranks)
     tied = [(unit, 4) for unit in units[0] if unit.tied_stage]
     if tied:  # two ranks send their shards
@@ -271,12 +272,12 @@ def plan_stage(units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInpu
 
 
 class DomainPlan:
-    """The dense units or the experts of a stage, their buckets, and the work of their owners.
+    """A stage's dense units or experts, their buckets, and the work of their owners.
 
-    units   units of each tensor-parallel rank of the domain, ranks ascending
-    works   work of the units with an owner, names ascending
+    units   units of each tensor-parallel rank in the domain, in rank order
+    works   work of the owned units, sorted by name
 
-    Arrays have one entry per rank of the stage.
+    Arrays have one entry per rank in the stage.
     """
 
     def __init__(self, units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> None:
@@ -297,10 +298,10 @@ class DomainPlan:
         self.stepped = [work for work in self.works if self.assigned[work.name].has_owner]
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:
-        """Return the bytes that each rank sends per step, by kind of communication.
+        """Return the bytes sent by each rank per step, by kind of communication.
 
-        Bytes are counted as in `collectives.CommVolume`, for ring algorithms and without a rank's
-        own elements. The Gram penalty is not included.
+        Bytes are counted as in `collectives.CommVolume`, assuming ring algorithms and excluding a
+        rank's own elements. The Gram penalty is not included.
         """
         inputs = self.inputs
         ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
@@ -328,7 +329,7 @@ class DomainPlan:
         }
 
     def state(self, owners: Owners) -> np.ndarray:
-        """Return the bytes of the rules' state."""
+        """Return the bytes of optimizer state on each rank."""
         shards = self.bucket_layout.shard_elements(
             (unit, element_state_bytes(self.assigned[unit.name].rule))
             for unit in self.units[0]
@@ -344,7 +345,7 @@ class DomainPlan:
         return state
 
     def kept(self, owners: Owners) -> np.ndarray:
-        """Return the bytes of weights that each rank stores as an owner (`StepGroup.kept`)."""
+        """Return the bytes of weights kept by each rank as an owner (`StepGroup.kept`)."""
         kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
         for work in self.stepped:
             unit = self.whole[work.name]
@@ -355,8 +356,8 @@ class DomainPlan:
         return kept
 
     def transient(self, owners: Owners) -> int:
-        """Return the transient bytes of a step group: the maximum over all groups and ranks."""
-        # Elements that each rank owns, and that it sends or receives, `[step groups, stage ranks]`.
+        """Return the transient memory of a step group in bytes, maximized over groups and ranks."""
+        # Elements owned, and elements sent or received, by each rank: `[step groups, stage ranks]`.
         count = max(self._step_group.values()) + 1
         owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
         for work in self.stepped:
@@ -370,7 +371,7 @@ class DomainPlan:
 
     @cached_property
     def _step_group(self) -> dict[str, int]:
-        """Return the step group of each unit."""
+        """Map unit names to step groups."""
         groups = self.bucket_layout.step_groups(self.inputs.step_groups)
         of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
         slots = self.bucket_layout.slots
@@ -380,16 +381,16 @@ class DomainPlan:
 class _Placed:
     """A domain of a stage with its owners.
 
-    The ranks of the stage form `repeats` sets with equal work: groups of `tensor` consecutive
-    ranks are assigned to the sets in turn. The sets differ only in the previous loads `base`
-    `[stage ranks]`. Arrays have one entry per rank of the stage.
+    The stage's ranks form `repeats` sets with equal work: groups of `tensor` consecutive ranks are
+    assigned to the sets round-robin. The sets only differ in the previous loads `base` `[stage
+    ranks]`. Arrays have one entry per rank in the stage.
     """
 
     def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:
         inputs, layout = domain.inputs, domain.bucket_layout
         sets = base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
         bases = [tuple(loads.flatten().tolist()) for loads in sets]
-        # Sets with equal initial loads are planned once.
+        # Sets with the same initial loads are only planned once.
         unlike = {
             loads: place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
             for loads in dict.fromkeys(bases)
@@ -422,16 +423,15 @@ class _Placed:
 
 @lru_cache(maxsize=1024)
 def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the bytes of a rule's state for one matrix, by the name of the tensor."""
+    """Return the bytes of a rule's state for one matrix, by tensor name."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return {name: tensor.nbytes for name, tensor in state.items()}
 
 
 def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a whole-matrix rule's state on a unit's owner, such as cached singular
-    vectors.
+    """Return the bytes of whole-matrix state on a unit's owner, such as cached singular vectors.
 
-    Momentum is not included, because it is stored in the shards.
+    This excludes momentum, which is stored in the shards.
     """
     state = state_of_matrix(rule, shape)
     return sum(size for name, size in state.items() if name not in rule.elementwise_state)
@@ -439,10 +439,10 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
-    """Return the bytes that the owner of a PC layer stores.
+    """Return the bytes stored by the owner of a PC layer.
 
-    The owner stores W, the whole state of the rule, the tracked singular vectors, and gamma with
-    its state and gradient.
+    These are W, all of the rule's state, the tracked singular vectors, and gamma with its state and
+    gradient.
     """
     assert assigned.pc is not None
     rows, cols = shape
@@ -456,7 +456,7 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def element_state_bytes(rule: Rule) -> int:
-    """Return the bytes of a rule's float32 state per element of a shard."""
+    """Return the bytes of a rule's float32 state per shard element."""
     if rule.whole_matrix:
         return 4 * len(rule.elementwise_state)
     short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))

@@ -1,4 +1,4 @@
-"""The inputs of a plan: layers as matrix products, the layout, the batch and the devices."""
+"""The inputs of a plan: layers as matmuls, the layout, the batch and the device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,21 +19,21 @@ from spectral.batching import grouped
 from spectral.sharded.placement import Strategy
 
 Cut = Literal["rows", "cols"] | None
-"""Axis that tensor parallelism shards: rows of a column-parallel weight, cols of a row-parallel
-weight."""
+"""Axis sharded by tensor parallelism: rows for column-parallel weights, cols for row-parallel
+ones."""
 
 BLOCK: Final = ("gate", "up", "gate_up", "down")
-"""Roles of the matrices of a feed-forward block."""
+"""Roles of the matrices in a feed-forward block."""
 
 
 @dataclass(frozen=True)
 class LayerWeight:
-    """One weight `[rows, cols]`, which multiplies inputs of width cols.
+    """A weight `[rows, cols]`, applied to inputs of width cols.
 
     cut      see `Cut`
-    expert   whether the weight is a part of a routed expert
-    block    whether the weight is a part of a dense or shared feed-forward block
-    router   whether the weight is a router, whose product is in float32
+    expert   whether the weight belongs to a routed expert
+    block    whether the weight belongs to a dense or shared feed-forward block
+    router   whether the weight is a router, whose matmul runs in float32
     """
 
     rows: int
@@ -44,7 +44,7 @@ class LayerWeight:
     router: bool
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return rows and cols of the piece on one of `tensor` ranks."""
+        """Return the rows and cols of the piece on one of `tensor` ranks."""
         rows, cols = self.rows, self.cols
         return rows // (tensor if self.cut == "rows" else 1), cols // (
             tensor if self.cut == "cols" else 1
@@ -53,9 +53,9 @@ class LayerWeight:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer, with a single routed expert, and the elements of its vectors.
+    """The weights of one layer, with a single routed expert, and the number of vector elements.
 
-    Gains are replicated. Biases are sharded over tensor-parallel ranks.
+    Gains are replicated. Biases are sharded across tensor-parallel ranks.
     """
 
     weights: tuple[LayerWeight, ...]
@@ -63,18 +63,18 @@ class Layer:
     cut_biases: int
 
     def elements(self, tensor: int) -> int:
-        """Return the number of elements on one of `tensor` ranks, without routed experts."""
+        """Return the number of elements on one of `tensor` ranks, excluding routed experts."""
         vectors = self.gains + self.cut_biases // tensor
         return vectors + sum(math.prod(w.local(tensor)) for w in self.weights if not w.expert)
 
     def expert_elements(self, tensor: int) -> int:
-        """Return the number of elements of one routed expert on one of `tensor` ranks that share
-        it."""
+        """Return the number of elements of one routed expert on one of the `tensor` ranks it is
+        sharded across."""
         return sum(math.prod(w.local(tensor)) for w in self.weights if w.expert)
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:
-    """Return the weights of layer `layer`. Layers of the same kind share the result."""
+    """Return the weights of layer `layer`, cached per kind of layer."""
     moe = model.mixture(layer)
     return _kind(model, 0 if moe is None else moe.dense_layers)
 
@@ -101,7 +101,7 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
 
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:
-    """Return a layer's matrices on one of `tensor` ranks, with only the first expert."""
+    """Return a layer's matrices on one of `tensor` ranks, including only the first expert."""
     matrices = (
         unit
         for unit in _units(model, layer, tensor)
@@ -122,17 +122,18 @@ Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs(Layout):
-    """The layout, the dtypes, and options of buckets and placement.
+    """The layout, dtypes, and bucket and placement options.
 
-    data             number of copies of the dense parameters: data- times context-parallel size
-    recompute        activations that the backward pass recomputes
-    loss_chunk       vocabulary entries of a rank whose logits are in memory at a time; None: all
-    fused_loss       whether Liger's kernels compute the loss, without chunks
+    data             number of replicas of the dense parameters: data- times context-parallel size
+    recompute        activations recomputed in the backward pass
+    loss_chunk       number of vocabulary entries per rank whose logits are in memory at a time;
+                     None: all
+    fused_loss       whether the loss is computed by Liger's kernels, without chunks
     compiled         whether norms, rotations and activations are fused by torch.compile
-    fused_backward   whether kernels compute the gradients of gated blocks and of heads
+    fused_backward   whether gradients of gated blocks and heads are computed by fused kernels
     dtype            dtype of weights and activations; gradients and masters are float32
-    rule_operands    operand type of the rules' products, a key of `Device.peak`
-    exchange_bytes   bytes per sent element of momentum and update
+    rule_operands    operand type of the rules' matmuls, a key of `Device.peak`
+    exchange_bytes   bytes per element in which momentum and updates are sent
     step_groups      see `BucketLayout.step_groups`
     """
 
@@ -150,17 +151,18 @@ class PlanInputs(Layout):
 
     @property
     def stage_ranks(self) -> int:
-        """Number of ranks of one pipeline stage."""
+        """Number of ranks in a pipeline stage."""
         return self.data * self.tensor
 
     def domains(
         self, units: Sequence[Sequence[Unit]]
     ) -> Iterator[tuple["Replicas", "PlanInputs", list[list[Unit]], int]]:
-        """Return `(name, inputs, units, repeats)` of a stage's dense units and experts, if any.
+        """Yield `(name, inputs, units, repeats)` for a stage's dense units and, if any, its
+        experts.
 
-        `units` are the units of each tensor-parallel rank. A domain has copies or shards on data x
-        tensor ranks of its inputs. The stage consists of `repeats` such sets of ranks. Rank r of
-        the stage is in set `r // tensor % repeats`.
+        `units` are the units of each tensor-parallel rank. A domain is replicated or sharded across
+        data x tensor ranks of its inputs. The stage consists of `repeats` such sets of ranks. Rank
+        r of the stage is in set `r // tensor % repeats`.
         """
         dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
         if dense[0]:
@@ -182,11 +184,10 @@ class StepShape:
     """One step of a run.
 
     micro_batch      sequences per micro-batch
-    sequence_length  tokens of a whole sequence
+    sequence_length  tokens per sequence, before the context-parallel split
     microbatches     micro-batches per rank and step
-    operands         operand type of large products, a key of `Device.peak`
-    attended         length of all documents, if attention is limited to documents; None if it is
-                     not limited
+    operands         operand type of large matmuls, a key of `Device.peak`
+    attended         length of all documents, if attention is confined to documents; otherwise None
     """
 
     model: ModelConfig
@@ -200,23 +201,23 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a micro-batch on one rank."""
+        """Number of tokens per micro-batch on one rank."""
         return self.micro_batch * self.sequence_length // self.inputs.context
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens of a micro-batch that one rank has outside tensor-parallel layers."""
+        """Number of tokens per micro-batch on one rank outside tensor-parallel layers."""
         return self.tokens // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def stream(self) -> int:
-        """Number of residual-stream elements on one rank, per token of `tokens`."""
+        """Number of residual-stream elements on one rank per token in `tokens`."""
         return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def pairs(self) -> int:
-        """Number of (token, expert) pairs of a micro-batch that leave one rank in a layer with
-        experts."""
+        """Number of (token, expert) pairs per micro-batch dispatched by one rank in an MoE
+        layer."""
         assert self.model.moe is not None
         return self.own_tokens * self.model.moe.top_k * self.inputs.expert_tensor
 
@@ -225,11 +226,11 @@ class StepShape:
         return _chunks(self.model.layers, self.inputs, stage)
 
     def kinds(self, stage: int) -> dict[int, int]:
-        """Return the first layer of each kind in a stage, with the number of layers of the kind."""
+        """Map the first layer of each kind in a stage to the number of layers of that kind."""
         return _kinds(self.model, self.chunks(stage))
 
     def in_flight(self, stage: int) -> float:
-        """Return the largest number of micro-batches in flight on a rank, under Megatron's
+        """Return the maximum number of micro-batches in flight on a rank under Megatron's
         schedules."""
         stages, virtual = self.inputs.pipeline, self.inputs.virtual_pipeline
         if virtual == 1:
@@ -238,7 +239,7 @@ class StepShape:
         return min(chunks / virtual, self.microbatches)
 
     def links(self, axis: Axis) -> Links:
-        """Return the links of an axis. `dense` and `experts` are the axes of replicas."""
+        """Return the links along an axis. `dense` and `experts` are the replica axes."""
         inputs = self.inputs
         sharing = inputs.expert * inputs.expert_tensor
         sizes: dict[Axis, tuple[int, int]] = {

@@ -1,11 +1,10 @@
-"""The modelled time of a step: a roofline model with stated constants, not a measurement.
+"""Models the step time with a roofline model and the constants below, not with measurements.
 
-The time of a matrix product is its FLOPs divided by the FLOP/s that its shape reaches. The time of
-any other operation is its bytes divided by the copy rate, and at least the time of a launch. The
-time of communication is its bytes divided by the rate of the slowest link. Communication of
-activations does not overlap with computation. Reduce-scatters of gradients overlap with the
-backward pass of the last micro-batch, and all-gathers of weights with the forward pass of the first
-micro-batch.
+The time of a matmul is its FLOPs divided by the achievable FLOP/s for its shape. The time of any
+other operation is its bytes divided by the copy rate, but at least the launch time. The time of
+communication is its bytes divided by the bandwidth of the slowest link. Activation communication
+does not overlap with computation. Gradient reduce-scatters overlap with the last micro-batch's
+backward pass, and weight all-gathers with the first micro-batch's forward pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +18,25 @@ from parallel.plan.step_shape import LayerWeight, Replicas, StepShape, layer_wei
 from parallel.storage.bucket_layout import default_step_groups
 
 LAYER_LAUNCHES: Final = 20
-"""Number of launches other than products in a layer's forward pass."""
+"""Number of kernel launches other than matmuls in a layer's forward pass."""
 MIXTURE_LAUNCHES: Final = 100
-"""Number of small launches, forward and backward, that sort tokens by experts in a layer with
-experts."""
+"""Number of small kernel launches, forward and backward, that sort tokens by expert in an MoE
+layer."""
 STEP_BYTES: Final = 34
-"""Bytes that the optimizer moves per element of a shard: it reads and writes masters, gradients,
-momentum, and a second moment or a copy in float32, and writes the new weight."""
+"""Bytes moved by the optimizer per shard element: it reads and writes masters, gradients, momentum,
+and a second moment or a copy in float32, and writes the new weight."""
 MATRIX_BYTES: Final = 105
-"""Additional bytes per element for whole-matrix rules: momentum, exchange of momentum, update."""
+"""Additional bytes per element for whole-matrix rules: momentum, momentum exchange, update."""
 
 
 class Passes(NamedTuple):
-    """Number of moved elements per token, divided by the width of the tensor.
+    """Number of elements moved per token, divided by the tensor's width.
 
     stream      residual stream: two norms, two sums, and their gradients
     queries, keys   queries and keys: rotation, copies, and their gradients
     head_norm   normalised queries and keys
     gated, plain    feed-forward block with and without a gate
-    routed      routed experts, per expert of a token
+    routed      routed experts, per expert selected by a token
     """
 
     stream: float
@@ -52,36 +51,36 @@ class Passes(NamedTuple):
 SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
 """Passes without fusion: every operation is a separate kernel."""
 COMPILED: Final = Passes(16, 4, 6, 1, 8, 5, 11)
-"""Passes with norms and preceding sums, rotations and activations fused by torch.compile, and
-gradients of queries, keys and values written as one tensor."""
+"""Passes if torch.compile fuses norms with the preceding sums, rotations and activations, and if
+the gradients of queries, keys and values are written as one tensor."""
 
 DISPATCHED: Final = 11
-"""Passes over the residual stream per expert of a token."""
+"""Passes over the residual stream per expert selected by a token."""
 ARRIVED: Final = 8
-"""Passes per expert of a token to sort received tokens by expert and to restore the order of the
-results, on a rank with several experts."""
+"""Passes per expert selected by a token to sort received tokens by expert and to restore the order
+of the results, on ranks with several experts."""
 SHARED_GATE: Final = 11
 """Passes over the residual stream for the gate of shared experts."""
 ROUTER: Final = 18
-"""Additional passes over the residual stream in a layer with experts."""
+"""Additional passes over the residual stream in an MoE layer."""
 SCORES: Final = 150
-"""Passes over the keys of each head, if scores are computed block by block."""
+"""Passes over each head's keys if scores are computed block by block."""
 PACKED: Final = 8
 """Passes over queries and keys if documents are packed: copies of queries, keys, values and outputs
-in the order of the sequences, and copies of their gradients."""
+in sequence order, and copies of their gradients."""
 ENDS: Final = 12
 """Passes over the residual stream for the embedding or the final norm."""
 LOGITS: Final = 61
-"""Bytes per logit."""
+"""Bytes moved per logit."""
 FUSED_LOGITS: Final = 22
-"""Bytes per logit with Liger's loss: maximum, float32 exponential, and gradient."""
+"""Bytes moved per logit with Liger's loss: maximum, float32 exponential, and gradient."""
 ACCUMULATED: Final = 10
-"""Bytes moved per parameter of the embedding and experts to add a micro-batch's gradient to the
-float32 sum; other gradients are accumulated within matrix products."""
+"""Bytes moved per embedding or expert parameter to add a micro-batch's gradient to the float32 sum;
+other gradients are accumulated by the wgrad GEMM."""
 STACKED: Final = 8
-"""Bytes moved per parameter of an expert to copy a layer's experts to one stack."""
+"""Bytes moved per expert parameter to copy a layer's experts into one stack."""
 FORWARD: Final = 0.4
-"""Share of moved bytes in the forward pass."""
+"""Fraction of bytes moved in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class StageTime:
 
     forward, backward   computation
     recompute           recomputation
-    sending             communication of activations, forward and backward, by kind
+    sending             activation communication, forward and backward, by kind
     """
 
     forward: float
@@ -109,12 +108,12 @@ class StepTime:
     """Modelled step time on the slowest rank, in seconds.
 
     forward, backward, recompute   computation of all micro-batches
-    activations   communication of activations
-    bubble        wait for other pipeline stages
-    gradients     reduce-scatters without overlap, and the sum of a tied embedding's gradients
-    weights       all-gathers without overlap
+    activations   activation communication
+    bubble        time spent waiting for other pipeline stages
+    gradients     exposed reduce-scatter time, and the sum of a tied embedding's gradients
+    weights       exposed all-gather time
     exchange      exchange of momentum and updates between shards and owners
-    optimizer     steps of the rules
+    optimizer     optimizer step
     """
 
     forward: float
@@ -129,7 +128,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Time of a step, in seconds."""
+        """Step time, in seconds."""
         return sum(asdict(self).values())
 
 
@@ -137,11 +136,11 @@ class StepTime:
 class OptimizerLoad:
     """The optimizer's work per step on the busiest rank of a stage.
 
-    flops      FLOPs of the rules on the rank's matrices
-    elements   elements of the rank's shards
-    gradients, weights   bytes of reduce-scatters and of all-gathers over the replicas, by domain
-    exchanged  bytes of momentum and updates between owners and shards
-    tied       bytes of a tied embedding's gradient between the first and the last stage
+    flops      FLOPs of the rules for the rank's matrices
+    elements   elements in the rank's shards
+    gradients, weights   bytes of reduce-scatters and all-gathers across replicas, by domain
+    exchanged  bytes of momentum and updates sent between owners and shards
+    tied       bytes of a tied embedding's gradient sent between the first and last stage
     """
 
     flops: float
@@ -153,7 +152,7 @@ class OptimizerLoad:
 
 
 def layer_elements(shape: StepShape, layer: int) -> float:
-    """Return the number of elements that a layer moves per token of a micro-batch on one rank."""
+    """Return the number of elements moved by a layer per token of a micro-batch on one rank."""
     model, inputs = shape.model, shape.inputs
     passes, tensor = COMPILED if inputs.compiled else SINGLE, inputs.tensor
     stream = shape.stream
@@ -182,8 +181,8 @@ def layer_elements(shape: StepShape, layer: int) -> float:
 
 
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
-    """Return the seconds of a weight's product with the inputs of one micro-batch. For an expert's
-    weight, include the products of all experts on a rank."""
+    """Return the time in seconds of a weight's matmul for one micro-batch. For an expert's weight,
+    this includes the matmuls of all experts on a rank."""
     inputs, model = shape.inputs, shape.model
     if not weight.expert:
         rows, cols = weight.local(inputs.tensor)
@@ -198,10 +197,10 @@ def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
 
 
 def attention_seconds(shape: StepShape, layer: int) -> float:
-    """Return the time in seconds of attention in a layer's forward pass of one micro-batch."""
+    """Return the time in seconds of a layer's attention in one micro-batch's forward pass."""
     model, inputs, share = shape.model, shape.inputs, ATTENTION
     length: float = shape.sequence_length
-    if model.explicit_scores:  # masked scores are computed too
+    if model.explicit_scores:  # masked scores are also computed
         share = EXPLICIT_ATTENTION
     elif shape.attended is not None:
         length, share = shape.attended, varying_share(shape.device)
@@ -212,7 +211,7 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
 
 
 def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return the number of elements of dense parameters, and of routed experts, on a rank of a
+    """Return the number of elements in dense parameters and in routed experts on a rank of a
     stage."""
     model, inputs = shape.model, shape.inputs
     dense = experts = 0
@@ -272,9 +271,9 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
 
 
 def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
-    """Return the time of a step, given the optimizer's load on each stage.
+    """Return the step time, given each stage's optimizer load.
 
-    All stages wait for the stage with the slowest optimizer step.
+    All stages wait for the one with the slowest optimizer step.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     slowest = max(times, key=lambda stage: stage.total)
@@ -295,7 +294,7 @@ def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
 
 
 def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
-    """Return the time in seconds for which a rank of the slowest stage waits for other stages."""
+    """Return how long a rank in the slowest stage waits for other stages, in seconds."""
     totals = [stage.total for stage in times]
     return (sum(totals) - max(totals)) / shape.inputs.virtual_pipeline
 
@@ -303,7 +302,7 @@ def bubble_seconds(shape: StepShape, times: Sequence[StageTime]) -> float:
 def optimizer_parts(
     shape: StepShape, time: StageTime, load: OptimizerLoad
 ) -> tuple[float, float, float, float]:
-    """Return the times in seconds of a stage's gradients, weights, exchange and optimizer."""
+    """Return a stage's gradient, weight, exchange and optimizer times in seconds."""
     device, stage, pipeline = shape.device, shape.links("stage"), shape.links("pipeline")
 
     def ring(sizes: Mapping[Replicas, float]) -> float:
@@ -322,12 +321,13 @@ def optimizer_parts(
 
 
 def rule_seconds(shape: StepShape, flops: float) -> float:
-    """Return the time of the rules' matrix products in seconds."""
+    """Return the time of the rules' matmuls in seconds."""
     return flops / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
 
 
 def least_permanent(shape: StepShape, stage: int) -> int:
-    """Return the bytes of weights, gradients and masters on a rank of a stage, without padding."""
+    """Return the bytes of weights, gradients and masters on a rank of a stage, excluding
+    padding."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     copies = shape.links("experts").size
@@ -336,7 +336,7 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
-    """Return whether the minimum memory of every stage fits into `room` bytes per rank."""
+    """Return whether the minimum memory of every stage fits in `room` bytes per rank."""
     return all(
         least_permanent(shape, stage) + stage_activations(shape, stage) <= room
         for stage in range(shape.inputs.pipeline)
@@ -344,10 +344,10 @@ def fits_at_best(shape: StepShape, room: int) -> bool:
 
 
 def least_seconds(shape: StepShape, owned_flops: float) -> float:
-    """Return a lower bound, in seconds, on the step time of all plans with this layout.
+    """Return a lower bound, in seconds, on the step time of any plan with this layout.
 
-    `owned_flops` are the FLOPs of the rules on all matrices. The bound divides these FLOPs equally
-    among ranks.
+    `owned_flops` are the FLOPs of the rules for all matrices, which the bound splits evenly across
+    ranks.
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     rules = rule_seconds(shape, owned_flops / shape.inputs.stage_ranks / shape.inputs.pipeline)
@@ -358,7 +358,8 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
 
 
 def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
-    """Return the seconds of a stage's optimizer phase, excluding rule products and exchange."""
+    """Return the time in seconds of a stage's optimizer phase, excluding rule matmuls and
+    exchange."""
     dense, experts = stage_elements(shape, stage)
     itemsize = shape.inputs.dtype.itemsize
     sizes: dict[Replicas, int] = {"dense": dense, "experts": experts}
