@@ -187,7 +187,7 @@ class StepShape:
     sequence_length  tokens per sequence, before the context-parallel split
     microbatches     micro-batches per rank and step
     operands         operand type of large matmuls, a key of `Device.peak`
-    attended         length of all documents, if attention is confined to documents; otherwise None
+    attended         mean attended length if attention is confined to documents; otherwise None
     """
 
     model: ModelConfig

@@ -1,5 +1,4 @@
-"""Checkpoints on disk: saving them, checking that they are complete, and continuing runs from them.
+"""Checkpoints on disk: saving, verifying and resuming from them.
 
-parallel/checkpoint/ writes the tensors of all ranks. Start with checkpoints.py,
-then resume.py.
+parallel/checkpoint/ writes the tensors of all ranks. Start with checkpoints.py, then resume.py.
 """

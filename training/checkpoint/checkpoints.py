@@ -1,16 +1,16 @@
-"""Completion, search, verification and removal of the checkpoints in a run folder.
+"""Seals, finds, verifies and removes the checkpoints in a run folder.
 
     RUN/checkpoints/latest          name of the newest step folder, for people and scripts
     RUN/checkpoints/step_00000100/
-        state/       every tensor, in logical coordinates (parallel/checkpoint/state.py)
+        state/       all tensors, in logical coordinates (parallel/checkpoint/state.py)
         config.yaml  resolved config of the run
-        rng.pt       random number generators of every rank
+        rng.pt       RNG states of all ranks
         meta.json    step, data position, identity, versions, and a hash of every file
         COMPLETE     hash of meta.json, written last
 
-A checkpoint is written to `.writing-...` in the folder `checkpoints`, and renamed when all of its
-files are on disk. Every folder step_* was therefore complete when it was renamed. A checkpoint
-needs no file outside its folder. Loading a checkpoint never depends on `latest`.
+A checkpoint is written to a folder `.writing-...` in `checkpoints`, which is renamed once all of
+its files are on disk. Therefore every step_* folder was complete when it was renamed. Checkpoints
+are self-contained: they need no file outside their folder. Loading never depends on `latest`.
 """
 
 import contextlib
@@ -61,11 +61,11 @@ UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
-    Checks that the checkpoint is complete and that each file has its recorded size. `problems`
-    compares file hashes. Needs no process group.
+    Checks that the checkpoint is complete and that all files have their recorded sizes. To verify
+    file hashes, use `problems`. Requires no process group.
 
-    In a run folder, a broken checkpoint newer than the returned checkpoint causes only a warning.
-    Raises BrokenCheckpointError if `path` is the step folder of a broken checkpoint, ResumeError if
+    In a run folder, broken checkpoints newer than the returned one only cause a warning. Raises
+    BrokenCheckpointError if `path` is the step folder of a broken checkpoint, and ResumeError if
     `path` does not exist or contains no complete checkpoint.
     """
     path = Path(path)
@@ -96,7 +96,8 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of the checkpoints in a run folder, ascending, including broken ones."""
+    """Return the steps of all checkpoints in a run folder, including broken ones, in ascending
+    order."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     matches = [(int(match[1]), match[0]) for match in names if match]
@@ -104,15 +105,15 @@ def steps(run_dir: str | Path) -> list[int]:
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`."""
+    """Return the checkpoint folder for `step`."""
     return Path(run_dir) / FOLDER / f"step_{step:08d}"
 
 
 def _complete(path: Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder.
 
-    Raises BrokenCheckpointError if the checkpoint is incomplete, ResumeError if its format version
-    is not `FORMAT`.
+    Raises BrokenCheckpointError if it is incomplete, and ResumeError if its format version is not
+    `FORMAT`.
     """
     try:
         content = read_regular(path / META)
@@ -152,8 +153,8 @@ def _complete(path: Path) -> CheckpointInfo:
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
-    """Raise BrokenCheckpointError if a required file is not listed, or a listed file is outside the
-    checkpoint's folder."""
+    """Raise BrokenCheckpointError if a required file is not listed, or if a listed file is outside
+    the checkpoint folder."""
     for name in listed:
         if not real_path(path / name).is_relative_to(real_path(path)):
             raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, a path outside the folder")
@@ -165,8 +166,8 @@ def _check_names(path: Path, listed: Collection[str], required: Collection[str])
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
     """Yield a message for each file that has changed since it was written.
 
-    `share` is the slice of files to check. If it begins with the first file, the tensor index is
-    also checked: it must be safe to read, and name only files with a recorded hash.
+    `share` is the slice of files to check. If it starts with the first file, the tensor index is
+    checked as well: it must be safe to read, and may only refer to files with a recorded hash.
     """
     if not share.start:
         yield from _unlisted(info)
@@ -181,7 +182,7 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
 
 
 def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a message for each nonfinite tensor in `share`, a slice of the tensors.
+    """Yield a message for each nonfinite tensor in the slice `share` of all tensors.
 
     Call `problems` first. Raises BrokenCheckpointError if the tensors cannot be read.
     """
@@ -193,8 +194,8 @@ def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:
-    """Yield a message for each problem of the tensor index: it is unsafe to read, or it names a
-    file that meta.json does not list."""
+    """Yield a message for each problem with the tensor index: it is unsafe to read, or it refers to
+    a file not listed in meta.json."""
     try:
         named = set(index_files(read_index(info.state)))
     except UnsafeIndexError as error:
@@ -206,7 +207,7 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """Create a folder for the checkpoint of `step`, with an empty folder `state`, and return it.
+    """Create and return a folder for the checkpoint at `step`, with an empty subfolder `state`.
 
     The run folder must exist.
     """
@@ -218,8 +219,8 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def check_place(run_dir: str | Path) -> None:
-    """Raise InputError if two attempts to create a temporary file in `checkpoints` of the run
-    folder fail."""
+    """Raise InputError if `checkpoints` in the run folder is not writable (after two attempts to
+    create a temporary file)."""
     folder = Path(run_dir) / FOLDER
     for last in (False, True):
         try:
@@ -234,10 +235,10 @@ def check_place(run_dir: str | Path) -> None:
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
-    """Seal the checkpoint in `folder`, rename it and return its step folder.
+    """Seal the checkpoint in `folder`, rename it to its step folder, and return that folder.
 
-    `meta` and `state` are passed to `seal`. All files are synced to disk before the folder is
-    renamed, and the new name is synced before the function returns. Call `name_latest` next.
+    `meta` and `state` are passed to `seal`. All files are synced to disk before the rename, and the
+    new name is synced before the function returns. Call `name_latest` next.
     """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
@@ -255,8 +256,8 @@ def complete(
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
     """Write meta.json and COMPLETE, the last files of a checkpoint, and sync all files to disk.
 
-    `state` contains the size and hash of each file in the folder `state`, whose tensors are already
-    on disk.
+    `state` gives the size and hash of each file in the folder `state`, whose tensors are already on
+    disk.
     """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     files |= {path.name: file_facts(path) for path in _files(folder)}
@@ -269,17 +270,17 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files directly in a folder."""
+    """Return the files in a folder, excluding subfolders."""
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """Atomically write the name of a step folder to `latest`, and sync it to disk."""
+    """Atomically write the name of a step folder to `latest` and sync it to disk."""
     replace_file(Path(run_dir) / FOLDER / LATEST, name + "\n", synced=True)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so a half-removed checkpoint is never loaded."""
+    """Remove a checkpoint. It is renamed first, so that a partially removed one is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     delete(doomed)
@@ -293,7 +294,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the elements of the ascending `steps` whose checkpoints `retire` removes."""
+    """Return those of the ascending `steps` whose checkpoints are removed by `retire`."""
     older = [] if keep_last is None else steps[:-keep_last]
     return [step for step in older if keep_every is None or step % keep_every]
 
@@ -301,9 +302,9 @@ def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | No
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    The `keep_last` newest complete checkpoints are kept (None: all). Checkpoints at multiples of
-    `keep_every` steps, if not None, are also kept. Broken checkpoints are not removed. First, the
-    leftovers of an interrupted call are removed.
+    Keeps the `keep_last` newest complete checkpoints (None: all) and, if `keep_every` is given,
+    those at multiples of `keep_every` steps. Never removes broken checkpoints. Leftovers of an
+    interrupted call are removed first.
     """
     for leftover in (Path(run_dir) / FOLDER).glob(".removing-*"):
         delete(leftover)
@@ -320,9 +321,9 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 
 
 def sweep(run_dir: str | Path) -> list[str]:
-    """Remove unfinished and half-removed checkpoints and return their names.
+    """Remove unfinished and partially removed checkpoints and return their names.
 
-    No other process may use the run folder.
+    No other process may be using the run folder.
     """
     folder = Path(run_dir) / FOLDER
     if not folder.is_dir():
@@ -334,9 +335,10 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int) -> Path | None:
-    """Move checkpoints of steps after `step`, if any, to a new folder. Return the folder, or None.
+    """Move any checkpoints after `step` to a new folder. Return the folder, or None if there are
+    none.
 
-    A run that returned to `step` must never continue from later checkpoints, even after a crash.
+    A run that was rewound to `step` must never resume from a later checkpoint, even after a crash.
     """
     later = [each for each in steps(run_dir) if each > step]
     if not later:

@@ -29,14 +29,14 @@ TOKENIZER = "tokenizer.json"
 
 
 class InitialWeights:
-    """Units and buffers of a config's model, read from a checkpoint whose layout and split into
-    units may differ from the config's."""
+    """Units and buffers of a config's model, read from a checkpoint whose layout and unit split may
+    differ from the config's."""
 
     def __init__(
         self, config: Config, weights: CheckpointWeights, digest: str, *, compared: bool
     ) -> None:
-        """`digest` is the sha256 of the checkpoint's meta.json; `compared` is true if the
-        tokenizers of checkpoint and data are both known."""
+        """`digest` is the sha256 of the checkpoint's meta.json. `compared` tells whether the
+        tokenizers of both checkpoint and data are known."""
         self.weights = weights
         self.digest = digest
         self.compared = compared
@@ -51,30 +51,31 @@ class InitialWeights:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entry `initialized_from` in the meta.json of the run's checkpoints."""
+        """The entry `initialized_from` in meta.json of the run's checkpoints."""
         return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
-        """Return the whole weight of `unit`, a unit of any rank, `[*shape]`, float32."""
+        """Return the whole float32 weight `[*shape]` of `unit`, which may belong to any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
         return whole.view(self._last[1]).reshape(whole.shape)
 
     def fill_buffers_(self, model: ParallelModel) -> None:
-        """Fill the buffers of the model's modules."""
+        """Fill the module buffers of `model`."""
         with torch.no_grad():
             for name, value in named_buffers(model.chunks, model.parameters):
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 
 def check_beginning(config: Config, start: CheckpointInfo) -> None:
-    """Raise ResumeError if a run that began without `checkpoint.initialize_from` sets it now."""
+    """Raise ResumeError if `checkpoint.initialize_from` is set now but was not when the run
+    started."""
     path = config.checkpoint.initialize_from
     if path is not None and start.meta.get("initialized_from") is None:
         raise ResumeError(
-            f"checkpoint.initialize_from={path} needs a new run, but {start.path} is a "
-            "checkpoint of a run that began without this key: set another run.dir, or start over "
+            f"checkpoint.initialize_from={path} requires a new run, but {start.path} is a "
+            "checkpoint of a run started without this key: set another run.dir, or start over "
             "with --resume none"
         )
 
@@ -82,12 +83,12 @@ def check_beginning(config: Config, start: CheckpointInfo) -> None:
 def initial_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> InitialWeights | None:
-    """Return the weights of `checkpoint.initialize_from`, or None if it is null. Collective.
+    """Return the weights from `checkpoint.initialize_from`, or None if it is null. Collective.
 
-    `file` is the data's tokenizer.json and `tokenizer` its sha256. Both are None if unknown. Rank 0
-    chooses the checkpoint for all ranks, because the source run may be saving a newer checkpoint.
-    Raises BrokenCheckpointError if the checkpoint cannot be read, and ResumeError if there is no
-    checkpoint or its model or tokenizer differs.
+    `file` is the data's tokenizer.json and `tokenizer` its sha256, both None if unknown. Rank 0
+    chooses the checkpoint for all ranks, because the source run might be saving a newer one. Raises
+    BrokenCheckpointError if the checkpoint cannot be read, and ResumeError if there is no
+    checkpoint or its model or tokenizer does not match.
     """
     if config.checkpoint.initialize_from is None:
         return None
@@ -100,9 +101,9 @@ def initial_weights(
 def chosen_weights(
     config: Config, tokenizer: str | None = None, file: Path | None = None
 ) -> tuple[CheckpointInfo, str, bool]:
-    """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for a
-    `checkpoint.initialize_from` that is not null. For arguments and errors see `initial_weights`.
-    Without a vocabulary size, the models are not compared."""
+    """Return (checkpoint, sha256 of its meta.json, whether both tokenizers are known) for
+    `checkpoint.initialize_from`, which must not be null. For arguments and errors, see
+    `initial_weights`. Models are not compared if the vocabulary size is unknown."""
     assert config.checkpoint.initialize_from is not None
     info = read_checkpoint(config.checkpoint.initialize_from)
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
@@ -113,8 +114,8 @@ def chosen_weights(
     different = list(changes(saved, configured)) if config.model.vocab_size is not None else []
     if different:
         raise ResumeError(
-            f"checkpoint.initialize_from: the model of {info.path} must equal the run's model, but "
-            f"these keys differ: {', '.join(map(str, different))}; set these keys of model as in "
+            f"checkpoint.initialize_from: the model in {info.path} must match the run's model, but "
+            f"these keys differ: {', '.join(map(str, different))}; set these model keys as in "
             f"{info.path / CONFIG}"
         )
     sha256 = info.meta["identity"].get("tokenizer", {}).get("sha256")
@@ -130,8 +131,8 @@ def chosen_weights(
 
 
 def same_tokens(saved_file: Path, data_file: Path | None) -> bool:
-    """Return whether two tokenizer.json files are equal except for `post_processor`, which neither
-    data preparation nor exports use."""
+    """Return whether two tokenizer.json files are equal except for `post_processor`, which is used
+    by neither data preparation nor exports."""
     if data_file is None or not (saved_file.is_file() and data_file.is_file()):
         return False
     first, second = (

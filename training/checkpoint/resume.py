@@ -1,5 +1,5 @@
-"""The checkpoint from which a run continues, and the run's identity. The identity consists of the
-facts that must be equal in the checkpoint and the continued run."""
+"""Chooses the checkpoint to resume from and compares identities: the facts about a run that must
+match its checkpoint when it resumes."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,25 +36,25 @@ OF_STATE: Final = {
     *("qkv_units", "split_gate_up", "momentum_dtype"),
     *("pc.blocks", "pc.learnable_gamma", "moe.expert_bias"),
 }
-"""Keys that, with the rules of groups and roles, determine the names and types of a checkpoint's
-tensors other than weights."""
+"""Keys that, together with the rules of groups and roles, determine the names and dtypes of all
+checkpoint tensors other than weights."""
 OF_TRAIN: Final = ("global_batch", "precision", "fp8", "z_loss")
-"""Keys of section `train` that change results, except `steps`, which is part of kind `schedule`."""
+"""Keys in section `train` that affect results, except `steps`, which belongs to kind `schedule`."""
 BACKENDS: Final = {"attention_backend", "attention_kernel", "moe.backend"}
-"""Keys of section `model` that select an implementation and change results only by rounding."""
+"""Keys in section `model` that select an implementation and only affect rounding."""
 ROUNDING: Final = (
     *(f"model.{key}" for key in sorted(BACKENDS)),
     *(f"train.{key}" for key in ("micro_batch", "loss_chunk", "fused_loss", "fused_backward")),
     "train.compile",
 )
-"""All keys that select an implementation and change results only by rounding."""
+"""All keys that select an implementation and only affect rounding."""
 
 Identity = dict[str, dict[str, Any]]
-"""Values by kind (such as model or schedule) and dotted key."""
+"""Values by kind (e.g. model or schedule) and dotted key."""
 
 
 class Change(NamedTuple):
-    """A value that differs between a saved and a continuing run. A missing value is "absent"."""
+    """A value that differs between a saved and a resumed run. Missing values are "absent"."""
 
     key: str
     before: Any
@@ -65,21 +65,21 @@ class Change(NamedTuple):
 
     @property
     def of_state(self) -> bool:
-        """Whether tensors other than weights are added or removed, or their type changes."""
+        """Whether tensors other than weights are added or removed, or change dtype."""
         if self.key == "moe.global_aux_loss":
             return 0.0 in (self.before, self.after)
         return self.key in OF_STATE or self.key.endswith(".rule")
 
 
 def identity(config: Config, facts: Identity) -> Identity:
-    """Return the facts that must not change when a run continues, by kind.
+    """Return the facts that must not change when a run resumes, by kind.
 
-    `facts` contains the kinds `data` and `tokenizer` from `data_facts`. Layout, micro-batches,
-    backends, paths, logging, validation and `train.exit_step` are not part of an identity, because
-    results do not depend on them.
+    `facts` holds the kinds `data` and `tokenizer` from `data_facts`. Layout, micro-batches,
+    backends, paths, logging, validation and `train.exit_step` are not part of the identity, because
+    they do not affect results.
     """
     kept = {key: asdict(config.data)[key] for key in ("document_mask", "first_token_loss")}
-    # The start of a phase given by `after_share` or `with_decay` moves if other sections change.
+    # The start of a phase set by `after_share` or `with_decay` may move if other sections change.
     kept |= {f"phases[{i}].start": start for i, start in enumerate(config.phase_starts())}
     return {**facts, "data": {**facts["data"], **kept}, **settings(config)}
 
@@ -87,8 +87,8 @@ def identity(config: Config, facts: Identity) -> Identity:
 def saved_identity(info: CheckpointInfo) -> Identity:
     """Return the identity of the run that saved a checkpoint.
 
-    The settings are read from the checkpoint's config. Keys that are missing in the config of an
-    earlier version get their defaults. Renamed keys are compared under their current names. Raises
+    Settings are read from the checkpoint's config. Keys missing from the config of an earlier
+    version take their defaults, and renamed keys are compared under their current names. Raises
     BrokenCheckpointError if the config file has changed since it was written.
     """
     return identity(info.config, info.meta["identity"])
@@ -100,9 +100,9 @@ def data_facts(
     validation: Iterable[ValidationData],
     manifest: Manifest | None,
 ) -> Identity:
-    """Return the kinds `data` and `tokenizer` of a run's identity. `data` contains the facts that
-    determine the tokens of training samples and validation sets. `tokenizer` is the sha256 of the
-    tokenizer, or None if unknown."""
+    """Return the kinds `data` and `tokenizer` of a run's identity. `data` holds the facts that
+    determine the tokens of training samples and validation sets. `tokenizer` is the tokenizer's
+    sha256, or None if unknown."""
     facts: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     for each in data.all_sets:
         facts[f"{each.name}.share"] = round(data.shares.get(each.name, 0.0), 6)
@@ -113,12 +113,12 @@ def data_facts(
         facts[f"validation.{held_out.name}.content"] = held_out.set.digest
         facts[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
     for i, (phase, (_, mixture)) in enumerate(zip(config.data.phases, data.later, strict=True)):
-        place = f"phases[{i}]"
-        facts[f"{place}.{phase.beginning}"] = getattr(phase, phase.beginning)
+        prefix = f"phases[{i}]"
+        facts[f"{prefix}.{phase.beginning}"] = getattr(phase, phase.beginning)
         for name, share in mixture.shares.items():
-            facts[f"{place}.{name}.share"] = round(share, 6)
-        facts[f"{place}.fingerprint"] = mixture.fingerprint()
-    # The fingerprint also covers order settings that have no key above.
+            facts[f"{prefix}.{name}.share"] = round(share, 6)
+        facts[f"{prefix}.fingerprint"] = mixture.fingerprint()
+    # The fingerprint also covers ordering settings without a key above.
     facts["fingerprint"] = data.fingerprint()
     sha256 = None if manifest is None else manifest.tokenizer.sha256
     if config.data.tokenizer is not None:
@@ -128,7 +128,7 @@ def data_facts(
 
 
 def contents_of(facts: Identity) -> dict[str, str | None]:
-    """Return the hash of each set and of the tokenizer in a result of `data_facts`, under the keys
+    """Return the hashes of all sets and the tokenizer in `facts` from `data_facts`, under the keys
     NAME for training sets, `validation.NAME` and `tokenizer`."""
     end = ".content"
     sets = {k.removesuffix(end): v for k, v in facts["data"].items() if k.endswith(end)}
@@ -136,21 +136,21 @@ def contents_of(facts: Identity) -> dict[str, str | None]:
 
 
 def modification_times(data: TrainingData) -> dict[str, str]:
-    """Return the modification times of sets without a hash of all tokens, by key of kind `data`.
+    """Return the modification times of sets without a hash of all tokens, by key in kind `data`.
 
-    The copies of a set on several nodes may have different times, so one rank must provide the
-    times of all ranks.
+    Copies of a set on different nodes may have different times, so all ranks must use those of one
+    rank.
     """
     times = {f"{each.name}.modified": each.modified for each in data.all_sets}
     return {key: time for key, time in times.items() if time is not None}
 
 
 def settings(config: Config) -> Identity:
-    """Return the kinds of a run's identity that depend only on the config."""
+    """Return the kinds of a run's identity that only depend on the config."""
     units = all_units(config.model)
     model = model_facts(config.model)
     model["weights"] = f"{sum(prod(unit.shape) for unit in units):,} in {len(units):,} units"
-    if config.pc is not None:  # the evaluator of PC(W) does not change results
+    if config.pc is not None:  # the evaluator of PC(W) does not affect results
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     optimizer = _optimizer(config)
     if config.gram_penalty is not None:
@@ -168,8 +168,8 @@ def settings(config: Config) -> Identity:
 
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
-    """Return the model settings that affect results, by dotted key, with each null replaced by the
-    size in use."""
+    """Return the model settings that affect results, by dotted key, with nulls resolved to the
+    sizes in use."""
     scalar = model.query_pre_attn_scalar
     sizes = {
         "kv_heads": model.query_groups,
@@ -182,7 +182,7 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
 def differences(
     saved: Identity, now: Identity, allowed: Collection[str]
 ) -> dict[str, list[Change]]:
-    """Return the changes by kind, for each changed kind of `now` not in `allowed`."""
+    """Return the changes for each kind in `now` that has changed and is not in `allowed`."""
     found = {
         kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
@@ -194,21 +194,21 @@ def differences(
 def announced(
     info: CheckpointInfo, config: Config, facts: Identity, machine: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return a message for each accepted change since a checkpoint that affects metrics.
+    """Return a message for each accepted change since the checkpoint that affects metrics.
 
-    These are changes of allowed kinds, of validation, tasks and spike detection, and of settings
-    that affect rounding or speed. The latter are layout, micro-batch, implementations, and the
-    software and device in `machine`.
+    These are changes of allowed kinds, of validation, tasks and spike detection, and of anything
+    that affects rounding or speed: layout, micro-batch, implementations, and the software and
+    device in `machine`.
     """
     saved, now = saved_identity(info), identity(config, facts)
     allowed = config.checkpoint.allow_change
     kinds = differences(saved, now, now.keys() - allowed).values()
-    beside = changes(*map(_beside, (info.config, config)))
-    around = (
+    other_settings = changes(*map(_other_settings, (info.config, config)))
+    environment = (
         changes(*_in_both(info.meta.get(kind), machine[kind]))
         for kind in ("layout", "device", "versions")
     )
-    return [str(change) for change in chain(*kinds, beside, *around)]
+    return [str(change) for change in chain(*kinds, other_settings, *environment)]
 
 
 def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -217,8 +217,8 @@ def _in_both(saved: Any, now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {key: saved[key] for key in common}, {key: now[key] for key in common}
 
 
-def _beside(config: Config) -> dict[str, Any]:
-    """Return the settings outside the identity that affect a run's metrics."""
+def _other_settings(config: Config) -> dict[str, Any]:
+    """Return the settings outside the identity that affect metrics."""
     values = dict(flat({"model": asdict(config.model), "train": asdict(config.train)}))
     rounding = {key: values[key] for key in ROUNDING if key in values}
     if config.pc is not None:
@@ -235,11 +235,11 @@ def _beside(config: Config) -> dict[str, Any]:
 def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both mappings without optional facts that are in only one mapping.
+    """Return both mappings without optional facts that are present in only one of them.
 
-    Validation sets and tasks may be added or removed. A set has a sha256 only if it has a manifest,
-    and a modification time only if it is large and has no manifest. Settings of a rule that only
-    one run uses are optional, because the difference in the rule of a group or role is reported.
+    Validation sets and tasks may be added or removed. A set only has a sha256 if it has a manifest,
+    and only has a modification time if it is large and has no manifest. Settings of a rule used by
+    only one run are optional, because the changed rule of the group or role is reported anyway.
     """
     optional = {
         key
@@ -254,31 +254,33 @@ def comparable(
     return before, after
 
 
-def refusal(place: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
-    """Return the error for a run that cannot continue: one line per kind, then the remedy.
+def refusal(checkpoint: str, different: Mapping[str, Sequence[Change]], pc: bool) -> str:
+    """Return the error message for a run that cannot resume: one line per kind, then the remedy.
 
-    `pc` is true if the run has PC layers.
+    `pc` tells whether the run has PC layers.
     """
     lines = []
     for kind, changed in different.items():
         shown = ", ".join(map(str, changed[:SHOWN]))
         more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        lines.append(f"{place} differs in its {kind}: {shown}{more}")
+        lines.append(f"{checkpoint} differs in its {kind}: {shown}{more}")
     every = [change for changed in different.values() for change in changed]
     if any(change.key == "weights" for change in every):
         todo = "the weights do not fit this model: set another run.dir"
     elif any(change.of_state for change in every):
-        todo = f"the checkpoint cannot be loaded: {new_run(place, pc)}"
+        todo = f"the checkpoint cannot be loaded: {new_run(checkpoint, pc)}"
     else:
         todo = f"to continue anyway, set checkpoint.allow_change=[{', '.join(different)}]"
     return "\n".join([*lines, f"{todo}; to start over, use --resume none"])
 
 
-def new_run(place: str, pc: bool) -> str:
-    """Return the remedy for a state that does not fit a run. `pc` is true with PC layers."""
-    if pc:  # not checkpoint.initialize_from: with PC layers the effective weights would change
+def new_run(checkpoint: str, pc: bool) -> str:
+    """Return the remedy for a state that does not fit a run. `pc` tells whether it has PC
+    layers."""
+    if pc:  # not checkpoint.initialize_from, which would change the effective weights of PC layers
         return "set another run.dir"
-    return f"set another run.dir, and checkpoint.initialize_from={place} to start from its weights"
+    source = f"checkpoint.initialize_from={checkpoint}"
+    return f"set another run.dir, and {source} to start from its weights"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
@@ -295,7 +297,7 @@ def _short(value: Any) -> str:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the optimizer settings that affect results: groups, used rules, distribution."""
+    """Return the optimizer settings that affect results: groups, rules in use, distribution."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     del settings["rules"]
@@ -303,7 +305,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     plain = replace(config.optimizer, roles={})
     for role, overrides in settings["roles"].items():
-        usual = asdict(plain.settings_for(role))  # a role's settings that equal these are dropped
+        usual = asdict(plain.settings_for(role))  # role settings equal to these are dropped
         settings["roles"][role] = {
             k: v for k, v in overrides.items() if v not in (None, usual.get(k))
         }
@@ -318,11 +320,11 @@ def _optimizer(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run, decided without changing its folder.
+    """Where a run starts, decided without modifying its folder.
 
-    info    checkpoint to continue from, None to start from step 0
+    info    checkpoint to resume from; None to start from step 0
     resume  `latest`, `none` or a step
-    broken  reason why each broken checkpoint cannot be loaded, by step
+    broken  reasons why broken checkpoints cannot be loaded, by step
     """
 
     info: CheckpointInfo | None
@@ -330,9 +332,10 @@ class Start:
     broken: Mapping[int, str] = field(default_factory=dict)
 
     def settle(self, run_dir: str | Path) -> None:
-        """Move broken and superseded checkpoints to other folders, which rank 0 prints.
+        """Move broken and superseded checkpoints out of the way, and print where they went (rank
+        0).
 
-        Call this after all checks that may end the run.
+        Call this after all checks that can abort the run.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -363,16 +366,16 @@ class Start:
 
 
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
-    """Return the start of a run: a fully verified checkpoint, or step 0.
+    """Decide where a run starts: from a fully verified checkpoint, or from step 0.
 
-    All ranks call this function, which has no side effects.
+    Collective, without side effects.
 
     resume   `latest`, `none` or a step
-    now      identity of the continuing run
+    now      identity of the resuming run
     allowed  kinds that may differ from the checkpoint's identity
 
-    Raises ResumeError if there are checkpoints but the run cannot continue from any of them: only
-    the user may start over.
+    Raises ResumeError if there are checkpoints but the run cannot resume from any of them: starting
+    over is up to the user.
     """
     if resume == "none":
         return Start(None, resume)
@@ -394,9 +397,9 @@ def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collect
 
 
 def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
-    """Return the steps of the checkpoints from which a run may continue, in order of preference.
+    """Return the steps of the checkpoints that a run may resume from, in order of preference.
 
-    Raises ResumeError for a step without a checkpoint, or if only broken checkpoints are left.
+    Raises ResumeError if the requested step has no checkpoint, or if only broken ones are left.
     """
     there = checkpoints.steps(run_dir)
     if resume != "latest":
@@ -413,7 +416,7 @@ def candidate_steps(run_dir: str | Path, resume: str) -> list[int]:
 
 
 def start_over(run_dir: str | Path) -> None:
-    """Move all checkpoints of the run folder to a new folder."""
+    """Move all checkpoints in the run folder to a new folder."""
     folder = Path(run_dir) / checkpoints.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         aside = free_name(folder.with_name(f"{checkpoints.FOLDER}-aside"))
@@ -431,7 +434,8 @@ def check_content(info: CheckpointInfo) -> None:
     """Raise BrokenCheckpointError on every rank if a file has changed since it was written or a
     tensor is not finite.
 
-    All ranks call this function. Each rank reads a share of the files and tensors.
+    Collective: all ranks must call this function. Each rank reads its share of the files and
+    tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     for find in (checkpoints.problems, checkpoints.not_finite):
@@ -441,6 +445,6 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def run_id(meta: Mapping[str, Any]) -> str:
-    """Return the run's id for trackers, the same on all ranks: the id in `meta`, or a new id if
+    """Return the run's id for trackers, the same on all ranks: the one in `meta`, or a new one if
     `meta` is empty."""
     return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))

@@ -1,4 +1,4 @@
-"""Saving of a run's checkpoints in the background, one at a time, by all ranks."""
+"""Saves a run's checkpoints in the background, one at a time, across all ranks."""
 
 import random
 import shutil
@@ -36,19 +36,19 @@ from training.report.log_lines import LOGS
 Result = TypeVar("Result")
 
 ATTEMPTS: Final = 2
-"""Number of attempts to save, so that a single disk failure does not end a run."""
+"""Number of attempts to save a checkpoint, so that a single disk failure does not end a run."""
 REFUSALS: Final = 3
-"""Number of consecutive checkpoints with a nonfinite state that ends a run."""
+"""Number of consecutive nonfinite checkpoints after which a run ends."""
 
 
 class CheckpointError(RuntimeError):
-    """Error for a checkpoint that cannot be written. Earlier checkpoints are unchanged."""
+    """Raised when a checkpoint cannot be written. Earlier checkpoints are left unchanged."""
 
 
 class Saver:
-    """Saver of a run's checkpoints.
+    """Saves a run's checkpoints.
 
-    All methods except `status` are collective: all ranks call them in the same order.
+    All methods except `status` are collective: all ranks must call them in the same order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Saver:
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """Every meta.json contains `facts` and the argument of `begin`. `check_folder` raises
-        InputError on rank 0 if the run folder was moved, removed or used by another run."""
+        InputError on rank 0 if the run folder was moved, removed or taken over by another run."""
         self.config = config
         self.groups = groups
         self.model = model
@@ -70,7 +70,7 @@ class Saver:
         self.facts = facts
         self.check_folder = check_folder
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # only once: it is slower than copying a small state
+        self._yaml = to_yaml(config)  # only once, because it is slower than copying a small state
         self._meta: dict[str, Any] = {}
         self._generators: list[Any] = []
         self._folder = Path()
@@ -78,7 +78,7 @@ class Saver:
         self._attempt = 1
         self._pending: PendingSave | None = None
         self._gathered = False
-        """Whether all tensors are written and rank 0 is sealing the checkpoint."""
+        """Whether all tensors have been written and rank 0 is sealing the checkpoint."""
         self._sealing: Future[Path] | None = None
         self._retiring: Future[None] | None = None
         self._retired = Aid("older checkpoints are not removed")
@@ -87,14 +87,14 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is running."""
+        """Whether a save is in progress."""
         return self._pending is not None
 
     def begin(self, meta: Mapping[str, Any]) -> None:
-        """Copy this rank's state and start to write it.
+        """Copy this rank's state and start writing it.
 
         `meta` contains at least the step. Raises CheckpointError if the folder cannot be created,
-        FolderError if the run folder was moved, removed or used by another run.
+        and FolderError if the run folder was moved, removed or taken over by another run.
         """
         assert self._pending is None
         self._wait_for_removal()
@@ -121,13 +121,13 @@ class Saver:
         return self._folder
 
     def status(self) -> tuple[int, int]:
-        """Return (1 if the save has failed on this rank else 0, 1 if it is still running else
-        0)."""
+        """Return (whether the save has failed on this rank, whether it is still in progress) as 0
+        or 1."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Wait at most `timeout` seconds. Return whether this rank's part is finished or failed."""
+        """Wait up to `timeout` seconds. Return whether this rank's part is done or has failed."""
         assert self._pending is not None
         try:
             if self._problem is None and not self._gathered:
@@ -139,10 +139,10 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """Wait until a running save is complete and old checkpoints are removed.
+        """Wait for a save in progress to complete and for old checkpoints to be removed.
 
-        `failed_anywhere` returns whether its argument is true on any rank. `beat` is called while
-        waiting. Raises CheckpointError if the save fails.
+        `failed_anywhere` returns whether its argument is true on any rank. `beat` is called
+        periodically. Raises CheckpointError if the save fails.
         """
         while self._pending is not None:
             while not self._written(timeout=1.0):
@@ -154,9 +154,9 @@ class Saver:
         self._wait_for_removal()
 
     def advance(self) -> None:
-        """Continue a save after all ranks have finished their parts.
+        """Continue a save once all ranks have finished their parts.
 
-        When all tensors are written, rank 0 seals the checkpoint and then removes old checkpoints
+        After all tensors have been written, rank 0 seals the checkpoint and then removes old ones,
         while training continues.
         """
         assert self._pending is not None
@@ -170,12 +170,12 @@ class Saver:
         self._refused = 0
         if self._sealing is not None:
             print(f"saved {self._sealing.result()}", flush=True)
-            # In the background, because removing large files is slow.
+            # Run in the background, because removing large files is slow.
             self._retiring = _in_background(self._retire)
         self._reset()
 
     def _seal(self, pending: PendingSave, written: Sequence[Written]) -> Path:
-        """Write all files except tensors, sync all files, and return the step folder."""
+        """Write all non-tensor files, sync all files, and return the step folder."""
         folder, run_dir = self._folder, Path(self.config.run.dir)
         try:
             with Aid("logs are not synced to disk"):
@@ -191,7 +191,7 @@ class Saver:
         return done
 
     def _retire(self) -> None:
-        """Remove old checkpoints (rank 0); after a failure, the next save tries again."""
+        """Remove old checkpoints (rank 0). A failure is retried after the next save."""
         keep = self.config.checkpoint
         with self._retired:
             checkpoints.retire(
@@ -204,11 +204,12 @@ class Saver:
             retiring.result()
 
     def fail(self) -> None:
-        """Restart a failed save of the same state on every rank.
+        """Retry a failed save of the same state on every rank.
 
-        After the last attempt, raises CheckpointError with the problems of all ranks. A nonfinite
-        state is not saved again. It is dropped with a warning, up to `REFUSALS - 1` consecutive
-        times, because the guard against bad losses may still rewind the run to an earlier step.
+        After the last attempt, raises CheckpointError with the problems of all ranks. Saving a
+        nonfinite state is not retried. It is dropped with a warning, up to `REFUSALS - 1`
+        consecutive times, because the guard against bad losses may still rewind the run to an
+        earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         text, pending = "; ".join(dict.fromkeys(map(str, problems))), self._pending
@@ -225,7 +226,7 @@ class Saver:
             print(f"warning: step {self._meta['step']} could not be saved: {text}", flush=True)
 
     def _missed(self, text: str) -> None:
-        """Remove the files of a failed attempt. Raises CheckpointError after the last attempt."""
+        """Clean up after a failed attempt. Raises CheckpointError if it was the last one."""
         self.abandon()
         if self._attempt == ATTEMPTS:
             raise self._error(text)
@@ -238,7 +239,7 @@ class Saver:
         return CheckpointError(f"step {self._meta['step']} could not be saved: {text}")
 
     def abandon(self) -> None:
-        """Cancel a running save and remove its files if possible.
+        """Cancel a save in progress and remove its files if possible.
 
         If the checkpoint is already being sealed, it is completed instead.
         """
@@ -256,10 +257,10 @@ class Saver:
 
 
 def _in_background(call: Callable[[], Result]) -> Future[Result]:
-    """Start `call` in a thread and return its future."""
-    beside = ThreadPoolExecutor(max_workers=1)
-    future = beside.submit(call)
-    beside.shutdown(wait=False)
+    """Run `call` in a background thread and return its future."""
+    executor = ThreadPoolExecutor(max_workers=1)
+    future = executor.submit(call)
+    executor.shutdown(wait=False)
     return future
 
 
@@ -270,7 +271,7 @@ def _result(future: Future[Result], timeout: float) -> Result | None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of this process's random number generators as plain values and tensors."""
+    """Return this process's RNG states as plain values and tensors."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
@@ -281,7 +282,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to a result of `rng_state`."""
+    """Restore the RNG states returned by `rng_state`."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

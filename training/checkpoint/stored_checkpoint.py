@@ -1,4 +1,4 @@
-"""A stored checkpoint: its meta.json, config, tensors and effective weights."""
+"""A checkpoint on disk: its meta.json, config, tensors and effective weights."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from training.data.order import Progress
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 2
-"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
+"""Version of the checkpoint format. Bump it when older checkpoints become unreadable."""
 
 
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
-"""Files of every checkpoint, including imported weights."""
+"""Files in every checkpoint, including those of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/{PLAIN_FILE}")
-"""Files of every checkpoint that a run saves."""
+"""Files in every checkpoint saved by a run."""
 
 
 STEP: Final = re.compile(r"step_([0-9]{8,})")
@@ -41,7 +41,7 @@ STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 @dataclass(frozen=True)
 class Meta:
-    """Required entries of meta.json in a checkpoint of imported weights."""
+    """Required entries of meta.json for imported weights."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -69,7 +69,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RunMeta(Meta):
-    """Required entries of meta.json in a run's checkpoint."""
+    """Required entries of meta.json for checkpoints saved by a run."""
 
     run_id: str
     progress: Progress
@@ -84,7 +84,7 @@ class RunMeta(Meta):
 
 @dataclass(frozen=True)
 class AveragedCheckpoints:
-    """Steps of a run whose weights were averaged, and the share of each step."""
+    """Steps of a run whose weights were averaged, and the weight of each step."""
 
     steps: list[int]
     weights: list[float]
@@ -93,23 +93,23 @@ class AveragedCheckpoints:
 
 @dataclass(frozen=True)
 class AverageMeta(Meta):
-    """Required entries of meta.json in an average. `progress` is the progress of its last
-    checkpoint."""
+    """Required entries of meta.json for averaged checkpoints. `progress` is that of the last
+    one."""
 
     averaged: AveragedCheckpoints
     progress: Progress
 
 
 class ResumeError(InputError):
-    """Error for a run that cannot continue as requested."""
+    """Raised when a run cannot resume as requested."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A complete checkpoint.
 
-    path  folder of the checkpoint
-    meta  content of meta.json
+    path  checkpoint folder
+    meta  contents of meta.json
     """
 
     path: Path
@@ -122,20 +122,20 @@ class CheckpointInfo:
 
     @property
     def imported(self) -> bool:
-        """Whether the weights were imported from a model of another program."""
+        """Whether the weights were imported from another program's model."""
         return self.meta.get("weights_only") is True and "averaged" not in self.meta
 
     @property
     def state(self) -> Path:
-        """Folder of the state for `parallel.checkpoint.state.load_state`."""
+        """State folder, for `parallel.checkpoint.state.load_state`."""
         return self.path / STATE
 
     @property
     def config(self) -> Config:
         """Config of the run that saved the checkpoint, with the vocabulary size filled in.
 
-        Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
-        contains keys or values that this version does not accept.
+        Raises BrokenCheckpointError if the file has changed since it was written, and ResumeError
+        if it contains keys or values not accepted by this version.
         """
         path = self.path / CONFIG
         if file_facts(path) != self.files[CONFIG]:
@@ -151,19 +151,19 @@ class CheckpointInfo:
 
     @property
     def files(self) -> dict[str, FileFacts]:
-        """Size and hash of every file except meta.json and COMPLETE, by path in the folder."""
+        """Size and hash of every file except meta.json and COMPLETE, by relative path."""
         return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
 
 
 def changed(folder: Path, name: str) -> str:
-    """Return the error about a checkpoint file whose hash has changed."""
+    """Return the error message for a checkpoint file whose hash has changed."""
     return f"{folder}: {name} has changed since it was written"
 
 
 class StoredTensors:
     """Tensors stored in `folder`, saved on any layout.
 
-    `parallel.checkpoint.state` defines the keys. The constructor reads the index. `read_into` and
+    `parallel.checkpoint.state` defines the keys. The constructor reads the index, `read_into` and
     `read` read tensors. All three raise BrokenCheckpointError if the folder cannot be read.
     """
 
@@ -184,35 +184,36 @@ class StoredTensors:
         return key in self._tensors
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with `prefix`."""
+        """Return the keys that start with `prefix`."""
         return [key for key in self._tensors if key.startswith(prefix)]
 
     def empty(self, key: str, device: str = "cpu") -> Tensor:
-        """Return an uninitialised tensor with the shape and dtype of a stored tensor."""
+        """Return an uninitialised tensor with the shape and dtype of the stored tensor `key`."""
         entry = self._tensors[key]
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
-    def read_into(self, places: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `places` with the stored tensors of the same key and shape."""
-        missing = [key for key in places if key not in self]
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Read stored tensors into `targets`, by key. Shapes must match."""
+        missing = [key for key in targets if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
-        for key, place in places.items():
-            if place.shape != self._tensors[key].size:
+        for key, target in targets.items():
+            if target.shape != self._tensors[key].size:
                 raise BrokenCheckpointError(
-                    f"{self.folder}: {key} must have shape {tuple(place.shape)}, "
+                    f"{self.folder}: {key} must have shape {tuple(target.shape)}, "
                     f"got {tuple(self._tensors[key].size)}"
                 )
         try:
-            self._reader.read_into(places)
+            self._reader.read_into(targets)
         except (Exception, CheckpointException) as error:
             raise broken(self.folder, error) from error
 
-    def batches(self, keys: Iterable[str], most: int = 1 << 26) -> Iterator[list[str]]:
-        """Yield lists of `keys`: tensors of at most `most` bytes in all, or a single larger tensor.
+    def batches(self, keys: Iterable[str], max_bytes: int = 1 << 26) -> Iterator[list[str]]:
+        """Split `keys` into lists with at most `max_bytes` bytes of tensors, or a single larger
+        tensor.
 
-        Reading several small tensors at once is faster. Raises BrokenCheckpointError for an invalid
-        entry of the index.
+        Reading several small tensors at once is faster. Raises BrokenCheckpointError if an index
+        entry is invalid.
         """
         batch, size = list[str](), 0
         for key in keys:
@@ -220,7 +221,7 @@ class StoredTensors:
                 own = self.empty(key, "meta").nbytes
             except Exception as error:
                 raise broken(self.folder, error) from error
-            if batch and size + own > most:
+            if batch and size + own > max_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append(key)
@@ -229,17 +230,17 @@ class StoredTensors:
             yield batch
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the whole tensors of `keys`, on the CPU, in the stored dtype."""
+        """Return the whole tensors for `keys`, on the CPU, in their stored dtype."""
         try:
             tensors = {key: self.empty(key) for key in keys}
-        except Exception as error:  # any invalid entry of an index
+        except Exception as error:  # any invalid index entry
             raise broken(self.folder, error) from error
         self.read_into(tensors)
         return tensors
 
 
 def named(keys: Collection[str]) -> str:
-    """Return the first tensor name and the number of other names.
+    """Summarize tensor names by the first one and the number of others.
 
     Example: `weight/head (and 79 others)`.
     """
@@ -248,14 +249,14 @@ def named(keys: Collection[str]) -> str:
 
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
-    """Return the error about an unreadable folder."""
+    """Return the error for an unreadable folder."""
     return BrokenCheckpointError(f"{folder} cannot be read: {last_line(error)}")
 
 
 class CheckpointWeights:
     """Parameters by name, assembled from the units of a checkpoint saved on any layout.
 
-    For a PC layer, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
+    For PC layers, the parameter is PC(W), computed in float32 from the stored W, gamma, u and v.
     """
 
     def __init__(self, info: CheckpointInfo) -> None:
@@ -266,21 +267,22 @@ class CheckpointWeights:
         self._units = grouped(units, lambda unit: unit.parameter)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape in which units view each parameter.
+        """Return the shape in which each parameter is viewed by its units.
 
-        Flattening all axes but the last yields the parameter's shape.
+        Flattening all axes but the last gives the parameter's shape.
         """
         return {name: units[0].view_shape for name, units in self._units.items()}
 
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every stored module buffer, by name."""
+        """Return the shapes of all stored module buffers, by name."""
         keys = self._stored.keys("buffer/")
         return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
 
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
-        """Return a whole parameter `[*layout]`, float32.
+        """Return a whole float32 parameter `[*layout]`.
 
-        Raises BrokenCheckpointError if a unit of the parameter is missing or has another shape.
+        Raises BrokenCheckpointError if a unit of the parameter is missing or its shape does not
+        match.
         """
         whole = torch.empty(layout, dtype=torch.float32)
         units = self._units[name]
@@ -292,7 +294,7 @@ class CheckpointWeights:
         return whole
 
     def units(self) -> Iterator[Unit]:
-        """Yield every unit of the model, parameter by parameter."""
+        """Yield all units of the model, parameter by parameter."""
         for units in self._units.values():
             yield from units
 
@@ -301,20 +303,19 @@ class CheckpointWeights:
         return self.config.pc is not None and self.config.pc.covers(unit)
 
     def weight(self, unit: Unit) -> Tensor:
-        """Return a unit's W `[*shape]`, float32. In a PC layer, W is not the effective weight."""
+        """Return a unit's float32 W `[*shape]`. For PC layers, this is not the effective weight."""
         key = f"weight/{unit.name}"
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a module's buffer, or zeros `[*shape]` if it is not stored (an expert bias)."""
+        """Return a module buffer, or zeros `[*shape]` if it is not stored (an expert bias)."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)
         return self._stored.read([key])[key].float()
 
     def check(self) -> None:
-        """Raise BrokenCheckpointError if the stored units are not the units of the config's
-        model."""
+        """Raise BrokenCheckpointError if the stored units do not match the config's model."""
         expected = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
         present = {key for key in stored if not key.endswith(GAMMA)}
@@ -322,12 +323,12 @@ class CheckpointWeights:
             raise BrokenCheckpointError(f"{self.info.path} has no {named(expected - present)}")
         if present - expected:
             raise BrokenCheckpointError(
-                f"{self.info.path} contains {named(present - expected)}, which the model of its "
-                "config does not have"
+                f"{self.info.path} contains {named(present - expected)}, which is not in its "
+                "config's model"
             )
 
     def effective(self, unit: Unit) -> Tensor:
-        """Return PC(W) `[rows, cols]` of a PC layer, float32."""
+        """Return a PC layer's float32 PC(W) `[rows, cols]`."""
         pc = self.config.pc
         assert pc is not None
         key = f"weight/{unit.name}"
