@@ -56,8 +56,13 @@ HINTS: Final[Mapping[str, str]] = {
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
     "ns_coefficients": "schedule='simple' has torch's coefficients; other schedules are better",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
+    "learning_rate": "pass lr",
+    "wd": "pass weight_decay",
+    "mu": "pass momentum",
+    "adjust_lr": "scale='spectral_mup' replaces dion's 'spectral_norm', scale='align_adam_rms' "
+    "replaces 'rms_norm'",
 }
-"""Replacements for options of torch.optim.Muon."""
+"""Replacements for options of other optimizers, such as torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
 """Keys by which groups of other libraries (KellerJordan/Muon, dion) choose a rule."""
 

@@ -243,7 +243,12 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
     saved_groups = saved["param_groups"]
     for i, (group, other) in enumerate(zip(groups, saved_groups, strict=False)):
         rule, units = other.get("rule"), other.get("units", group["units"])
-        if rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
+        if rule is None:
+            yield (
+                f"group {i} of the state must have rule {group['rule']!r}, got none: another "
+                "program's optimizer saved it"
+            )
+        elif rule != group["rule"] or Division.of(units) != Division.of(group["units"]):
             yield (
                 f"group {i} of the state must have rule {group['rule']!r} and units "
                 f"{group['units']}, got {rule!r} and {units}"

@@ -150,9 +150,13 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
         ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
         ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
         ("eps", 1e-7, "no epsilon is needed"),
+        ("learning_rate", 0.1, "pass lr"),
+        ("wd", 0.1, "pass weight_decay"),
+        ("mu", 0.9, "pass momentum"),
+        ("adjust_lr", "rms_norm", "scale='align_adam_rms' replaces 'rms_norm'"),
     ],
 )
-def test_options_of_torchs_muon_have_a_hint(where, option, value, hint) -> None:
+def test_options_of_other_optimizers_have_a_hint(where, option, value, hint) -> None:
     if (where, option) == ("group", "eps"):  # written into the groups of Adam by other programs
         return
     group, options = {"params": [weight(8, 12)]}, {option: value}
