@@ -30,7 +30,7 @@ from training.data.token_bytes import (
     tokenizer_file,
     vocabulary_size,
 )
-from training.data.token_set import OpenSet, TokenSet, check_vocabulary
+from training.data.token_set import OpenSet, TokenSet, check_vocabulary, no_file
 from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
@@ -84,7 +84,7 @@ def with_vocabulary(config: Config) -> Config:
         )
         if not Path(f"{first.path}.idx").exists():
             plan = "to plan without data, set model.vocab_size"
-            problem = f"set {name}: no file {first.path}.idx; {plan}"
+            problem = f"{no_file(name, first.path, '.idx')}; {plan}"
         raise MissingSetError(problem, ("data", "train", name))
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 

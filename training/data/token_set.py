@@ -358,11 +358,20 @@ def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
         raise DataError("\n".join(wrong))
 
 
+def no_file(name: str, prefix: str, suffix: str) -> str:
+    """Return the error about a set without a file, with other sets in the folder."""
+    path = Path(prefix)
+    folder = path if path.is_dir() else path.parent
+    sets = sorted(str(each.with_suffix("")) for each in folder.glob("*.idx"))[:4]
+    hint = f"; path is a prefix, without .bin and .idx, such as {', '.join(sets)}" if sets else ""
+    return f"set {name}: no file {prefix}{suffix}{hint if suffix == '.idx' else ''}"
+
+
 def _check_files(name: str, prefix: str) -> None:
     """Raise DataError if the index is incomplete; megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
-            raise MissingSetError(f"set {name}: no file {prefix}{suffix}")
+            raise MissingSetError(no_file(name, prefix, suffix))
     size = os.path.getsize(prefix + ".idx")
     with open(prefix + ".idx", "rb") as file:
         header = file.read(HEADER.size)
