@@ -50,8 +50,9 @@ def _openbookqa(row: Row) -> tuple[str, list[str], int]:
 
 
 def _labelled(row: Row) -> tuple[list[str], int]:
-    choices = row["choices"]
-    return choices["text"], choices["label"].index(row["answerKey"].lstrip())
+    texts, answer = row["choices"]["text"], row["answerKey"].lstrip()
+    right = [label == answer for label, _ in zip(row["choices"]["label"], texts, strict=True)]
+    return texts, right.index(True)
 
 
 def _commonsense_qa(row: Row) -> tuple[str, list[str], int]:

@@ -63,6 +63,8 @@ def import_model(
             f"note: {source} has {POSITIONS} {theirs}, but an export of this checkpoint would have "
             f"{exported}, because train.sequence_length is {length}"
         )
+    if dropout := [f"{k} {v}" for k, v in settings.items() if "dropout" in k and v]:
+        print(f"note: {source} has {', '.join(dropout)}, but runs train without dropout")
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), tied=config.model.tie_embeddings)
@@ -74,7 +76,10 @@ def import_model(
             config,
             partial(read_parameter, parts, files),
             buffers,
-            lambda folder: {**facts, "identity": copy_tokenizer(source, folder)},
+            lambda folder: {
+                **facts,
+                "identity": copy_tokenizer(source, folder, settings["vocab_size"]),
+            },
         )
     return files.dtype
 
@@ -145,7 +150,10 @@ class TheirFiles:
         self.source = source
         self.dtype = ""
         self._files: dict[str, Any] = {}
-        for path in self._paths():
+        paths = self._paths()
+        if unread := sorted({*source.glob("*.safetensors")} - {*paths}):
+            print(f"note: not read: {named([path.name for path in unread])} in {source}")
+        for path in paths:
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
             except (OSError, SafetensorError) as error:
@@ -185,7 +193,11 @@ class TheirFiles:
         expected = {tensor.name: tensor for tensor in tensors}
         missing = [name for name in expected if name not in self._files]
         if missing:
-            raise InputError(f"{self.source} lacks tensors of the config's model: {named(missing)}")
+            others = self._files.keys() - expected.keys()
+            instead = f"; it has {named(others)} instead" if others else ""
+            raise InputError(
+                f"{self.source} lacks tensors of the config's model: {named(missing)}{instead}"
+            )
         kinds = set()
         for name, tensor in expected.items():
             part = self._files[name].get_slice(name)
@@ -237,9 +249,9 @@ def _other_weights(source: Path) -> str:
     )
 
 
-def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
+def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str, str]]:
     """Copy the tokenizer files to `folder`. Return the tokenizer's entry in the checkpoint's
-    identity, or {} without a tokenizer.
+    identity, or {} without a tokenizer. `rows` is the number of the model's token ids.
 
     Raises InputError for a link that leads out of `source`, or a file that cannot be parsed.
     """
@@ -248,7 +260,12 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     for name, content in files.items():
         try:
             if name == TOKENIZER_FILE:
-                Tokenizer.from_buffer(content)
+                ids = max(Tokenizer.from_buffer(content).get_vocab().values(), default=-1) + 1
+                if ids > rows:
+                    print(
+                        f"note: {source / name} has {ids:,} token ids, but the model has {rows:,}, "
+                        "so an export of this model needs --tokenizer PATH or --no-tokenizer"
+                    )
             elif name.endswith(".json") and not isinstance(parse_json(content), dict):
                 raise ValueError("the content must be a JSON object")
         except Exception as error:  # tokenizers raises bare Exception

@@ -100,7 +100,7 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     examples: list[Example] = []
     try:
         check_regular(path)
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if count is not None and len(examples) == count:
                     break

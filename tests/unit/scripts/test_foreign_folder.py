@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from scripts.evaluation.harness import Run
 from scripts.generate import continuation, main, parse
@@ -98,8 +99,16 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.mark.parametrize("rows", [1000, 100])
+def test_token_ids_that_the_model_lacks_are_said(rows, source, kept, capsys):
+    copy_tokenizer(source, kept, rows)
+    ids = Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
+    said = f"tokenizer.json has {ids} token ids, but the model has {rows}, so an export"
+    assert (said in capsys.readouterr().out) == (ids > rows)
+
+
 def test_links_of_the_hub_are_followed(tmp_path, kept):
-    assert "tokenizer" in copy_tokenizer(hub_folder(tmp_path / "hub"), kept)
+    assert "tokenizer" in copy_tokenizer(hub_folder(tmp_path / "hub"), kept, 1000)
     assert (kept / "tokenizer.json").read_text() == (tmp_path / "hub" / "blobs" / "1").read_text()
 
 
@@ -112,7 +121,7 @@ def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(secret)
     with pytest.raises(InputError, match=f"{name} must not link outside its folder, but links to"):
-        copy_tokenizer(source, kept)
+        copy_tokenizer(source, kept, 1000)
     assert list(kept.iterdir()) == []
 
 
@@ -129,7 +138,7 @@ def test_a_link_out_of_the_folder_is_refused(name, source, kept, tmp_path):
 def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, source, kept):
     (source / name).write_text(content)
     with pytest.raises(InputError, match=name):
-        copy_tokenizer(source, kept)
+        copy_tokenizer(source, kept, 1000)
     assert list(kept.iterdir()) == []
 
 
@@ -147,7 +156,7 @@ def test_a_pipe_is_not_read(tmp_path):
     """Opening a pipe would block forever."""
     (tmp_path / "source").mkdir()
     os.mkfifo(tmp_path / "source" / "tokenizer.json")
-    assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
+    assert copy_tokenizer(tmp_path / "source", tmp_path, 1000) == {}
 
 
 @pytest.mark.parametrize(

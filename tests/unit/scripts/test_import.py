@@ -153,12 +153,17 @@ def test_weights_that_are_not_finite_are_refused(value, tokens, tmp_path, world,
     assert not (tmp_path / "run").exists()
 
 
-def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> None:
+def test_training_begins_with_the_imported_weights(tokens, tmp_path, world, capsys) -> None:
     path = config_in(tmp_path, tokens, model__vocab_multiple=8)
     source, weights = tmp_path / "theirs", tmp_path / "imported"
-    their_model(source, path)
+    save_file(their_model(source, path), source / "consolidated.safetensors")
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.1}))
     options = ["--config", str(path), "model.vocab_size=null"]  # as in config.json
     assert main(["import", str(source), str(weights), *options]) == 0
+    said = capsys.readouterr().out
+    assert f"note: {source} has attention_dropout 0.1, but runs train without dropout" in said
+    assert f"note: not read: consolidated.safetensors in {source}" in said
     # The updates are too small for any change, so the loss after a step equals the first.
     still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
     config = load_config(path, [f"checkpoint.initialize_from={weights}", *still])
@@ -214,6 +219,9 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
     said = "lacks tensors of the config's model: model.norm.weight"
+    assert refused(refusal, source, run, config).endswith(said)
+    save_file({f"_orig_mod.{name}": value for name, value in tensors.items()}, weights)
+    said = f"; it has _orig_mod.lm_head.weight (and {len(tensors) - 1} others) instead"
     assert refused(refusal, source, run, config).endswith(said)
     others = len(tensors) - 2
     norm = tensors["model.norm.weight"]

@@ -273,6 +273,11 @@ def test_rows_become_examples(tmp_path, capsys):
             "piqa",
             "line 1: the row must .* format piqa, .* got no key 'sol1' among goal, sol2, label",
         ),
+        (
+            ROWS["arc"][0] | {"choices": {"text": ["a", "b", "c"], "label": ["A", "B"]}},
+            "arc",
+            "line 1: the row must have the format arc",
+        ),
         (ROWS["arc"][0] | {"choices": {}}, "arc", "got no key 'text' among question, choices, ans"),
     ],
 )

@@ -321,7 +321,8 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
 def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, tmp_path):
     file = tmp_path / "task.jsonl"
     rows = [GOOD, GOOD | {"choices": choices}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(text, encoding="utf-8-sig")  # with a byte order mark, as prepare_task.py reads
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
     assert ("; 1 examples have equal choices (ties" in str(task)) == said
