@@ -1,9 +1,8 @@
-"""The run config, read from YAML into frozen sections. An error lists all problems at once.
+"""The run config, read from YAML into frozen dataclasses. All problems are reported at once.
 
-schema.py, data.py, schedule.py and optimizer_section.py contain the fields and the conditions
-within sections. checks.py contains the conditions between sections. yaml_files.py and binding.py
-read YAML. manual.py writes docs/configuration.md. No file depends on megatron-core. Start with
-schema.py.
+schema.py, data.py, schedule.py and optimizer_section.py define the sections, and checks.py the
+cross-section checks. yaml_files.py and binding.py read YAML. manual.py generates
+docs/configuration.md. Nothing here depends on megatron-core. Start with schema.py.
 """
 
 from collections.abc import Sequence
@@ -34,35 +33,35 @@ __all__ = [
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of the YAML file `path`, its bases and `key=value` overrides.
+    """Load the config from the YAML file `path` and its bases, and apply `key=value` overrides.
 
-    Raises InvalidConfigError, whose `problems` lists all problems.
+    Raises InvalidConfigError, whose `problems` lists every problem found.
     """
     return with_paper_choices(bind(Config, read_merged(Path(path), overrides), BETWEEN))
 
 
 def load_saved_config(path: str | Path) -> Config:
-    """Return the config that `to_yaml` of this or an earlier version wrote to `path`.
+    """Load the config written to `path` by `to_yaml` of this or an earlier version.
 
-    A missing key has its default. Only keys, types and bounds are checked, because a condition that
-    a later version adds must not make checkpoints unreadable. Raises MissingRuleError if a rule of
-    the run is not installed, InvalidConfigError if the file is not a run config or contains unknown
-    keys.
+    Missing keys take their defaults. Only keys, types and bounds are checked, so that checks added
+    in later versions do not make old checkpoints unreadable. Raises MissingRuleError if a rule used
+    by the run is not installed, and InvalidConfigError if the file is not a run config or contains
+    unknown keys.
     """
     content = of_installed_rules(without_gone_keys(read_saved(Path(path))))
     return with_paper_choices(bind(Config, content, check=False))
 
 
 def check(config: Config, world_size: int, step: int = 0, tokens: int = 0) -> None:
-    """Check that `config` is valid and can continue after `step` steps and `tokens` tokens on
+    """Check that `config` is valid and can resume after `step` steps and `tokens` tokens on
     `world_size` ranks.
 
-    Raises InvalidConfigError, whose `problems` lists all problems.
+    Raises InvalidConfigError, whose `problems` lists every problem found.
     """
     if lines := list(world(bind(Config, asdict(config), BETWEEN), world_size, step, tokens)):
         raise InvalidConfigError(lines)
 
 
 def to_yaml(config: Config) -> str:
-    """Return `config` as YAML, including all defaults. Loading the YAML returns an equal config."""
+    """Serialize `config` to YAML, including all defaults. Loading it back gives an equal config."""
     return to_text(asdict(config))

@@ -1,8 +1,8 @@
-"""Conversion of plain mappings to nested dataclasses by pydantic, with one line per problem.
+"""Bind plain mappings to nested dataclasses with pydantic, reporting one line per problem.
 
-Values are not converted: a string is not a number, a number is not a string, and a bool is not an
-integer. The exception is an integer where a float is expected, which becomes a float. A field's
-type may be bool, int, float, str, None, Literal, a union, list, tuple, dict[str, T] or a section.
+Values are not coerced: a string is not a number, a number is not a string, and a bool is not an
+integer. The only exception is an integer where a float is expected. A field's type may be bool,
+int, float, str, None, Literal, a union, list, tuple, dict[str, T] or a section.
 """
 
 import json
@@ -37,20 +37,20 @@ BOUNDS: Final = {
     "multiple_of": "a multiple of {multiple_of}",
     "too_short": "nonempty",
 }
-"""Description of each bound, by pydantic's error type."""
+"""Describe each bound, by pydantic's error type."""
 
 
 OTHER_NAMES: Final = {"sso": "spectral_sphere", "muon++": "muon_plus_plus"}
-"""Common names of rules that do not resemble Spectrain's names, with Spectrain's names."""
+"""Common rule names that do not resemble Spectrain's, mapped to Spectrain's."""
 
 NAMED_SECTIONS: Final = (
     "data.train", "data.validation", "optimizer.roles", "pc.overrides", "tasks.files",
 )  # fmt: skip
-"""Keys whose values map names to sections; `NAME: null` removes a section of a base file."""
+"""Keys that map names to sections; `NAME: null` removes a section inherited from a base file."""
 
 
 class InvalidConfigError(ConfigError):
-    """Error for a config with `problems`, one line per problem."""
+    """Raised for an invalid config; `problems` has one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -64,10 +64,10 @@ def bind(
     *,
     check: bool = True,
 ) -> T:
-    """Return `mapping` as a section of type `kind`.
+    """Bind `mapping` to a section of type `kind`.
 
-    If `check` is false, only keys, types and bounds are checked, but neither the conditions between
-    fields nor `between`. Raises InvalidConfigError with all problems.
+    If `check` is false, only keys, types and bounds are checked; cross-field checks and `between`
+    are skipped. Raises InvalidConfigError with all problems.
     """
     text = json.dumps(mapping, default=str)
     lines: list[str] = []
@@ -76,14 +76,14 @@ def bind(
         sections = _sections(bound)
     except ValidationError as error:
         lines += dict.fromkeys(_lines(kind, error))
-        bound = object.__new__(kind)  # its attributes are set to the bound sections below
+        bound = object.__new__(kind)  # its attributes are filled in below
         sections = _bindable(kind, json.loads(text))
     for loc, section in sections if check else ():
         lines += problems(section, section.checks(), place(kind, loc)[0])
         if lines and len(loc) == 1:
             vars(bound)[str(loc[0])] = section
     for checks in between if check else ():
-        # After an error, sections may be missing, so that these checks raise exceptions.
+        # After an error, these checks may raise because sections are missing.
         with suppress(Exception) if lines else nullcontext():
             lines += problems(bound, checks(bound))
     if lines:
@@ -96,7 +96,7 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and value of each section in a bound value."""
+    """Yield the path and value of every section in a bound value."""
     if isinstance(value, Section):
         yield loc, value
         value = vars(value)
@@ -106,7 +106,7 @@ def _sections(value: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
 
 
 def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Section]]:
-    """Yield the path and value of each valid section, even if other sections are invalid."""
+    """Yield the path and value of every valid section, even if others are invalid."""
     if kind is None or not isinstance(content, Mapping | list):
         return
     with suppress(ValidationError):
@@ -118,7 +118,7 @@ def _bindable(kind: Any, content: Any, loc: Loc = ()) -> Iterator[tuple[Loc, Sec
 
 
 def _lines(root: type, error: ValidationError) -> Iterator[str]:
-    """Yield a line per problem of `error`, but a single line for a list that is too short."""
+    """Yield one line per problem in `error`, but only one in total for a list that is too short."""
     for problem in error.errors(include_url=False):
         loc, name, value = problem["loc"], problem["type"], problem["input"]
         if name == "unexpected_keyword_argument":
@@ -139,13 +139,13 @@ def _lines(root: type, error: ValidationError) -> Iterator[str]:
 
 
 RULE_SECTION: Final = "optimizer.rules"
-"""Section that contains one section per rule."""
+"""Parent of the rules' sections."""
 
 
 def _mismatch(kind: Any, path: str, value: object) -> str:
-    """Return the error about a value that does not match the annotation `kind`."""
+    """Return the error message for a value that does not match the annotation `kind`."""
     if value is None and path.rpartition(".")[0] in NAMED_SECTIONS:
-        return f"{path}=null removes an entry of a base file, but no base file has this entry"
+        return f"{path}=null removes an entry of a base file, but no base file defines it"
     line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
     words = [word for word in get_args(without_null(kind)) if isinstance(word, str | int)]
     near = closest(OTHER_NAMES.get(str(value).lower(), str(value)), map(str, words))
@@ -153,7 +153,7 @@ def _mismatch(kind: Any, path: str, value: object) -> str:
 
 
 def _of_package(path: str, rule: object) -> str:
-    """Return a note that packages can add rules, for the error about an unknown rule or its
+    """Return a hint that packages can provide rules, for errors about an unknown rule or rule
     section; "" for other keys."""
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
@@ -165,7 +165,7 @@ def _of_package(path: str, rule: object) -> str:
 
 
 def _missing(kind: Any, path: str) -> Iterator[str]:
-    """Yield a line for a missing key, or for each required key of a missing section."""
+    """Yield a line for a missing key, or for each required key in a missing section."""
     inner = [f.name for f in fields(kind) if required(f)] if is_dataclass(kind) else []
     for name in inner:
         yield from _missing(types_of(kind)[name], join(path, name))
@@ -174,21 +174,21 @@ def _missing(kind: Any, path: str) -> Iterator[str]:
 
 
 def _unknown(root: type, loc: Loc) -> str:
-    """Return the error about an unknown key, with the closest key."""
+    """Return the error message for an unknown key, suggesting the closest known key."""
     path, kind = place(root, loc[:-1])
     key, siblings = str(loc[-1]), list(types_of(kind))
     full = join(path, key)
     near = closest(key, siblings)
     elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
     if near or elsewhere:
-        meant = f"did you mean {join(path, near) if near else elsewhere[0]}?"
+        hint = f"did you mean {join(path, near) if near else elsewhere[0]}?"
     else:
-        meant = f"{path or 'the config'} has the keys {', '.join(siblings)}"
-    return f"unknown key {full}; {meant}" + (_of_package(full, key) if path == RULE_SECTION else "")
+        hint = f"{path or 'the config'} has the keys {', '.join(siblings)}"
+    return f"unknown key {full}; {hint}" + (_of_package(full, key) if path == RULE_SECTION else "")
 
 
 def place(root: type, loc: Loc) -> tuple[str, Any]:
-    """Return the dotted path and the annotation of pydantic's `loc`."""
+    """Return the dotted path and the annotation at pydantic's `loc`."""
     path, kind = "", cast(Any, root)
     for part in loc:
         kind = member(kind, part)
@@ -197,16 +197,16 @@ def place(root: type, loc: Loc) -> tuple[str, Any]:
 
 
 def member(kind: Any, key: int | str) -> Any:
-    """Return the annotation of a key or index of `kind`, or None if `kind` does not have it."""
+    """Return the annotation of a key or index of `kind`, or None if there is no such member."""
     section = without_null(kind)
-    place, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
+    index, origins = (0, (list, tuple)) if isinstance(key, int) else (1, (dict,))
     if get_origin(section) in origins:
-        return get_args(section)[place]
+        return get_args(section)[index]
     return types_of(section).get(str(key))
 
 
 def described(kind: Any) -> str:
-    """Describe in words the values that the annotation `kind` allows."""
+    """Describe in words the values allowed by the annotation `kind`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(described(option) for option in args)
@@ -220,19 +220,19 @@ def described(kind: Any) -> str:
 
 
 def schema_paths(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and annotation of each leaf of a section (NAME: a dict's key)."""
+    """Yield the dotted path and annotation of each leaf of a section; NAME stands for a key."""
     for name, inner in types_of(kind).items():
         inner, suffix = one_section(inner)
-        place = join(path, name) + suffix
+        full = join(path, name) + suffix
         if types_of(inner):
-            yield from schema_paths(inner, place)
+            yield from schema_paths(inner, full)
         else:
-            yield place, inner
+            yield full, inner
 
 
 def one_section(kind: Any) -> tuple[Any, str]:
-    """Return the annotation of the sections in a dict or list `kind`, and the suffix of their path:
-    `.NAME` or `[N]`. Return any other annotation unchanged, with suffix "".
+    """If `kind` is a dict or list of sections, return the annotation of one section and its path
+    suffix, `.NAME` or `[N]`. Return any other annotation unchanged, with suffix "".
     """
     args = get_args(kind)
     if get_origin(kind) is dict:
@@ -241,8 +241,7 @@ def one_section(kind: Any) -> tuple[Any, str]:
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a section or nullable section, by name; {} for other
-    annotations."""
+    """Map the field names of a section or nullable section to annotations; {} for anything else."""
     section = without_null(kind)
     if not is_dataclass(section):
         return {}

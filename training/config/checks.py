@@ -1,6 +1,6 @@
-"""Checks between the sections of a config. Checks within a section are methods of the section.
+"""Cross-section checks of a config. Checks within a section are methods of that section.
 
-Start with `BETWEEN`, the checks that do not depend on the number of ranks.
+Start with `BETWEEN`, the checks that do not depend on the world size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,20 +13,20 @@ from models.section import Check, named, problems
 from training.config.schema import Config, ParallelConfig
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "bias", "router", "shared_router")
-"""Roles that are not linear layers of a transformer block."""
+"""Roles other than the linear layers of a transformer block."""
 
 NOT_IN_A_LAYER: Final = ("embedding", "head", "gain", "bias")
-"""Roles that are not matrices of a transformer layer."""
+"""Roles other than the matrices of a transformer layer."""
 
 
 def misnamed(key: str, roles: Iterable[str], options: Sequence[str]) -> Iterator[Check]:
-    """Check that each of `roles`, the value of `key`, is one of the options."""
+    """Check that each of the `roles` in `key` is one of `options`."""
     for role in roles:
         yield key, role not in options, f"must name {named(role, options)}"
 
 
 def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Check:
-    """Check that `size`, the value of `key`, is divisible by the product of the axes' sizes."""
+    """Check that `size`, the value of `key`, is divisible by the product of the axis sizes."""
     sizes = [getattr(parallel, axis) for axis in axes]
     product = " * ".join(axes), " * ".join(map(str, sizes)), str(prod(sizes))
     divisor = " = ".join(dict.fromkeys(product))
@@ -34,41 +34,41 @@ def divisible(key: str, size: int, parallel: ParallelConfig, *axes: str) -> Chec
 
 
 def model_checks(config: Config) -> Iterator[Check]:
-    """Check the model's settings against its family."""
+    """Check the model settings against its family."""
     for key, wrong, rule in family_checks(config.model):
         yield f"model.{key}", wrong, rule
 
 
 def run_checks(config: Config) -> Iterator[Check]:
-    """Check training, optimizer and checkpoints against the model."""
+    """Check the training, optimizer, checkpoint and profiler settings."""
     train, moe = config.train, config.model.moe
     sdpa, masked = config.model.attention_backend == "sdpa", config.data.document_mask
     flash = config.model.attention_kernel != "auto"
-    rule = "needs model.attention_backend transformer_engine"
+    rule = "requires model.attention_backend transformer_engine"
     yield "train.fp8", sdpa and train.fp8 is not None, rule
-    rule = "needs model.attention_backend sdpa, because Transformer Engine fuses these operations"
+    rule = "requires model.attention_backend sdpa, because Transformer Engine fuses these itself"
     yield "train.compile", not sdpa and train.compile not in (None, "auto"), rule
-    rule = "needs train.precision bf16"
+    rule = "requires train.precision bf16"
     yield "model.attention_kernel", flash and train.precision != "bf16", rule
     rule = (
-        "must be auto or null with model.attention_backend transformer_engine, whose own kernels "
-        "are used"
+        "must be auto or null with model.attention_backend transformer_engine, which uses its own "
+        "kernels"
     )
     yield "train.fused_backward", not sdpa and train.fused_backward == "triton", rule
     rule = (
-        "needs model.attention_backend sdpa, because document boundaries are not passed to "
+        "requires model.attention_backend sdpa, because document boundaries are not passed to "
         "Transformer Engine"
     )
     yield "data.document_mask", masked and not sdpa, rule
-    yield "data.document_mask", masked and flash, "needs model.attention_kernel auto"
+    yield "data.document_mask", masked and flash, "requires model.attention_kernel auto"
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     rule = (
-        "must be none or full if all feed-forward blocks are routed experts, because selective "
-        "does not recompute routed experts"
+        "must be none or full if every feed-forward block is routed, because selective does not "
+        "recompute routed experts"
     )
     yield "train.recompute", routed_only and train.recompute == "selective", rule
     yield from misnamed("optimizer.roles", config.optimizer.roles, roles_of(config))
-    rule = "must be 0 with checkpoint.interval 0, which saves no checkpoint to rewind to"
+    rule = "must be 0 with checkpoint.interval 0, because there is no checkpoint to rewind to"
     yield "spikes.rewinds", config.spikes.rewinds and not config.checkpoint.interval, rule
     profile = config.log.profile
     late = profile is not None and profile.first > train.steps
@@ -76,13 +76,13 @@ def run_checks(config: Config) -> Iterator[Check]:
 
 
 def roles_of(config: Config) -> list[str]:
-    """Return the roles of the model's units, in the order of a layer's forward pass."""
+    """Return the roles of the model's units, in forward order within a layer."""
     model, optimizer = config.model, config.optimizer
     return FAMILIES[model.family].roles(model, optimizer.qkv_units, optimizer.split_gate_up)
 
 
 def length_checks(config: Config) -> Iterator[Check]:
-    """Check that schedule and samples of text fit the run's length and sequence length."""
+    """Check that the schedule fits the run length and text samples fit the sequence length."""
     steps, length = config.train.steps, config.train.sequence_length
     warmup, schedule = config.schedule.warmup_steps, config.schedule
     total = schedule.length(config.train)
@@ -96,16 +96,16 @@ def length_checks(config: Config) -> Iterator[Check]:
     validation = config.validation
     room = length - validation.prompt_tokens(length)
     long = validation.samples_interval and validation.samples_tokens > room
-    rule = f"must be at most {room}, the tokens after the prompt in a sequence of {length} tokens"
+    rule = f"must be at most {room}, the tokens left after the prompt in a sequence of {length}"
     yield "validation.samples_tokens", long, rule
 
 
 def phase_checks(config: Config) -> Iterator[Check]:
-    """Check that the phases of the data follow each other within the run."""
+    """Check that the data phases start in order and within the run."""
     before, steps, kind = 0, config.train.steps, config.schedule.kind
     for i, (phase, start) in enumerate(zip(config.data.phases, config.phase_starts(), strict=True)):
         key = f"data.phases[{i}].{phase.beginning}"
-        yield key, phase.with_decay and kind != "wsd", f"needs schedule.kind wsd, got {kind}"
+        yield key, phase.with_decay and kind != "wsd", f"requires schedule.kind wsd, got {kind}"
         rule = (
             f"must start the phase after step {before:,}, the start of the previous phase, and "
             f"before train.steps = {steps:,}, got step {start:,}"
@@ -115,7 +115,7 @@ def phase_checks(config: Config) -> Iterator[Check]:
 
 
 def pc_checks(config: Config) -> Iterator[Check]:
-    """Check PC layers against other sections."""
+    """Check the PC layers against other sections."""
     pc, model = config.pc, config.model
     if pc is None:
         return
@@ -136,7 +136,7 @@ def pc_checks(config: Config) -> Iterator[Check]:
 
 
 def _owners(config: Config, reason: str) -> Check:
-    """Check that `optimizer.distributed.tensor_mode` is owner, which `reason` needs."""
+    """Check that `optimizer.distributed.tensor_mode` is owner, as required by `reason`."""
     key = "optimizer.distributed.tensor_mode"
     return key, config.optimizer.distributed.tensor_mode != "owner", f"must be owner with {reason}"
 
@@ -156,7 +156,7 @@ def penalty_checks(config: Config) -> Iterator[Check]:
 
 
 def layout_checks(config: Config) -> Iterator[Check]:
-    """Check that the layout can split the model."""
+    """Check that the model can be split as the layout requires."""
     model, parallel, length = config.model, config.parallel, config.train.sequence_length
     tensor, context, moe = parallel.tensor, parallel.context, model.moe
     sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
@@ -183,7 +183,7 @@ def layout_checks(config: Config) -> Iterator[Check]:
 
 
 def _stages(config: Config) -> Check:
-    """Check that pipeline stages without a configured size get equal numbers of layers."""
+    """Check that the layers divide evenly among pipeline stages without a configured size."""
     parallel, layers = config.parallel, config.model.layers
     keys = ("first_stage_layers", "last_stage_layers")
     sizes = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
@@ -194,7 +194,7 @@ def _stages(config: Config) -> Check:
         return "model.layers", rest, f"must be parallel.{' + '.join(keys)} = {layers - rest}"
     stages = " and ".join(f"parallel.{key} = {size}" for key, size in sizes.items())
     rule = (
-        f"must give each of the other {others} stages the same number of layers, at least one, "
+        f"must leave the other {others} stages an equal number of layers, at least one each, "
         f"with {stages}"
     )
     return "model.layers", rest < others or rest % others, rule
@@ -203,19 +203,19 @@ def _stages(config: Config) -> Check:
 BETWEEN = (
     model_checks, run_checks, length_checks, phase_checks, layout_checks, pc_checks, penalty_checks,
 )  # fmt: skip
-"""Checks between sections that do not depend on the number of ranks."""
+"""Cross-section checks that do not depend on the world size."""
 
 
 def world(config: Config, world_size: int, step: int, tokens: int) -> Iterator[str]:
-    """Yield the problems reported by `world_checks`, with the nearest legal values."""
+    """Yield the problems found by `world_checks`, with the nearest valid values."""
     lines = list(problems(config, world_checks(config, world_size, step, tokens)))
     nearby = f"; {_nearby(config, world_size)}" if lines else ""
     yield from (line + nearby for line in lines)
 
 
 def fits(config: Config, world_size: int, **train: int) -> bool:
-    """Return whether `config`, with the values `train` in its section train, can run on
-    `world_size` ranks."""
+    """Return whether `config` can run on `world_size` ranks with the overrides `train` in section
+    train."""
     changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
     return holds(world_checks(changed, world_size))
 
@@ -226,25 +226,25 @@ def holds(checks: Iterable[Check]) -> bool:
 
 
 def legal_ranks(config: Config) -> list[int]:
-    """Return the numbers of ranks on which `config` can run, ascending."""
+    """Return the world sizes on which `config` can run, in ascending order."""
     train, ranks = config.train, config.parallel.model_ranks
     copies = divisors(train.global_batch // train.micro_batch)
     return [ranks * each for each in copies if fits(config, ranks * each)]
 
 
 def legal_micro_batches(config: Config, world_size: int) -> list[int]:
-    """Return the possible micro-batch sizes of `config` on `world_size` ranks, ascending."""
+    """Return the valid micro-batch sizes for `config` on `world_size` ranks, in ascending order."""
     options = divisors(config.train.global_batch)
     return [size for size in options if fits(config, world_size, micro_batch=size)]
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of `number`, ascending."""
+    """Return all divisors of `number` in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _nearby(config: Config, world_size: int) -> str:
-    """Return a phrase with the nearest legal numbers of ranks and batch sizes."""
+    """Return a phrase that lists the nearest valid world sizes and batch sizes."""
     train, parallel = config.train, config.parallel
     passes = 1 if parallel.virtual_pipeline == 1 else parallel.pipeline
     unit = train.micro_batch * max(1, world_size // parallel.model_ranks) * passes
@@ -256,12 +256,12 @@ def _nearby(config: Config, world_size: int) -> str:
         "train.global_batch": [n for n in batches if fits(config, world_size, global_batch=n)],
     }
     shown = [f"{what} {' and '.join(map(str, near))}" for what, near in legal.items() if near]
-    return f"nearest legal values: {'; '.join(shown)}" if shown else "no nearby value is legal"
+    return f"nearest valid values: {'; '.join(shown)}" if shown else "no nearby value is valid"
 
 
 def _nearest(legal: list[int], number: int) -> list[int]:
-    """Return the elements of the ascending `legal` next to `number`: the largest that is not above
-    `number`, and the smallest that is not below `number`."""
+    """Return the neighbours of `number` in the ascending list `legal`: the largest element that is
+    at most `number`, and the smallest that is at least `number`."""
     below = [each for each in legal if each <= number][-1:]
     above = [each for each in legal if each >= number][:1]
     return sorted({*below, *above})
@@ -270,8 +270,8 @@ def _nearest(legal: list[int], number: int) -> list[int]:
 def world_checks(
     config: Config, world_size: int, step: int = 0, tokens: int = 0
 ) -> Iterator[Check]:
-    """Check the layout and the batch sizes on `world_size` ranks. Only the stages of a batch ramp
-    that remain after `step` steps and `tokens` tokens are checked."""
+    """Check the layout and batch sizes on `world_size` ranks. Of a batch ramp, only the stages left
+    after `step` steps and `tokens` tokens are checked."""
     parallel, train, ranks = config.parallel, config.train, config.parallel.model_ranks
     profile = config.log.profile
     missing = profile is not None and max(profile.ranks) >= world_size
@@ -279,7 +279,7 @@ def world_checks(
     yield divisible("the number of ranks", world_size, parallel, "tensor", "pipeline", "context")
     if world_size % ranks:
         return
-    stage, of_stage = "the number of ranks of a pipeline stage", world_size // parallel.pipeline
+    stage, of_stage = "the number of ranks per pipeline stage", world_size // parallel.pipeline
     yield divisible(stage, of_stage, parallel, "expert", "expert_tensor")
     copies = world_size // ranks
     per_pass = train.micro_batch * copies
@@ -294,7 +294,7 @@ def world_checks(
         yield key, rest, rule
         uneven = parallel.virtual_pipeline > 1 and rest == 0 and passes % parallel.pipeline
         rule = (
-            f"must give a number of micro-batches divisible by parallel.pipeline = "
+            f"must yield a number of micro-batches divisible by parallel.pipeline = "
             f"{parallel.pipeline} for the interleaved schedule, got {passes} for batch {batch}"
         )
         yield key, uneven, rule

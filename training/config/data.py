@@ -1,4 +1,4 @@
-"""Config sections about data: training sets and their phases, validation sets and tasks."""
+"""Data sections of the config: training sets, data phases, validation sets and tasks."""
 
 import re
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from models.section import AtLeast0, Check, Count, Positive, Section, Whole, nam
 from training.local_path import local_path
 
 BEGINNINGS = ("after_steps", "after_share", "with_decay")
-"""Keys that set where a phase begins; each phase has exactly one of these keys."""
+"""Keys that define the start of a phase; each phase sets exactly one of them."""
 
 
 class DataPhase(Section):
-    """A later part of the run with other weights of the training sets. A phase ends where the next
-    phase begins."""
+    """A later phase of the run with different training set weights. A phase ends when the next one
+    starts."""
 
     after_steps: Count | None = None
-    """Number of steps before the phase; null = another key sets where the phase begins."""
+    """Start the phase after this many steps; null = another key defines the start."""
     after_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of `train.steps` before the phase, rounded to a step; null = another key sets where
-    the phase begins."""
+    """Start the phase after this fraction of `train.steps`, rounded to a step; null = another key
+    defines the start."""
     with_decay: bool = False
-    """Begin the phase when the decay of a wsd schedule begins."""
+    """Start the phase when a wsd schedule starts to decay."""
     weights: Annotated[dict[str, Positive], Field(min_length=1)]
-    """Weight of each set, by name in `data.train`; sets that are not listed are not read."""
+    """Weight of each set, by its name in `data.train`; unlisted sets are not read."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that exactly one key sets where the phase begins."""
+        """Check that exactly one key defines the start of the phase."""
         keys = [key for key in BEGINNINGS if getattr(self, key)]
         rule = (
             f"or after_share or with_decay must be set, exactly one of the three, got {len(keys)}"
@@ -38,77 +38,78 @@ class DataPhase(Section):
 
     @property
     def beginning(self) -> str:
-        """The key that sets where the phase begins."""
+        """The key that defines the start of the phase."""
         return next(key for key in BEGINNINGS if getattr(self, key))
 
 
 def name_check(key: str, name: str) -> Check:
-    """Check a name in the section `key`, which becomes a part of metric names."""
+    """Check a name in section `key`. The name becomes part of metric names."""
     rule = f"must use only letters, digits, '_', '-' and '.' in names, got {name!r}"
     return key, not re.fullmatch(r"[A-Za-z0-9_.-]+", name), rule
 
 
 class TokenFiles(Section):
-    """The files of a set."""
+    """Token files of a set."""
 
     path: str
-    """Prefix of the set's `.bin` and `.idx` files."""
+    """Path prefix of the set's `.bin` and `.idx` files."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the path of the set."""
+        """Check the path prefix."""
         yield local_path("path", self.path)
 
 
 class TrainSet(TokenFiles):
-    """One training set of the blend."""
+    """A training set in the blend."""
 
     weight: AtLeast0 = 1.0
-    """Weight of the set in the blend, relative to the weights of the other sets; 0 for a set that
-    only later phases read."""
+    """Weight of the set in the blend, relative to the other sets' weights; 0 for a set used only in
+    later phases."""
 
 
 class ValidationSet(TokenFiles):
-    """One validation set, evaluated and logged under its name."""
+    """A validation set, evaluated and logged under its name."""
 
 
 class DataConfig(Section):
-    """Token sets of the run."""
+    """Training and validation data."""
 
     tokenizer: str | None = None
-    """Path of a tokenizer.json or of a Hugging Face tokenizer folder; null = the tokenizer in the
-    data manifest."""
+    """Path to a tokenizer.json or a Hugging Face tokenizer folder; null = the tokenizer listed in
+    the data manifest."""
     mock: bool = False
-    """Generate random tokens, in documents of 1,024 tokens on average, instead of reading files.
-    The sets keep their names and weights; a config without sets gets one set, `mock`."""
+    """Train on random tokens, in documents of 1,024 tokens on average, instead of reading files.
+    The sets keep their names and weights; if none are configured, a single set named `mock` is
+    used."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Background processes per rank that read samples; 0 reads in the training process."""
+    """Number of data loading processes per rank; 0 = load samples in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
-    """Data to compare with the hashes in the manifest. none: no data; sample: the tokenizer, the
-    index, 64 blocks of tokens, and every other block at its first use; full: all data at each
-    start. In all cases, tokenizers, manifests and token files must be identical on all ranks;
-    for a set over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
+    """Data to verify against the hashes in the manifest. none: nothing; sample: the tokenizer, the
+    index and 64 blocks of tokens at startup, every other block on first use; full: all data at
+    startup. In any case, tokenizers, manifests and token files must match across ranks; for sets
+    over 256 MiB, ranks compare only 64 blocks of 4 KiB."""
     document_mask: bool = False
-    """Restrict attention to tokens of the same document, and restart positions at the first token
-    of each document in a sequence, in training and validation; false attends across documents."""
+    """Mask attention across document boundaries and reset position ids at the start of each
+    document, in training and validation; false = attend across documents."""
     first_token_loss: bool = True
-    """Include the loss of each document's first token, which is predicted from another document;
-    false excludes this loss from training and validation."""
+    """Include the loss on each document's first token, which is predicted from the previous
+    document; false masks this loss in training and validation."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock` is true. All sets must use the same
-    tokenizer. `NAME: null` removes a set of the base; `replace: true` in section `data` removes the
-    whole section of the base."""
+    """Training sets by name; at least one is required unless `mock` is true. All sets must use the
+    same tokenizer. `NAME: null` removes a set inherited from the base config; `replace: true` in
+    section `data` discards the base's entire section."""
     phases: tuple[DataPhase, ...] = ()
-    """Later parts of the run with different weights of the sets, such as `[{after_share: 0.8,
-    weights: {web: 1, books: 3}}]`; [] uses the weights of `train` for the whole run. In a new
-    phase, each set continues after the last token read from it."""
+    """Later phases of the run with different set weights, such as `[{after_share: 0.8, weights:
+    {web: 1, books: 3}}]`; [] = use the weights in `train` throughout. When a phase starts, each set
+    continues where it left off."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name; metrics contain the name, as in `val/<name>/loss`. `NAME: null`
-    removes a set of the base."""
+    """Validation sets by name; the name appears in metrics, as in `val/<name>/loss`. `NAME: null`
+    removes a set inherited from the base config."""
     made_by: str | None = None
-    """Command that creates the sets, with its cost; printed if a set's file is missing."""
+    """Command that creates the sets, and what it costs; shown when a set's files are missing."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the names and weights of the sets, and the path of the tokenizer."""
+        """Check the tokenizer path and the sets' names and weights."""
         yield local_path("tokenizer", self.tokenizer)
         yield "train", not (self.train or self.mock), "must contain at least one set, got none"
         for kind in ("train", "validation"):
@@ -117,55 +118,58 @@ class DataConfig(Section):
         yield from self._weight_checks()
 
     def _weight_checks(self) -> Iterator[Check]:
-        """Check that phases name existing sets, and that every set is read."""
+        """Check that phases refer to existing sets, and that every set is read."""
         later_sets = {name for phase in self.phases for name in phase.weights}
         for i, phase in enumerate(self.phases):
             for name in phase.weights.keys() - self.train.keys():
                 sets = named(name, self.train) if self.train else f"sets of train, got {name!r}"
                 yield f"phases[{i}].weights", True, f"must name {sets}"
-        place = " here or in a phase" if self.phases else ""
+        where = " here or in a phase" if self.phases else ""
         for name, each in self.train.items():
             unread = each.weight == 0 and name not in later_sets
-            yield f"train.{name}.weight", unread, f"must be above 0{place}, got 0"
+            yield f"train.{name}.weight", unread, f"must be above 0{where}, got 0"
         empty = self.train and not any(each.weight for each in self.train.values())
-        yield "train", empty, "must contain a set whose weight is above 0, got only weights of 0"
+        yield "train", empty, "must contain a set with a weight above 0, got only weights of 0"
 
 
 class ValidationConfig(Section):
-    """Interval and size of validation."""
+    """Validation during training."""
 
     interval: Whole = 0
-    """Steps between validations; 0 = only the validation after the last step, which always runs."""
+    """Run validation every this many steps; 0 = only after the last step, which is always
+    validated."""
     samples: Count | None = None
-    """Number of sequences of each set per validation; null = the whole set."""
+    """Number of sequences to evaluate from each set; null = the whole set."""
     samples_interval: Whole = 0
-    """Steps between samples of text, written to metrics.jsonl and shown in report.html. A sample
-    continues the first tokens of a validation set by greedy decoding. 0 disables samples."""
+    """Generate text samples every this many steps; they are written to metrics.jsonl and shown in
+    report.html. A sample continues the first tokens of a validation set by greedy decoding. 0
+    disables samples."""
     samples_tokens: Count = 32
-    """Number of tokens generated per sample; each token costs a forward pass on one sequence of
-    every set."""
+    """Number of tokens to generate per sample; each token costs a forward pass on one sequence per
+    set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:
-        """Return the number of prompt tokens of a sample of text."""
+        """Return the number of prompt tokens in a text sample."""
         return min(16, sequence_length // 2)
 
 
 class TasksConfig(Section):
-    """Multiple-choice tasks that score the model during training."""
+    """Multiple-choice tasks on which the model is evaluated during training."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Paths of task files by name; metrics contain the name, as in `task/<name>/acc`. Each line of
-    a file is `{"context": "...", "choices": ["...", "..."], "answer": 0}`. scripts/prepare_task.py
-    creates such files. `NAME: null` removes a task of the base."""
+    """Paths of task files by name; the name appears in metrics, as in `task/<name>/acc`. Each line
+    of a file is `{"context": "...", "choices": ["...", "..."], "answer": 0}`.
+    scripts/prepare_task.py creates these files. `NAME: null` removes a task inherited from the base
+    config."""
     interval: Whole = 0
-    """Steps between evaluations of the tasks; 0 = only the evaluation after the last step, which
-    always runs."""
+    """Evaluate the tasks every this many steps; 0 = only after the last step, when they are always
+    evaluated."""
     examples: Count | None = None
-    """Number of examples to score, from the start of each file; null = all examples."""
+    """Number of examples to score per task, taken from the start of its file; null = all."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the names and paths of the files."""
+        """Check the tasks' names and file paths."""
         for name, path in self.files.items():
             yield name_check("files", name)
             _, wrong, rule = local_path("files", path)

@@ -1,8 +1,8 @@
-"""Settings that have no effect because of other settings.
+"""Find settings that have no effect because of other settings.
 
-Such settings are often inherited from a base, so a run lists them at the start instead of raising
-an error. If an interval of 0 disables a feature, its settings are not listed. A section rejects
-settings that contradict each other (`models.section.ignored`).
+They are often inherited from a base config, so a run lists them at startup instead of raising an
+error. Settings of a feature disabled by an interval of 0 are not listed. Contradictory settings
+within a section are rejected instead (`models.section.ignored`).
 """
 
 from collections.abc import Iterator
@@ -16,37 +16,37 @@ from training.config.schema import Config
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Yield a message for each setting that differs from its default and has no effect."""
+    """Yield a message for each non-default setting that has no effect."""
     yield from _decays(config)
     yield from _never(config)
-    for place, keys, unused, reason in _unused(config):
-        section = attrgetter(place)(config)
+    for path, keys, unused, reason in _unused(config):
+        section = attrgetter(path)(config)
         for key in keys:
             value = getattr(section, key)
             if unused and value != getattr(type(section), key):
-                yield f"{place}.{key} = {shown(value)} has no effect {reason}"
+                yield f"{path}.{key} = {shown(value)} has no effect {reason}"
 
 
 def _decays(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     groups = groups_of(config.model)
-    places: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in groups}
-    places |= {
+    sections: dict[str, GroupConfig] = {name: getattr(optimizer, name) for name in groups}
+    sections |= {
         f"roles.{role}": optimizer.settings_for(role)
         for role, overrides in optimizer.roles.items()
         if overrides.weight_decay is not None or overrides.rule is not None
     }
-    for place, settings in places.items():
+    for path, settings in sections.items():
         decay, rule = settings.weight_decay, settings.rule
         if decay > 0 and optimizer.rule(rule).undoes_decay:
             yield (
-                f"optimizer.{place}.weight_decay = {decay} has no effect with the hard "
+                f"optimizer.{path}.weight_decay = {decay} has no effect with the hard "
                 f"retraction of {rule}, which sets the spectral norm"
             )
 
 
 def _never(config: Config) -> Iterator[str]:
-    """Yield a message for each setting whose first effect would be after `train.steps` or a
+    """Yield a message for each setting that would only take effect after `train.steps` or after a
     timeout."""
     train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
     every = checkpoint.keep_every if checkpoint.interval and checkpoint.keep_last else None
@@ -82,7 +82,7 @@ def _never(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]]:
-    """Yield a section, some of its keys, whether these keys have no effect, and the reason."""
+    """Yield a section path, some of its keys, whether they have no effect, and why."""
     kind, monitors, samples = config.schedule.kind, config.monitors, config.validation
     yield "schedule", ("cooldown_fraction",), kind != "wsd", f"with schedule.kind {kind}"
     yield "schedule", ("min_ratio",), kind == "constant", f"with schedule.kind {kind}"
@@ -116,9 +116,9 @@ def _unused(config: Config) -> Iterator[tuple[str, tuple[str, ...], object, str]
 
 
 def settings_of_unused_rules(config: Config) -> Iterator[str]:
-    """Yield the keys of non-default settings of rules that no role uses.
+    """Yield the keys of non-default settings for rules that no role uses.
 
-    Bases contain such settings, because their recipes use different rules.
+    Base configs contain such settings because recipes built on them use different rules.
     """
     optimizer = config.optimizer
     used = {optimizer.settings_for(role).rule for role in optimizer.roles}

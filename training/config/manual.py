@@ -1,4 +1,4 @@
-"""Markdown tables of all config keys, generated from the sentences below the fields."""
+"""Markdown tables of all config keys, generated from the docstrings of the fields."""
 
 import ast
 import inspect
@@ -14,17 +14,17 @@ from training.config.binding import described, one_section, required, types_of, 
 from training.config.schema import Config
 
 Row = tuple[str, str, str, str]
-"""Key, type, default and sentence of a leaf."""
+"""Key, type, default and description of a leaf."""
 
 
 def nested(kind: Any) -> type | None:
-    """Return the dataclass in the annotation `kind`, or None for a leaf."""
+    """Return the dataclass inside the annotation `kind`, or None for a leaf."""
     inner = without_null(one_section(kind)[0])
     return cast(type, inner) if is_dataclass(inner) else None
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """Return the sentences below the fields of a dataclass and its bases, as lines by field."""
+    """Map the fields of a dataclass and its bases to their docstrings, each as a single line."""
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
@@ -39,16 +39,16 @@ def meanings_of(kind: type) -> dict[str, str]:
 
 @cache
 def _classes_of(module: str) -> dict[str, ast.ClassDef]:
-    # Parse whole modules: for the source of a single class, inspect would tokenize the module,
-    # which is far slower.
+    # Parse the whole module: to find the source of a single class, inspect would tokenize the
+    # module, which is far slower.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()) -> Iterator[str]:
-    """Yield the lines of a section: its heading (or row if nested), keys and subsections.
+    """Yield the lines of a section: its heading (a row if nested), keys and subsections.
 
-    The rows in `omitted` are skipped, because they are listed once for several sections.
+    Rows in `omitted` are skipped because they are listed once for several sections.
     """
     types = types_of(kind)
     children = {name: child for name, inner in types.items() if (child := nested(inner))}
@@ -70,7 +70,7 @@ def _section(kind: type, path: str, sentence: str, omitted: Collection[Row] = ()
 
 
 def _rows(kind: type) -> list[Row]:
-    """Return the rows of a section's leaves."""
+    """Return a row for each leaf of a section."""
     types, sentences = types_of(kind), meanings_of(kind)
     return [
         (
@@ -90,8 +90,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _shared(kinds: Mapping[str, type]) -> dict[Row, list[str]]:
-    """Return the rows that are equal in several of the sections `kinds`, with the names of these
-    sections."""
+    """Map each row shared by several of the sections `kinds` to the names of these sections."""
     names: dict[Row, list[str]] = {}
     for name, kind in kinds.items():
         for row in _rows(kind):
@@ -108,7 +107,7 @@ def _cell(text: str) -> str:
 
 
 def manual() -> str:
-    """Return docs/configuration.md: every key with its type, default and sentence."""
+    """Return docs/configuration.md: every key with its type, default and description."""
     tables = "\n".join(_section(Config, "", "")).lstrip()
     return f"{MANUAL_HEAD}\n{tables}\n"
 
@@ -116,16 +115,16 @@ def manual() -> str:
 MANUAL_HEAD: Final = """\
 # Configuration
 
-This page lists every key of a run config, which is a YAML file. `base: other.yaml` extends another
-config; `base` may also be a list of files. Their paths are relative to the file that contains
-`base`. Sections are merged; lists and single values are replaced. `key=value` arguments after
-`--config FILE` override the files. `${section.key}` is replaced by the value of another key. In
-keys that are paths, `${oc.env:NAME}` is replaced by an environment variable. Data paths are
-relative to the working directory.
+This page lists every key in a run config, which is a YAML file. `base: other.yaml` inherits from
+another config; `base` can also be a list of files. Base paths are relative to the file containing
+`base`. Sections are merged; lists and scalars are replaced. `key=value` arguments after `--config
+FILE` override the files. `${section.key}` expands to the value of another key. In keys that hold
+paths, `${oc.env:NAME}` expands to an environment variable. Data paths are relative to the working
+directory.
 
-An error lists all unknown keys, wrong types and contradictions. The run folder contains the
-resolved config, which `--config` accepts. Bold names are subsections. In a key, `*` stands for each
-of the names at the end of the row.
+An invalid config raises a single error listing all unknown keys, wrong types and contradictions.
+The resolved config is saved in the run folder and can be passed to `--config`. Bold names are
+subsections. In a key, `*` stands for each of the names listed at the end of the row.
 """
 
 if __name__ == "__main__":

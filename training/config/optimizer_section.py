@@ -1,4 +1,4 @@
-"""Config section `optimizer`: rules, learning rates and distribution over ranks."""
+"""Config section `optimizer`: update rules, learning rates and distribution across ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
@@ -16,27 +16,27 @@ from training.config.binding import InvalidConfigError
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
-"""Subsections of `optimizer` with a learning rate, which is logged under the subsection's name."""
+"""Subsections of `optimizer` that set a learning rate, which is logged under the group's name."""
 
 ROUTERS: Final = ("router", "shared_router")
-"""Roles of router matrices. Their default rule is AdamW; the published code of SSO uses SSO."""
+"""Roles of router matrices. They default to AdamW; SSO's published code uses SSO for them."""
 
 
 def groups_of(model: ModelConfig) -> list[Group]:
-    """Return the parameter groups of the model. A tied head is in the embedding's group."""
+    """Return the model's parameter groups. A tied head belongs to the embedding group."""
     return [group for group in GROUPS if not (group == "head" and model.tie_embeddings)]
 
 
 class MissingRuleError(InvalidConfigError):
-    """Error for a saved config that uses a rule of a package that is not installed."""
+    """Raised if a saved config uses a rule from a package that is not installed."""
 
 
 LARGEST_OF_RULES: Final = 1000
-"""Largest absolute value of a number in a rule's settings."""
+"""Maximum absolute value of numbers in a rule's settings."""
 
 
 def bounded(rule: Rule) -> Rule:
-    """Return `rule`. Raise ValueError if a number in it is so large that a step would not end."""
+    """Return `rule`. Raise ValueError if a setting is so large that a step would never finish."""
     sizes = {key: abs(x) for key, x in vars(rule).items() if isinstance(x, int | float)}
     limit = f"must be at most {LARGEST_OF_RULES}"
     too_large = ((key, size > LARGEST_OF_RULES, limit) for key, size in sizes.items())
@@ -63,103 +63,105 @@ else:
 
 
 class ClipConfig(Section):
-    """Clipping of the gradient to a global norm."""
+    """Gradient clipping by global norm."""
 
     max_norm: Positive | None = 1.0
-    """Maximum global gradient norm; null disables clipping."""
+    """Maximum global gradient norm; null disables gradient clipping."""
 
 
 class GroupConfig(Section):
-    """Rule and rates of the roles in one group."""
+    """Update rule, learning rate and weight decay for all roles in a group."""
 
     rule: RuleName
     """Update rule."""
     lr: AtLeast0
     """Peak learning rate."""
     weight_decay: AtLeast0 = 0.0
-    """Decoupled weight decay: every step multiplies the weight by 1 - lr * weight_decay."""
+    """Decoupled weight decay: each step multiplies the weights by 1 - lr * weight_decay."""
 
 
 class RoleConfig(Section):
-    """Settings of one role that override the settings of its group."""
+    """Per-role overrides of the group settings."""
 
     rule: RuleName | None = None
     """Update rule; null = the group's rule, or adamw for routers."""
     lr: AtLeast0 | None = None
-    """Peak learning rate; null = the group's learning rate."""
+    """Peak learning rate; null = the group's."""
     weight_decay: AtLeast0 | None = None
-    """Decoupled weight decay; null = the group's weight decay."""
+    """Decoupled weight decay; null = the group's."""
     radius_scaler: Positive | None = None
-    """Factor that multiplies the radius of updates and initial weights; null = the rule's
-    radius_scaler for updates, the factor in model.init for initial weights."""
+    """Multiplier for the radius of updates and initial weights; null = the rule's radius_scaler for
+    updates, and the one in model.init for initial weights."""
 
 
 class DistributedConfig(Section):
-    """Distribution of the optimizer's work and memory over ranks.
+    """Distribution of optimizer work and memory across ranks.
 
-    The distribution does not affect results, except with `tensor_mode: shardwise`.
+    It does not affect results, except with `tensor_mode: shardwise`.
     """
 
     placement: Strategy = "auto"
-    """Assignment of matrices to owner ranks. ping_pong: by ascending size, to ranks in ascending,
-    then descending order, as in the SSO paper; auto: balanced load and little communication."""
+    """Assignment of matrices to owner ranks. ping_pong: in order of ascending size, to ranks in
+    ascending and then descending order, as in the SSO paper; auto: balance the load and minimize
+    communication."""
     tensor_mode: Literal["owner", "shardwise"] = "owner"
-    """Update of matrices that tensor parallelism splits. owner: one rank updates the whole matrix;
-    shardwise: each rank updates its shard like a whole matrix, which changes the mathematics."""
+    """How to update matrices split by tensor parallelism. owner: one rank updates the whole matrix;
+    shardwise: each rank updates its shard as if it were a whole matrix, which changes the result.
+    """
     step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Number of step groups. Buckets are updated group by group; the new weights of a group are
-    gathered while the next group is updated. null = the smallest number with which a group
-    has at most 2^27 elements per rank, but at most four."""
+    """Number of step groups. Buckets are updated group by group; a group's new weights are gathered
+    while the next group is updated. null = as few as possible with at most 2^27 elements per group
+    and rank, up to four."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type in which ranks exchange momentum and updates of split matrices; null =
+    """Dtype in which ranks exchange the momentum and updates of split matrices; null =
     train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type in which gradients are accumulated and reduced; null = fp32."""
+    """Dtype in which gradients are accumulated and reduced; null = fp32."""
     momentum_dtype: Literal["bf16", "fp32"] | None = None
-    """Data type of the momentum of spectral rules; null = the data type of the master weights."""
+    """Momentum dtype of spectral rules; null = same as the master weights."""
     overlap_reduce: bool = True
-    """Reduce the gradients of each bucket during the backward pass, as soon as they are complete.
+    """Overlap gradient reduction with the backward pass, reducing each bucket once it is complete.
     """
     overlap_gather: bool = True
-    """Gather new weights during the next forward pass."""
+    """Overlap the all-gather of new weights with the next forward pass."""
     cuda_graph: bool = False
-    """Capture clipping and update as one CUDA graph. Requires a GPU and `overlap_gather: false`,
-    and keeps the temporary memory of the step allocated."""
+    """Capture gradient clipping and the optimizer update in a single CUDA graph. Requires a GPU and
+    `overlap_gather: false`; the step's temporary memory stays allocated."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that a step can be captured as a CUDA graph."""
+        """Check that the optimizer step can be captured in a CUDA graph."""
         wrong = self.cuda_graph and self.overlap_gather
         yield "overlap_gather", wrong, "must be false with cuda_graph"
 
 
 class OptimizerConfig(Section):
-    """Update rules and learning rates of the weights."""
+    """Update rules, learning rates and distribution of the optimizer."""
 
     qkv_units: QKVUnits = "head"
-    """Split of the fused QKV weight into matrices. head: one matrix per head; group: one matrix per
-    set of query heads that share a KV head, one per key head and one per value head; component: one
-    matrix each for q, k and v; fused: one matrix."""
+    """How to split the fused QKV weight into matrices. head: one matrix per head; group: one per
+    set of query heads sharing a KV head, one per key head and one per value head; component: one
+    each for q, k and v; fused: a single matrix."""
     split_gate_up: bool = True
-    """Update the fused gate and up projections as two matrices."""
+    """Treat the fused gate and up projections as two matrices."""
     clip: ClipConfig = ClipConfig()
     matrix: GroupConfig
-    """Matrices of the transformer layers."""
+    """Matrices in the transformer layers."""
     embedding: GroupConfig
-    """Token embedding; with model.tie_embeddings, also the output head."""
+    """Token embedding, and the output head if model.tie_embeddings is set."""
     head: GroupConfig
-    """Output head; has no effect with model.tie_embeddings."""
+    """Output head; has no effect if model.tie_embeddings is set."""
     scalar: GroupConfig
     """Norm gains, biases, and the gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    """Settings of a role, which override its group's; the model must have this role. The rule of
-    router and shared_router is adamw by default."""
+    """Per-role overrides of the group settings; the model must have the role. The default rule for
+    router and shared_router is adamw."""
     rules: RulesConfig = RulesConfig()
     distributed: DistributedConfig = DistributedConfig()
 
     def settings_for(self, role: str) -> GroupConfig:
-        """Return the settings of `role`: the settings of its group with the role's overrides.
+        """Return the settings for `role`: its group's settings with the role's overrides applied.
 
-        Routers are in group `matrix`, but their default rule is adamw.
+        Routers are in group `matrix`, but default to adamw.
         """
         group: GroupConfig = getattr(self, group_of(role))
         default = {"rule": "adamw"} if role in ROUTERS else {}
@@ -168,12 +170,12 @@ class OptimizerConfig(Section):
         return replace(group, **default | values)
 
     def rule(self, name: str) -> Rule:
-        """Return the rule `name` with its configured settings."""
+        """Return rule `name` as configured."""
         rule: Rule = getattr(self.rules, name)
         return rule
 
     def rule_for(self, role: str) -> Rule:
-        """Return the rule of `role` with its configured settings and the role's radius factor."""
+        """Return the rule for `role` as configured, with the role's radius scaler."""
         rule = self.rule(self.settings_for(role).rule)
         scaler = self.radius_scalers().get(role)
         if scaler is None or not isinstance(rule, RadiusRule):
@@ -181,22 +183,22 @@ class OptimizerConfig(Section):
         return replace(rule, radius_scaler=scaler)
 
     def radius_scalers(self) -> dict[str, float]:
-        """Return the radius factors that the sections of roles set, by role."""
+        """Return the radius scalers set in `roles`, by role."""
         scalers = {role: overrides.radius_scaler for role, overrides in self.roles.items()}
         return {role: scaler for role, scaler in scalers.items() if scaler is not None}
 
     def checks(self) -> Iterator[Check]:
-        """Check the settings of groups and roles, and their rules."""
+        """Check the group and role settings against their rules."""
         for role in ("gain", "bias") if "bias" in self.roles else ("gain",):
             rule = self.settings_for(role).rule
-            place = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
+            key = f"roles.{role}.rule" if role in self.roles else "scalar.rule"
             kind = "gains" if role == "gain" else "biases"
             problem = f"must be an elementwise rule, because {kind} are vectors, got {rule!r}"
-            yield place, RULES[rule].whole_matrix, problem
+            yield key, RULES[rule].whole_matrix, problem
         groups = {name: getattr(self, name) for name in GROUPS}
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
-        for place, settings in (groups | roles).items():
-            key, decay, lr = f"{place}.weight_decay", settings.weight_decay, settings.lr
+        for section, settings in (groups | roles).items():
+            key, decay, lr = f"{section}.weight_decay", settings.weight_decay, settings.lr
             product = f"{decay} times {lr}: one step would erase the weight"
             yield key, lr * decay >= 1, f"times lr must be below 1, got {product}"
             decay_rule = self.rule(settings.rule).decay_problem(decay)
@@ -209,14 +211,14 @@ class OptimizerConfig(Section):
         for name in RULES if self.distributed.cuda_graph else ():
             field_name = self.rule(name).waiting_field
             problem = (
-                "must not be true with distributed.cuda_graph, because it makes the host wait for "
-                "the device"
+                "must not be true with distributed.cuda_graph, because it synchronizes the host "
+                "with the device"
             )
             yield f"rules.{name}.{field_name}", field_name, problem
 
 
 def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved config without obsolete keys, which never affected results."""
+    """Drop obsolete keys, which never affected results, from a saved config."""
     match content:
         case {"optimizer": {"distributed": {"storage": str(), **others}, **sections}}:
             return {**content, "optimizer": {**sections, "distributed": others}}
@@ -224,9 +226,9 @@ def without_gone_keys(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved config without the settings of unused rules that are not installed.
+    """Drop the settings of rules that are neither used nor installed from a saved config.
 
-    Raises MissingRuleError if a used rule is not installed.
+    Raises MissingRuleError if a rule in use is not installed.
     """
     match content:
         case {"optimizer": {"rules": dict() as rules, **others} as optimizer}:
@@ -236,7 +238,7 @@ def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
             missing = rules.keys() - RULES.keys()
             if names := sorted(used & missing):
                 raise MissingRuleError(
-                    [f"no installed package contains rule {name}" for name in names]
+                    [f"no installed package provides rule {name}" for name in names]
                 )
             installed = {name: section for name, section in rules.items() if name not in missing}
             return {**content, "optimizer": {**optimizer, "rules": installed}}
@@ -244,9 +246,9 @@ def of_installed_rules(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def group_of(role: str) -> Group:
-    """Return the group of `role`.
+    """Return the parameter group of `role`.
 
-    All roles except the embedding, the output head and vectors are in group `matrix`.
+    All roles other than the embedding, the output head and vectors are in group `matrix`.
     """
     if role in ("gain", "bias", "gamma"):
         return "scalar"

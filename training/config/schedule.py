@@ -1,4 +1,4 @@
-"""Config sections `train` and `schedule`: length, batch sizes, precision and learning rate."""
+"""Config sections `train` and `schedule`: run length, batch sizes, precision and learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class RampStage(Section):
-    """A part of the run with fewer sequences per step. The first stage begins with the run, each
-    later stage when the previous stage ends."""
+    """A stage of the batch ramp, with a smaller batch. The first stage starts with the run, each
+    later stage when the previous one ends."""
 
     batch: Batch
-    """Sequences per optimizer step; must be smaller than in later stages and smaller than
+    """Global batch size in sequences; must be smaller than in later stages and than
     `train.global_batch`."""
     until_steps: Count | None = None
-    """Last step of the stage, counted from the start of the run; null = `until_tokens` sets the end
-    of the stage."""
+    """Last step of the stage, counted from the start of the run; null = `until_tokens` determines
+    the end."""
     until_tokens: Count | None = None
-    """Number of tokens since the start of the run; the step that reaches this number ends the
-    stage. null = `until_steps` sets the end of the stage."""
+    """The stage ends with the step that reaches this number of tokens, counted from the start of
+    the run; null = `until_steps` determines the end."""
 
     def checks(self) -> Iterator[Check]:
         """Check that exactly one limit is set."""
@@ -33,8 +33,7 @@ class RampStage(Section):
         yield "until_steps", len(limits) != 1, rule
 
     def steps_left(self, step: int, tokens: int, sequence_length: int) -> int:
-        """Return the number of remaining steps of this stage after `step` steps and `tokens`
-        tokens."""
+        """Return the number of steps left in this stage after `step` steps and `tokens` tokens."""
         if self.until_tokens is None:
             return max(0, (self.until_steps or 0) - step)
         return max(0, -((tokens - self.until_tokens) // (self.batch * sequence_length)))
@@ -49,9 +48,9 @@ class RampStage(Section):
 class EqualSteps:
     """Consecutive steps of a run with the same global batch size.
 
-    first    number of earlier steps of the run
+    first    number of steps before these
     steps    number of these steps
-    batch    sequences per step
+    batch    global batch size in sequences
     """
 
     first: int
@@ -60,17 +59,17 @@ class EqualSteps:
 
     @property
     def samples(self) -> int:
-        """Number of sequences in all steps."""
+        """Number of sequences over all of these steps."""
         return self.steps * self.batch
 
 
 def ramp_checks(
     ramp: tuple[RampStage, ...], final: int, steps: int, sequence_length: int
 ) -> Iterator[Check]:
-    """Check that batch sizes increase, and that every stage has at least one step.
+    """Check that batch sizes increase and that every stage lasts at least one step.
 
     final  global batch size after the ramp
-    steps  number of steps of the run
+    steps  number of steps in the run
     """
     step = tokens = 0
     if any(wrong for stage in ramp for _, wrong, _ in stage.checks()):
@@ -78,7 +77,7 @@ def ramp_checks(
     for i, stage in enumerate(ramp):
         last = i + 1 == len(ramp)
         name, batch = ("global_batch", final) if last else ("the next batch", ramp[i + 1].batch)
-        rule = f"must be below {name} = {batch}, because batches must grow, got {stage.batch}"
+        rule = f"must be below {name} = {batch}, because batch sizes must grow, got {stage.batch}"
         yield f"batch_ramp[{i}].batch", stage.batch >= batch, rule
         limit = "until_tokens" if stage.until_steps is None else "until_steps"
         key, value = f"batch_ramp[{i}].{limit}", getattr(stage, limit)
@@ -97,53 +96,52 @@ Steps = Annotated[int, Field(ge=1, le=10**10)]
 
 
 class TrainConfig(Section):
-    """Length, batches and precision of training."""
+    """Training length, batch sizes, precision and kernels."""
 
     steps: Steps
-    """Optimizer steps of the whole run; the learning-rate schedule ends at this step."""
+    """Total number of optimizer steps; the learning-rate schedule ends at this step."""
     exit_step: Count | None = None
-    """Step after which the run ends early, while the schedule still covers `steps`; null = `steps`.
-    """
+    """Exit after this step, leaving the schedule at its full length of `steps`; null = `steps`."""
     global_batch: Batch
-    """Sequences per optimizer step, over all ranks and micro-batches."""
+    """Sequences per optimizer step, summed over ranks and micro-batches."""
     batch_ramp: tuple[RampStage, ...] = ()
-    """Stages with fewer sequences per step at the start of the run, such as `[{batch: 64,
-    until_tokens: 252000000}]`; `global_batch` applies after the last stage. `steps` includes the
-    steps of all stages. [] uses `global_batch` from the start."""
+    """Stages with smaller batches at the start of the run, such as `[{batch: 64, until_tokens:
+    252000000}]`; `global_batch` applies after the last stage. `steps` includes the steps in all
+    stages. [] = `global_batch` from the start."""
     micro_batch: Batch
-    """Sequences per rank in one forward and backward pass."""
+    """Sequences per rank in each forward and backward pass."""
     sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
-    """Tokens per sequence."""
+    """Sequence length in tokens."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of the forward and backward passes; master weights and optimizer state are fp32."""
+    """Dtype of the forward and backward passes; master weights and optimizer state are fp32."""
     fp8: Literal["hybrid", "e4m3"] | None = None
-    """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
+    """FP8 format for Transformer Engine's linear layers; null = compute them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass recomputes. none: no activations; selective: activations
-    of dense and shared feed-forward blocks; full: all activations of a layer except its input."""
+    """Activation recomputation. none: store all activations; selective: recompute those of dense
+    and shared feed-forward blocks; full: store only the input of each layer."""
     loss_chunk: Count | None = None
-    """Number of vocabulary entries per rank whose logits are computed at once, to save memory; the
-    backward pass recomputes the logits. null computes all logits at once."""
+    """Compute the logits in chunks of this many vocabulary entries per rank to save memory; the
+    backward pass recomputes them. null = compute all logits at once."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
-    """Kernels of the loss. liger: liger-kernel, with two passes over the logits; null:
-    megatron-core's kernels, with one pass per operation; auto: liger on a GPU if liger-kernel is
+    """Cross-entropy kernels. liger: liger-kernel, which makes two passes over the logits; null:
+    megatron-core's, which make one pass per operation; auto: liger on GPUs if liger-kernel is
     installed and `loss_chunk` is null, otherwise null."""
     z_loss: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    """Coefficient of the z-loss, the mean over tokens of the squared log-sum-exp of the logits
-    (PaLM: 1e-4; 0 = no z-loss). The z-loss is added to the minimised loss, but not to `train/loss`
-    or validation losses. The metric `train/z_loss` omits the coefficient."""
+    """Coefficient of the z-loss, the squared log-sum-exp of the logits averaged over tokens (PaLM
+    uses 1e-4; 0 = off). The z-loss is added to the training objective, but not to `train/loss` or
+    validation losses. It is logged as `train/z_loss`, without the coefficient."""
     fused_backward: Literal["auto", "triton"] | None = "auto"
-    """Kernels of the backward passes of gated activations and attention heads. triton: kernels that
-    write each gradient in one pass; null: the kernels of `compile` or autograd; auto: triton on a
-    GPU with Triton, null otherwise and under Transformer Engine."""
+    """Backward kernels for gated activations and attention heads. triton: kernels that write each
+    gradient in one pass; null: those generated by `compile` or autograd; auto: triton on GPUs if
+    Triton is available, null otherwise and with Transformer Engine."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
-    """Backend of torch.compile for activations, rotary embedding and norms with the preceding
-    residual additions. inductor fuses these operations; aot_eager captures the same graphs, for
-    debugging; null does not compile; auto is inductor on a GPU that supports it, null on a CPU and
-    under Transformer Engine, which fuses the same operations."""
+    """torch.compile backend for activations, rotary embeddings and norms with the preceding
+    residual add. inductor: fuse these operations; aot_eager: capture the same graphs without
+    fusing, for debugging; null: do not compile; auto: inductor on GPUs that support it, null on CPU
+    and with Transformer Engine, which fuses the same operations."""
     max_skipped_steps: Whole = 10
-    """Maximum number of consecutive non-finite steps or loss spikes to skip; one more ends the
-    run."""
+    """Maximum number of consecutive steps to skip because of non-finite values or loss spikes; one
+    more ends the run."""
 
     @property
     def last(self) -> int:
@@ -152,16 +150,16 @@ class TrainConfig(Section):
 
     @property
     def exits_early(self) -> bool:
-        """Whether the run ends before its schedule."""
+        """Whether the run ends before its schedule does."""
         return self.last < self.steps
 
     def equal_steps(
         self, step: int = 0, tokens: int = 0, until: int | None = None
     ) -> Iterator[EqualSteps]:
-        """Yield the remaining parts of the run, each with a constant global batch size.
+        """Yield the remaining segments of the run with constant global batch size.
 
-        The first part begins after `step` steps and `tokens` tokens. The last part ends with step
-        `until`, by default the run's last step.
+        The first segment starts after `step` steps and `tokens` tokens. The last one ends at step
+        `until` (default: the last step of the run).
         """
         last = self.steps if until is None else until
         for stage in self.batch_ramp:
@@ -177,50 +175,50 @@ class TrainConfig(Section):
         return next((each.batch for each in self.equal_steps(step, tokens)), self.global_batch)
 
     def samples(self, step: int = 0, tokens: int = 0, until: int | None = None) -> int:
-        """Return the number of sequences in the parts that `equal_steps` yields."""
+        """Return the number of sequences in the segments yielded by `equal_steps`."""
         return sum(each.samples for each in self.equal_steps(step, tokens, until))
 
     @property
     def batches(self) -> list[int]:
-        """All global batch sizes of the run, ascending."""
+        """All global batch sizes of the run, in ascending order."""
         return [*(stage.batch for stage in self.batch_ramp), self.global_batch]
 
     def checks(self) -> Iterator[Check]:
-        """Check the loss, the precision and the length."""
+        """Check the loss, precision, run length and batch ramp."""
         chunked_liger = self.fused_loss == "liger" and self.loss_chunk is not None
         yield "loss_chunk", chunked_liger, "must be null with fused_loss liger"
-        yield "fp8", self.fp8 is not None and self.precision != "bf16", "needs precision bf16"
+        yield "fp8", self.fp8 is not None and self.precision != "bf16", "requires precision bf16"
         yield "exit_step", self.last > self.steps, f"must be at most steps = {self.steps}"
         yield from ramp_checks(self.batch_ramp, self.global_batch, self.steps, self.sequence_length)
 
 
 class ScheduleConfig(Section):
-    """Learning-rate schedule: a factor that multiplies the peak learning rate of every group."""
+    """Learning-rate schedule: a factor applied to every group's peak learning rate."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd (warmup-stable-decay) is constant and then decays linearly."""
+    """Shape after warm-up; wsd (warmup-stable-decay) stays constant, then decays linearly."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit in which warm-up and decay are measured. With tokens, a batch of `train.global_batch`
-    sequences counts as one step, a smaller batch of `train.batch_ramp` as a fraction of a step."""
+    sequences counts as one step, and a smaller batch in `train.batch_ramp` as a fraction of one."""
     warmup_steps: Whole = 0
-    """Number of steps of linear warm-up from 0 to the peak."""
+    """Number of steps over which the learning rate warms up linearly from 0 to its peak."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor at the end of the run, for all kinds except constant."""
+    """Final learning rate as a fraction of the peak; unused by kind constant."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Final fraction of the run in which wsd decays."""
+    """wsd decays over this final fraction of the run."""
 
     def length(self, train: TrainConfig) -> float:
-        """Return the length of a run in steps or, with unit tokens, in batches of
+        """Return the length of the run in steps or, with unit tokens, in full batches of
         `train.global_batch`."""
         return train.steps if self.unit == "steps" else train.samples() / train.global_batch
 
     def cooldown_steps(self, total_steps: float) -> float:
-        """Return the number of steps in which wsd decays in a run of `total_steps`, rounded
-        to an integer but at most `total_steps`."""
+        """Return the number of steps over which wsd decays in a run of `total_steps`, rounded to an
+        integer and capped at `total_steps`."""
         return min(round(self.cooldown_fraction * total_steps), total_steps)
 
     def decay_start(self, train: TrainConfig) -> int:
-        """Return the number of steps before wsd decays."""
+        """Return the number of steps before wsd starts to decay."""
         cooldown = self.cooldown_steps(self.length(train))
         if self.unit == "steps":
             return train.steps - round(cooldown)
@@ -233,7 +231,7 @@ class ScheduleConfig(Section):
 
 
 def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleConfig) -> float:
-    """Return the learning-rate factor of the step after `step` steps and `tokens` tokens."""
+    """Return the learning-rate factor for the step after `step` steps and `tokens` tokens."""
     if schedule.unit == "steps":
         return learning_rate_factor(step, train.steps, schedule)
     full = train.global_batch * train.sequence_length
@@ -245,15 +243,15 @@ def step_factor(step: int, tokens: int, train: TrainConfig, schedule: ScheduleCo
 def learning_rate_factor(
     step: float, total_steps: float, schedule: ScheduleConfig, size: float = 1.0
 ) -> float:
-    """Return the learning-rate factor of step `step`, counted from 0, in a run of `total_steps`.
+    """Return the learning-rate factor at step `step`, counted from 0, of a run of `total_steps`.
 
-    A smaller batch of a batch ramp counts as the fraction `size` of a step. `step` may then be
+    A smaller batch in a batch ramp counts as a fraction `size` of a step, so `step` may be
     fractional.
 
-    The warm-up factor is (step + 1) / warmup_steps, so no step has factor 0 and the last warm-up
-    step has factor 1. Decay starts at step warmup_steps with factor 1 and reaches `min_ratio` at
-    step total_steps, one step after the run's last step. Afterwards the factor is constant. The
-    decay equals torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
+    The warm-up factor is (step + 1) / warmup_steps, so it is never 0 and reaches 1 at the last
+    warm-up step. Decay starts from 1 at step warmup_steps and reaches `min_ratio` at step
+    total_steps, one step past the last step of the run; from there on the factor is constant. The
+    decay matches torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps.
     """
     if step < schedule.warmup_steps:
         return min(1.0, (step + size) / schedule.warmup_steps)

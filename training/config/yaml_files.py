@@ -1,10 +1,10 @@
-"""Reader of config files: a YAML file is merged over its bases, then overrides are applied.
+"""Read config files: merge a YAML file over its bases, then apply overrides.
 
-`base: other.yaml`, or a list of files in ascending priority, is relative to the file that contains
-it. Sections are merged; lists and single values are replaced. A section with `replace: true`
-inherits no key from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers
-to the environment, and is allowed only in keys that are paths. `read_saved` does not resolve
-references, because a saved config may be from another person.
+`base: other.yaml`, or a list of files in ascending priority, is relative to the file containing it.
+Sections are merged; lists and scalars are replaced. A section with `replace: true` inherits nothing
+from the base. `${section.key}` refers to the merged result. `${oc.env:NAME}` refers to the
+environment, and is only allowed in keys that hold paths. `read_saved` does not resolve references,
+because a saved config may come from an untrusted source.
 """
 
 import re
@@ -29,17 +29,17 @@ from training.json_file import read_regular, real_path
 Content = Mapping[Any, Any]
 
 REPLACE: Final = "replace"
-"""Key that, if true, makes a section inherit no key from the base."""
+"""If true, this key keeps a section from inheriting anything from the base."""
 
 ENVIRONMENT_KEYS: Final = ("run.dir", "data.tokenizer", "data.*.path", "checkpoint.initialize_from")
 """Keys whose values may use `${oc.env:NAME}`."""
 
 LARGEST: Final = 1 << 18
-"""Largest size of a config file in bytes."""
+"""Maximum size of a config file, in bytes."""
 MOST_VALUES: Final = 100_000
-"""Maximum number of values in a config file; the values of a YAML alias count at each use."""
+"""Maximum number of values in a config file; an alias counts all of its values at each use."""
 MOST_FILES: Final = 64
-"""Maximum number of files of one config; a shared base counts at each use."""
+"""Maximum number of files in a config; a shared base counts at each use."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
 _OLD_NUMBER: Final = re.compile(
@@ -47,14 +47,14 @@ _OLD_NUMBER: Final = re.compile(
     r"|(?=\.?[0-9].*_)[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)"
 )
 _SCALARS: Final = (":bool", ":int", ":float", ":timestamp")
-"""Suffixes of the tags of scalar values."""
+"""Tag suffixes of scalar values."""
 _NUMBER: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""Texts such as 1e5, which OmegaConf reads as a number and YAML 1.1 may read as a string."""
+"""Literals such as 1e5, which OmegaConf reads as a number but YAML 1.1 may read as a string."""
 _TOO_SMALL: Final = re.compile(r"[-+]?(?=[0.]*[1-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]-[0-9]+")
-"""Texts of nonzero numbers that may round to 0.0."""
+"""Literals of nonzero numbers that may underflow to 0.0."""
 
 
-# PyYAML's loader and dumper in C, which its wheels contain.
+# PyYAML's C loader and dumper, which are included in its wheels.
 _SafeLoader: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Final[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -63,14 +63,14 @@ class _Dumper(_SafeDumper):
     """YAML dumper that quotes strings that look like numbers."""
 
 
-for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # such strings need quotes
+for _pattern in (_NUMBER.pattern, _OLD_NUMBER.pattern):  # strings like these must be quoted
     _Dumper.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"({_pattern})$"), list("-+.0123456789")
     )
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
-    """Return the merged plain mapping of `path`, its bases and the `key=value` overrides.
+    """Merge `path`, its bases and the `key=value` overrides into one plain mapping.
 
     Raises InvalidConfigError if a file, an override or a reference is invalid.
     """
@@ -82,7 +82,7 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
 
 
 def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Content]]:
-    """Return (source, mapping) of each file and override of a config, in ascending priority."""
+    """Return a (source, mapping) pair per file and override of a config, in ascending priority."""
     files = list(islice(_files(path), MOST_FILES + 1))
     if len(files) > MOST_FILES:
         raise InvalidConfigError([f"{_shown(path)} and its bases exceed {MOST_FILES} files"])
@@ -90,13 +90,13 @@ def _sources(path: Path, overrides: Sequence[str]) -> list[tuple[str | Path, Con
 
 
 def _merged(contents: Iterable[Content]) -> Content:
-    """Merge `contents` into one mapping; later mappings override earlier mappings."""
+    """Merge `contents` into one mapping; later mappings override earlier ones."""
     return reduce(over, contents, {})
 
 
 @contextmanager
 def _readable(prefix: str) -> Iterator[None]:
-    """Convert errors of yaml, OmegaConf and int (for a huge number) to InvalidConfigError."""
+    """Turn errors from yaml, OmegaConf and int (for huge numbers) into InvalidConfigError."""
     try:
         yield
     except InvalidConfigError:
@@ -108,15 +108,15 @@ def _readable(prefix: str) -> Iterator[None]:
 
 
 def merged_overrides(overrides: Sequence[str]) -> Content:
-    """Return the nested mapping of `key=value` overrides. The last value of a key is used.
+    """Merge `key=value` overrides into a nested mapping. The last value of each key wins.
 
-    Raises InvalidConfigError for an invalid override.
+    Raises InvalidConfigError if an override is invalid.
     """
     return _merged(map(_override, overrides))
 
 
 def replaced(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each override with a value that a later override changes or removes."""
+    """Yield a message for each override whose value is changed or removed by a later override."""
     contents = list(map(_override, overrides))
     nothing: Content = {}
     states = [*accumulate(contents, over, initial=nothing)][1:]
@@ -125,7 +125,7 @@ def replaced(overrides: Sequence[str]) -> Iterator[str]:
         values = {key: _value(states[i], key) for key in keys}
         for later in range(i + 1, len(overrides)):
             now = {key: _value(states[later], key) for key in keys}
-            # A section that an override empties, and later overrides fill, is not replaced.
+            # Filling a section emptied by an earlier override does not count as replacing it.
             if any(
                 now[key] != old
                 for key, old in values.items()
@@ -143,23 +143,23 @@ def _value(content: Any, key: str) -> Any:
 
 
 def own_keys(path: Path, overrides: Sequence[str]) -> set[str]:
-    """Return the dotted keys that `path` or an override sets, excluding keys of the bases."""
+    """Return the dotted keys set in `path` or by an override, but not those set only in bases."""
     sources = _sources(path, overrides)
     contents = (content for source, content in sources if source in (real_path(path), *overrides))
     return {key for content in contents for key, _ in flat(content)}
 
 
 def check_not_read(path: Path, option: str, output: Path) -> None:
-    """Raise InvalidConfigError if `output`, the value of `option`, is `path` or a base of it."""
+    """Raise InvalidConfigError if `output`, given by `option`, is `path` or one of its bases."""
     if real_path(output) in (file for file, _ in _files(path)):
         rule = "must not overwrite a file of the config"
         raise InvalidConfigError([f"{option} {rule}, got {output}"])
 
 
 def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the source that sets the value of the key `names` (outermost first), as `FILE, line N`
-    or `the override KEY=VALUE`. The result is None if all sources omit the key or set it to null.
-    `path` and `overrides` are the arguments of `read_merged`."""
+    """Return where the value of key `names` (outermost first) is set, as `FILE, line N` or `the
+    override KEY=VALUE`, or None if no source sets it to anything but null. `path` and `overrides`
+    are as in `read_merged`."""
     for source, value in reversed(_sources(path, overrides)):
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
@@ -169,7 +169,7 @@ def place_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> str 
 
 
 def _line_of(file: Path, names: Sequence[str]) -> str:
-    """Return `FILE, line N` of a key in the file, or only `FILE` if `<<` merges the key."""
+    """Return a key's location as `FILE, line N`, or just `FILE` if the key is merged by `<<`."""
     node: Any = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     with suppress(KeyError):
         for name in names:
@@ -179,11 +179,11 @@ def _line_of(file: Path, names: Sequence[str]) -> str:
 
 
 def over(below: Content, above: Content, path: str = "") -> Content:
-    """Return `above` merged over `below`: mappings are merged, other values replaced.
+    """Merge `above` over `below`: mappings are merged, other values are replaced.
 
-    A mapping in `above` with `replace: true` replaces the mapping in `below`, and null removes a
-    named section. `path` is the dotted key of both mappings. Raises InvalidConfigError if `replace`
-    is not true.
+    A mapping in `above` with `replace: true` replaces its counterpart in `below`, and null removes
+    a named section. `path` is the dotted key of both mappings. Raises InvalidConfigError if
+    `replace` is set to anything but true.
     """
     replace = above.get(REPLACE, False)
     if REPLACE in above and replace is not True:
@@ -202,7 +202,7 @@ def over(below: Content, above: Content, path: str = "") -> Content:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and value of every leaf of nested mappings."""
+    """Yield the dotted key and value of every leaf in nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -211,7 +211,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def read_saved(path: Path) -> Content:
-    """Return the plain mapping of a saved config without resolving references.
+    """Read a saved config into a plain mapping, without resolving references.
 
     Raises InvalidConfigError if the file cannot be read.
     """
@@ -219,27 +219,27 @@ def read_saved(path: Path) -> Content:
 
 
 def to_text(content: Content) -> str:
-    """Return plain values as YAML that both `read_merged` and `read_saved` read unchanged."""
+    """Dump plain values as YAML that `read_merged` and `read_saved` both read back unchanged."""
     return as_yaml(escaped(content))
 
 
 def as_yaml(content: Content) -> str:
-    """Return plain values as YAML text. `read_merged` resolves references in the text."""
+    """Dump plain values as YAML, in which `read_merged` resolves references."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def escaped(value: Any) -> Any:
-    """Return nested plain values with each `${` escaped, so that it is not a reference."""
+    """Escape every `${` in nested plain values, so that it is not read as a reference."""
     return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def unescaped(text: str) -> str:
-    """Return a string with the escapes of `escaped` removed."""
+    """Undo `escaped` for a single string."""
     return re.sub(r"(?<!\\)(\\*)\\\$\{", lambda match: match[1][::2] + "${", text)
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return nested plain values with `change` applied to each string that is not a key."""
+    """Apply `change` to every string in nested plain values, except keys."""
     if isinstance(value, Mapping):
         return {key: _with_strings(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -248,17 +248,17 @@ def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _foreign_references(content: Content) -> Iterator[str]:
-    """Yield a message for each forbidden reference; references to keys are allowed."""
+    """Yield a message for each forbidden reference; only references to keys are always allowed."""
     for key, value in flat(content):
         is_path = any(fnmatchcase(key, pattern) for pattern in ENVIRONMENT_KEYS)
         for match in _RESOLVER.finditer(str(value)):
             if match[1].strip() != "oc.env:" or not is_path:
-                rule = "the only resolver is ${oc.env:NAME}, allowed in keys that are paths"
+                rule = "only ${oc.env:NAME} is supported, and only in keys that hold paths"
                 yield f"{key} must not use {match[0]!r}: {rule}"
 
 
 def _override(text: str) -> Content:
-    """Return the nested mapping of `dotted.key=value`, whose value is YAML."""
+    """Parse `dotted.key=value`, where the value is YAML, into a nested mapping."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")) or key.startswith("-"):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
@@ -266,14 +266,14 @@ def _override(text: str) -> Content:
         ends = yaml.StreamEndToken, yaml.BlockEndToken
         *_, last = (each for each in yaml.scan(value) if not isinstance(each, ends))
         if value[last.end_mark.index :].strip():
-            raise yaml.YAMLError("text after # is a comment; quote strings that contain #")
+            raise yaml.YAMLError("text after # is a comment; quote strings containing #")
         _checked(value)
         return cast(Content, OmegaConf.to_container(OmegaConf.from_dotlist([text])))
 
 
 def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Content]]:
-    """Yield (file, mapping) of a file's bases and of the file, in ascending priority. `chain` is
-    the chain of files whose `base` led to `path`."""
+    """Yield (file, mapping) for a file's bases and then the file itself, in ascending priority.
+    `chain` is the chain of `base` files that led to `path`."""
     path = real_path(path)
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -290,14 +290,14 @@ def _files(path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Con
 
 
 def _load(path: Path, origin: str = "") -> Content:
-    """Return the plain mapping in one file without resolving references. `origin` is added to the
-    file's name in errors."""
+    """Read one file into a plain mapping, without resolving references. `origin` is appended to the
+    file name in errors."""
     name = _shown(path)
     with _readable(f"{name} is not valid YAML"):
         try:
             size = path.stat().st_size
             if not path.is_file():
-                raise InvalidConfigError([f"config {name}{origin} must be a file"])
+                raise InvalidConfigError([f"config {name}{origin} must be a regular file"])
             if size > LARGEST:
                 rule = f"must have at most {LARGEST} bytes, got {size}"
                 raise InvalidConfigError([f"config {name}{origin} {rule}"])
@@ -314,9 +314,9 @@ def _load(path: Path, origin: str = "") -> Content:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Content | None:
-    """Return the mapping of a YAML text, or None if its value is not a mapping.
+    """Parse YAML text into a mapping, or return None if it is not a mapping.
 
-    The result is cached, because many configs have the same bases.
+    The result is cached because many configs share their bases.
     """
     if not isinstance(_checked(text), yaml.MappingNode | None):
         return None
@@ -324,20 +324,20 @@ def _parsed(text: str) -> Content | None:
 
 
 def _checked(text: str) -> yaml.Node | None:
-    """Return the root node of a YAML text. Raises YAMLError for more than `MOST_VALUES` values, for
-    a value that does not match its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90
-    and 10."""
+    """Return the root node of YAML text. Raises YAMLError for more than `MOST_VALUES` values, for a
+    value that does not match its tag, and for 010, 1:30 and 1_0, which YAML 1.1 reads as 8, 90 and
+    10."""
     root = yaml.compose(text, _SafeLoader)
     nodes: list[Any] = [] if root is None else [root]
-    for node in nodes:  # `nodes` grows, without end if an alias contains itself
+    for node in nodes:  # grows while iterating, forever if an alias contains itself
         if len(nodes) > MOST_VALUES:
             raise yaml.YAMLError(f"aliases must not expand to more than {MOST_VALUES} values")
         scalar = node.tag.endswith(_SCALARS)
         if isinstance(node, yaml.MappingNode):
-            if scalar:  # yaml would use the value of the mapping's key "="
+            if scalar:  # yaml would use the value of the key "=" in the mapping
                 raise yaml.YAMLError(f"a mapping must not have the tag !!{_kind(node)}")
             merges = [key for key, _ in node.value if key.value == "<<"]
-            if len(merges) > 1:  # OmegaConf rejects other duplicates
+            if len(merges) > 1:  # other duplicates are rejected by OmegaConf
                 raise yaml.YAMLError("a mapping must have at most one <<; its value may be a list")
             nodes += chain.from_iterable(node.value)
         elif isinstance(node, yaml.SequenceNode):
@@ -351,10 +351,10 @@ def _checked(text: str) -> yaml.Node | None:
         elif scalar:
             loader: Any = yaml.SafeLoader("")
             if loader.resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag:
-                continue  # no explicit tag, as in 2024-31-12, which is a string
+                continue  # no explicit tag: 2024-31-12, for example, is a string
             try:
                 loader.construct_object(node)
-            except (AttributeError, LookupError) as error:  # raised for !!bool foo, for example
+            except (AttributeError, LookupError) as error:  # e.g. for !!bool foo
                 rule = f"a value must match its tag, got !!{_kind(node)} {node.value!r:.80}"
                 raise yaml.YAMLError(rule) from error
     return root
@@ -365,7 +365,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return `path` as text, relative to the working directory if the path is inside it."""
+    """Return `path` as text, relative to the working directory if it lies inside it."""
     path = real_path(path)
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

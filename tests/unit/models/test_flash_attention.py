@@ -76,7 +76,7 @@ def test_auto_takes_none_of_them_and_the_log_names_the_one_that_is_asked(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (ASKED[:1], "needs train.precision bf16"),
+        (ASKED[:1], "requires train.precision bf16"),
         ([*ASKED, "model.attention_backend=transformer_engine"], "must be auto with attention_b"),
         ([*ASKED, "model.family=gemma2", "model.sliding_window=4"], "must be auto with latent"),
     ],

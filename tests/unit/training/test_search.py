@@ -97,5 +97,5 @@ def test_remedies_say_what_fits():
 
 def test_a_number_of_gpus_without_a_legal_layout_names_those_nearby():
     config = load_config(ROOT / "configs" / "llama1b_sso.yaml", [])
-    with pytest.raises(ConfigError, match=r"nearest legal values: numbers of ranks 5 and 8"):
+    with pytest.raises(ConfigError, match=r"nearest valid values: numbers of ranks 5 and 8"):
         fit(config, 7, None, "configs/llama1b_sso.yaml", [], None)

@@ -323,7 +323,7 @@ def test_null_leaves_out_sets_of_a_base(overlay, overrides, names) -> None:
 
 def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     keys = [f"{key}=null" for key in ("pc.overrides.o", "optimizer.roles.gate", "data.train.txt")]
-    said = "removes an entry of a base file, but no base file has this entry"
+    said = "removes an entry of a base file, but no base file defines it"
     assert problems(overlay, *keys[:2]) == [f"{key} {said}" for key in keys[:2]]
     assert problems(overlay, keys[2]) == [f"{keys[2]} {said}"]
     said = "data.train must contain at least one set, got none"
@@ -360,7 +360,7 @@ def test_the_opening_names_roles_that_differ_from_their_group(root: Path) -> Non
     without = replace(mixture, optimizer=replace(mixture.optimizer, roles={}))
     assert "; adamw at 0.02 for router" in "; ".join(opening(without, 1))
     early = replace(mixture, train=replace(mixture.train, exit_step=7))
-    assert "in all; train.exit_step ends the run after step 7; " in "; ".join(opening(early, 1))
+    assert "in total; train.exit_step ends the run after step 7; " in "; ".join(opening(early, 1))
 
 
 def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:

@@ -100,8 +100,8 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
     "a fan-out of bases": (fan_out, "its bases exceed 64 files"),
     "aliases of aliases": (aliases, "aliases must not expand to more than 100000 values"),
     "an alias of itself": (written("a: &a [*a]"), "aliases must not expand to more than"),
-    "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a file"),
-    "a folder": (lambda folder: (folder / "config.yaml").mkdir(), "must be a file"),
+    "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a regular file"),
+    "a folder": (lambda folder: (folder / "config.yaml").mkdir(), "must be a regular file"),
     "deep nesting": (written("a: " + "[" * 2000 + "]" * 2000), "too many nested levels"),
     "deep sections": (
         written("a: " + "{a: " * 300 + "1" + "}" * 300),
@@ -156,7 +156,7 @@ def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
 @pytest.mark.parametrize("text", ["/x/a #1", "#1", "x\n#y", "[a] # b", "b: c #d", "'#1' # b"])
 def test_a_comment_in_an_override_is_refused(minimal: Path, text: str) -> None:
     (problem,) = problems(minimal, f"run.dir={text}")
-    assert problem.endswith("text after # is a comment; quote strings that contain #")
+    assert problem.endswith("text after # is a comment; quote strings containing #")
     assert load_config(minimal, ["run.dir='/x/a #1'"]).run.dir == "/x/a #1"
 
 
@@ -186,7 +186,7 @@ def test_a_name_makes_a_folder_of_its_own(minimal: Path, name: str) -> None:
 
 def test_a_run_folder_is_a_path(minimal: Path) -> None:
     (problem,) = problems(minimal, "run.dir=''")
-    assert problem.startswith("run.dir must be the path of a folder, got")
+    assert problem.startswith("run.dir must be a folder path, got")
 
 
 def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
@@ -241,5 +241,5 @@ def test_a_run_needs_the_packages_of_the_rules_that_it_uses(minimal, old, new) -
     minimal.write_text(text)
     assert load_saved_config(minimal) == config and old in text
     minimal.write_text(text.replace(old, new))
-    with pytest.raises(MissingRuleError, match="^no installed package contains rule elsewhere$"):
+    with pytest.raises(MissingRuleError, match="^no installed package provides rule elsewhere$"):
         load_saved_config(minimal)

@@ -177,7 +177,7 @@ def test_a_later_phase_may_change_without_an_effect_on_this_one(start, tmp_path)
             "[{after_steps: 9, after_share: 0.5, weights: {text: 1}}]",
             "exactly one of the three, got 2",
         ),
-        ("[{with_decay: true, weights: {text: 1}}]", "needs schedule.kind wsd, got cosine"),
+        ("[{with_decay: true, weights: {text: 1}}]", "requires schedule.kind wsd, got cosine"),
         ("[{after_steps: 100, weights: {text: 1}}]", "and before train.steps = 100, got"),
         (
             "[{after_share: 0.001, weights: {text: 1}}]",
@@ -203,7 +203,7 @@ def test_phases_that_make_no_sense_are_refused(value: str, text: str, minimal) -
             {"text": 0, "more": 1},
             "data.train.text.weight must be above 0 here or in a phase, got 0",
         ),
-        ({"text": 0, "more": 0}, "data.train must contain a set whose weight is above 0"),
+        ({"text": 0, "more": 0}, "data.train must contain a set with a weight above 0"),
     ],
 )
 def test_a_set_that_no_part_reads_is_refused(weights, text: str, minimal) -> None:
