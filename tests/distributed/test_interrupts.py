@@ -387,7 +387,7 @@ def test_ctrl_c_while_the_run_starts_leaves_no_traceback_and_no_rank(
     ("ends", "code", "said"),
     [
         ("sys.exit(2)", 2, []),
-        ("os.kill(os.getpid(), 9)", 1, ["error: rank 1 was ended by SIGKILL"]),
+        ("os.kill(os.getpid(), 9)", 1, ["error: rank 1 was killed by SIGKILL"]),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_path):

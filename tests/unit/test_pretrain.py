@@ -100,7 +100,7 @@ def test_a_missing_set_is_found_where_it_was_named(folder, capsys, refusal):
     )
     assert said[-1] == (
         f"error: data.train.mine is set by {overlay}, line 4; data.train.mine=null removes set "
-        "mine, and data.train=null removes all earlier sets of data.train"
+        "mine, and data.train=null removes all sets defined before in data.train"
     )
     assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
     assert "is set by the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
@@ -133,15 +133,15 @@ def test_print_config_is_a_config(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
-        (["--fit", "--json", "plan.json"], "--json needs --dry-run or --rehearse"),
-        (["--dry-run", "--write", "mine.yaml"], "--write needs --fit"),
-        (["--rank", "0"], "--rank needs --rehearse"),
-        (["--compile-kernels"], "--compile-kernels needs --rehearse"),
-        (["--dry-run", "--resume", "none"], "--resume needs a training run"),
+        (["--gpus", "4"], "--gpus requires --dry-run, --fit or --rehearse"),
+        (["--fit", "--json", "plan.json"], "--json requires --dry-run or --rehearse"),
+        (["--dry-run", "--write", "mine.yaml"], "--write requires --fit"),
+        (["--rank", "0"], "--rank requires --rehearse"),
+        (["--compile-kernels"], "--compile-kernels requires --rehearse"),
+        (["--dry-run", "--resume", "none"], "--resume requires a training run"),
         (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
         (["--resume", "9" * 5000], "must be none, latest or a step, got '999"),
-        (["--rehearse"], "--rehearse needs --gpus N"),
+        (["--rehearse"], "--rehearse requires --gpus N"),
         (["--rehearse", "--gpus", "0"], "must be a positive integer, got '0'"),
         (["--rehearse", "--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
         (["--rehearse", "--gpus", "4", "--json", "no/x.json"], "in an existing folder, got 'no/"),
@@ -150,7 +150,7 @@ def test_print_config_is_a_config(folder, capsys):
             "must be a file path in an existing folder, got 'configs'",
         ),
         (["--rehearse", "--gpus", "4", "--dry-run"], "not allowed with argument"),
-        (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume needs a training run"),
+        (["--rehearse", "--gpus", "4", "--resume", "none"], "--resume requires a training run"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, problem, folder, capsys):
@@ -171,7 +171,7 @@ def test_ranks_are_started_with_the_other_arguments(folder, monkeypatch, capsys)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
         run(folder, "--ranks", "2")
-    assert "--ranks must not be used under torchrun" in capsys.readouterr().err
+    assert "--ranks cannot be used under torchrun" in capsys.readouterr().err
 
 
 def test_output_never_replaces_the_config(folder, refusal):

@@ -1,5 +1,5 @@
 """Training and validation tokens: files, manifest and sample order.
 
-This package does not depend on the model or, except for a rank's position, on the layout.
-scripts/data tokenizes text. Start with build_data.py and order.py.
+This package is independent of the model and, apart from a rank's position, of the layout. Text is
+tokenized in scripts/data. Start with build_data.py and order.py.
 """

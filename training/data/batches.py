@@ -1,4 +1,4 @@
-"""Micro-batches of one rank: sampling, prefetching and transfer to the device."""
+"""Per-rank micro-batches: sampling, prefetching and transfer to the device."""
 
 import os
 import shutil
@@ -23,17 +23,17 @@ from training.errors import ConfigError, DataError
 
 SHARED_MEMORY: Final = "/dev/shm"
 AHEAD: Final = 2
-"""Number of batches that each worker prefetches, torch's default."""
+"""Number of batches prefetched per worker, which is torch's default."""
 SPARE_BYTES: Final = 1 << 20
-"""Bytes of shared memory reserved for semaphores and other programs."""
+"""Shared memory reserved for semaphores and other programs, in bytes."""
 
 
 def training_batches(
     config: Config, groups: Groups, data: TrainingData, progress: Progress
 ) -> Iterator[torch.Tensor]:
-    """Return an endless iterator of this rank's micro-batches after `progress`.
+    """Return an infinite iterator over this rank's micro-batches, starting after `progress`.
 
-    A micro-batch is int64 `[micro_batch, sequence_length + 1]`, or has document borders as in
+    A micro-batch is int64 `[micro_batch, sequence_length + 1]`, or includes document borders as in
     `training_loader`.
     """
     sampler = GlobalBatchSampler(
@@ -50,7 +50,7 @@ def training_batches(
 
 
 def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield `batches`. If a worker raises DataError, remove its traceback from the message."""
+    """Yield `batches`, stripping the worker's traceback from the message of a DataError."""
     try:
         yield from batches
     except DataError as error:
@@ -60,15 +60,15 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchSampler:
-    """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
+    """Sampler for one data-parallel rank that yields micro-batches of sample indices indefinitely.
 
-    Global batch n starts at sample `consumed + n * global_batch`, or after the samples of
+    Global batch n starts at sample `consumed + n * global_batch`, shifted past any samples in
     `left_out` that it would contain. Rank r reads the r-th part of each global batch and splits it
-    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
-    `micro_batch`. The config's checks ensure that `data_size * micro_batch` divides `global_batch`.
+    into micro-batches, so the samples in a global batch depend on neither `data_size` nor
+    `micro_batch`. The config checks ensure that `data_size * micro_batch` divides `global_batch`.
     """
 
-    consumed: int  # samples used so far, over all ranks
+    consumed: int  # samples used so far, across all ranks
     global_batch: int
     micro_batch: int
     data_rank: int
@@ -89,17 +89,17 @@ class GlobalBatchSampler:
 def training_loader(
     data: TrainingData, sampler: GlobalBatchSampler, *, workers: int
 ) -> DataLoader[Tensor]:
-    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
+    """Return an infinite loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`, or
     `[micro_batch, 2, sequence_length + 1]` with document borders.
 
     To resume, pass a sampler whose `consumed` is the number of samples used so far.
 
     Args:
-        workers: number of prefetching processes, which does not affect the order of the batches; 0
-            reads in this process.
+        workers: number of prefetching processes, which does not affect the batch order; with 0,
+            batches are loaded in this process.
 
     Raises:
-        ConfigError: the shared memory is too small for the batches that `workers` prefetch.
+        ConfigError: shared memory is too small for the batches prefetched by `workers`.
     """
     if workers:
         rows = sampler.micro_batch * (2 if data.borders.needed else 1)
@@ -109,14 +109,14 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts. Without a separate generator, it would change
-        # the state of torch's default generator.
+        # DataLoader draws a seed when iteration starts. Give it a generator of its own, so that it
+        # does not advance torch's default generator.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def _check_shared_memory(workers: int, batch_bytes: int) -> None:
-    """Check that the prefetched batches of this machine's workers fit into /dev/shm."""
+    """Check that the batches prefetched by all workers on this machine fit into /dev/shm."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
@@ -131,32 +131,32 @@ def _check_shared_memory(workers: int, batch_bytes: int) -> None:
 def as_batch(
     window: Tensor, groups: Groups, borders: Borders, weight: Tensor | None = None
 ) -> Batch:
-    """Return the batch of token windows `[b, s + 1]`, or `[b, 2, s + 1]` with document borders.
+    """Turn token windows `[b, s + 1]`, or `[b, 2, s + 1]` with document borders, into a batch.
 
-    The batch contains the inputs and next-token labels `[b, s / context]` of this context-parallel
-    rank, on the device. If the first tokens of documents have no loss, `counted` marks the labels
-    with loss.
+    The batch holds this context-parallel rank's inputs and next-token labels `[b, s / context]`, on
+    the device. If the first tokens of documents are excluded from the loss, `counted` masks the
+    labels that are included.
     """
     move = partial(on_device, device=groups.device)
-    place = {"rank": groups.context.rank, "size": groups.context.size}
+    context = {"rank": groups.context.rank, "size": groups.context.size}
     tokens, firsts = window.unbind(1) if borders.needed else (window, None)
     tokens = move(tokens)
     batch: Batch = {
-        "tokens": context_part(tokens[:, :-1], 1, **place).contiguous(),
-        "labels": context_part(tokens[:, 1:], 1, **place).contiguous(),
+        "tokens": context_part(tokens[:, :-1], 1, **context).contiguous(),
+        "labels": context_part(tokens[:, 1:], 1, **context).contiguous(),
     }
     if firsts is not None and borders.mask:
-        batch["documents"] = documents_of(firsts[:, :-1], move, **place)
+        batch["documents"] = documents_of(firsts[:, :-1], move, **context)
     if firsts is not None and not borders.first_token_loss:
         mask = firsts[:, 1:] < torch.arange(1, firsts.shape[1])
-        batch["counted"] = move(context_part(mask, 1, **place).contiguous())
+        batch["counted"] = move(context_part(mask, 1, **context).contiguous())
     if weight is not None:
         batch["weight"] = move(weight)
     return batch
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` to the device, from pinned host memory and without blocking on a GPU."""
+    """Copy `tensor` to the device; to a GPU, the copy is from pinned memory and non-blocking."""
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Data, tokenizer, vocabulary and tasks of a run, built from its config."""
+"""Build a run's data, tokenizer, vocabulary and tasks from its config."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -35,7 +35,7 @@ from training.data.validation_data import ValidationData
 from training.errors import ConfigError, MissingSetError, VocabularyError
 
 MOCK_SAMPLES = 64
-"""Number of windows of a mock validation set if `validation.samples` is null."""
+"""Number of windows in a mock validation set if `validation.samples` is null."""
 
 
 def data_manifest(config: Config) -> Manifest | None:
@@ -47,13 +47,13 @@ def data_manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_path(config: Config) -> Path | None:
-    """Return the tokenizer.json named by the config, else by the data manifest, else None."""
+    """Return the tokenizer.json set in the config or else in the data manifest, or None."""
     source = config.data.tokenizer or data_manifest(config)
     return None if source is None else tokenizer_file(source)
 
 
 def needed_tokenizer(config: Config, key: str) -> Path:
-    """Return the tokenizer.json of the data, which the config key `key` needs.
+    """Return the data's tokenizer.json, which is required by the config key `key`.
 
     Raises ConfigError if there is none.
     """
@@ -61,15 +61,15 @@ def needed_tokenizer(config: Config, key: str) -> Path:
     if path is None:
         first = next(iter(config.data.train.values())).path
         raise ConfigError(
-            f"{key} needs data.tokenizer, because no {MANIFEST_FILE} exists next to {first}"
+            f"{key} requires data.tokenizer, because there is no {MANIFEST_FILE} next to {first}"
         )
     return path
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return `config` with a null model.vocab_size replaced by the size in the data manifest.
+    """Replace a null model.vocab_size by the vocabulary size in the data manifest.
 
-    Raises DataError if there is no manifest. Mock tokens have a default vocabulary size.
+    Raises DataError if there is no manifest. For mock tokens there is a default size.
     """
     if config.model.vocab_size is not None:
         return config
@@ -80,7 +80,7 @@ def with_vocabulary(config: Config) -> Config:
         name, first = next(iter(config.data.train.items()))
         problem = (
             f"model.vocab_size must be set, because there is no {MANIFEST_FILE} next to "
-            f"{first.path}, got null; scripts/prepare_data.py writes a manifest"
+            f"{first.path}, got null; scripts/prepare_data.py creates a manifest"
         )
         if not Path(f"{first.path}.idx").exists():
             plan = "to plan without data, set model.vocab_size"
@@ -90,7 +90,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def data_vocabulary(config: Config) -> int | None:
-    """Return the number of token ids of the data's tokenizer, or None if it is unknown."""
+    """Return the number of token ids in the data's tokenizer, or None if unknown."""
     if config.data.mock:
         return None
     if config.data.tokenizer is not None and tokenizer_file(config.data.tokenizer).exists():
@@ -107,13 +107,13 @@ def check_rows(config: Config) -> None:
         raise VocabularyError(
             f"model.vocab_size must be at most {rows:,}, got {model.vocab_size:,}: the data has "
             f"{ids:,} token ids, padded to a multiple of model.vocab_multiple = "
-            f"{model.vocab_multiple}; set model.vocab_size=null, or a larger model.vocab_multiple "
-            "for untrained rows"
+            f"{model.vocab_multiple}; set model.vocab_size=null, or increase model.vocab_multiple "
+            "to add untrained rows"
         )
 
 
 def on_mock_tokens(config: Config) -> Config:
-    """Return `config` with mock tokens, a vocabulary size, and no samples of text."""
+    """Return `config` with mock tokens, a vocabulary size and no text samples."""
     return with_vocabulary(
         replace(
             config,
@@ -126,10 +126,10 @@ def on_mock_tokens(config: Config) -> Config:
 def build_data(
     config: Config, share: tuple[int, int] = (0, 1)
 ) -> tuple[TrainingData, list[ValidationData]]:
-    """Return the training data and the validation sets, checked against the vocabulary.
+    """Open the training data and validation sets, and check them against the vocabulary.
 
-    `share` is (rank, size) of the ranks that share a full verification. Raises DataError if a file
-    is missing, corrupt or too short, or contains token ids outside the vocabulary.
+    `share` is (rank, size) among the ranks that split a full verification. Raises DataError if a
+    file is missing, corrupt or too short, or contains out-of-vocabulary token ids.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it
     data, samples = config.data, config.validation.samples
@@ -178,8 +178,8 @@ def build_data(
 
 
 def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]:
-    """Return facts about the tokenizer and the manifests of a run, which ranks compare for
-    every value of `data.verify`."""
+    """Return facts about a run's tokenizer and manifests that ranks always compare, regardless of
+    `data.verify`."""
     if config.data.mock:
         return {}
     path, manifest = tokenizer_path(config), data_manifest(config)
@@ -194,19 +194,19 @@ def unverified_facts(config: Config, sets: Iterable[TokenSet]) -> dict[str, Any]
         for place, entry in entries.items()
         if entry is not None
         for name, value in asdict(entry).items()
-        if name not in ("source", "inputs")  # may be long; differences have no effect
+        if name not in ("source", "inputs")  # may be long, and differences are harmless
     }
 
 
 def check_tokenizers(data: DataConfig) -> None:
-    """Raise DataError if the sets and `data.tokenizer`, if set, are not of the same tokenizer."""
+    """Raise DataError unless all sets, and `data.tokenizer` if set, use the same tokenizer."""
     sections = (data.train, data.validation)
     sets = [(name, each.path) for section in sections for name, each in section.items()]
     check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
 
 
 def shared_sets(data: DataConfig) -> Iterator[str]:
-    """Yield a message for each pair of sets with the same text, except mock sets."""
+    """Yield a message for each pair of sets that contain the same text; mock sets are ignored."""
     if not data.mock:
         prefixes = ({name: each.path for name, each in sets.items()}
                     for sets in (data.train, data.validation))  # fmt: skip
@@ -214,8 +214,8 @@ def shared_sets(data: DataConfig) -> Iterator[str]:
 
 
 def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) -> str | None:
-    """Return a message with the sets that `data.verify` cannot check because no manifest states
-    their hashes, or None if all sets can be checked. `sets` contains opened sets by kind."""
+    """Return a message listing the sets that `data.verify` cannot check because no manifest has
+    their hashes, or None if there are none. `sets` maps each kind to its opened sets."""
     if data.mock or data.verify == "none":
         return None
     names = [
@@ -226,11 +226,11 @@ def unverified_sets(data: DataConfig, sets: Mapping[str, Iterable[TokenSet]]) ->
     ]
     if not names:
         return None
-    return f"not verified, because no {MANIFEST_FILE} states their hashes: {', '.join(names)}"
+    return f"not verified, because no {MANIFEST_FILE} has their hashes: {', '.join(names)}"
 
 
 def missing_files(config: Config) -> Iterator[str]:
-    """Yield a message with the missing files of sets, tokenizer and tasks, unless all exist."""
+    """Yield a message listing missing set, tokenizer and task files, if any."""
     data = config.data
     if data.mock:
         return
@@ -244,15 +244,15 @@ def missing_files(config: Config) -> Iterator[str]:
     files |= {f"tasks.files.{name}": file for name, file in config.tasks.files.items()}
     missing = [f"{key} ({file})" for key, file in files.items() if not Path(file).is_file()]
     if missing:
-        yield f"a run needs files that do not exist here: {', '.join(missing)}"
+        yield f"a run requires files that do not exist here: {', '.join(missing)}"
 
 
 def without_sets(config: Config) -> Iterator[str]:
-    """Yield the remedies for missing sets of a recipe: create the sets, or use other data."""
+    """Yield hints for a recipe whose sets are missing: create the sets, or use other data."""
     if config.data.made_by is None:
         return
     yield f"to create the sets: {config.data.made_by}"
-    if config.data.made_by == "make data":  # these sets are the embedded corpus
+    if config.data.made_by == "make data":  # the embedded corpus itself
         return
     names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
     names += [
@@ -265,7 +265,7 @@ def without_sets(config: Config) -> Iterator[str]:
 
 
 def named(open_set: OpenSet, kind: str) -> OpenSet:
-    """Return `open_set`, with the config key of the set in its errors about missing sets."""
+    """Wrap `open_set` so that its errors about missing sets carry the set's config key."""
 
     def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
         try:
@@ -277,7 +277,7 @@ def named(open_set: OpenSet, kind: str) -> OpenSet:
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:
-    """Return `data` with a mock set in `train` and `validation` if they are empty."""
+    """Return `data` with a mock set added to `train` and `validation` where they are empty."""
     return replace(
         data,
         train=data.train or {"mock": TrainSet(path="mock")},
@@ -286,9 +286,9 @@ def with_mock_sets(data: DataConfig) -> DataConfig:
 
 
 def build_tasks(config: Config) -> list[Task]:
-    """Return the tasks that score the run, or random tasks if the tokens are mock tokens.
+    """Return the tasks to evaluate, or randomly generated tasks for mock data.
 
-    Raises ConfigError if there is no tokenizer, DataError if a file is not a task file.
+    Raises ConfigError if there is no tokenizer, and DataError if a file is not a task file.
     """
     files, window = config.tasks.files, config.train.sequence_length
     assert config.model.vocab_size is not None  # `with_vocabulary` has set it

@@ -1,7 +1,7 @@
-"""Megatron's index of a token file (lengths and positions of documents), and the borders between
-documents in a window.
+"""Megatron's index of a token file (document lengths and positions), and document borders within a
+window.
 
-megatron-core writes the same file from Python lists, which need about 150 bytes per document.
+megatron-core writes the same file from Python lists, which take about 150 bytes per document.
 """
 
 import struct
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 MAGIC: Final = b"MMIDIDX\x00\x00"
 HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 CODES: Final = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-"""Codes of the integer dtypes, those of megatron-core's `DType`, whose import takes seconds."""
+"""Codes of integer dtypes, copied from megatron-core's `DType`, which takes seconds to import."""
 STEP: Final = 1 << 20
-"""Number of documents in memory at a time."""
+"""Number of documents held in memory at a time."""
 
 Lengths = Callable[[int, int], NDArray[np.integer]]
-"""Function from (first, count) to the lengths of `count` documents starting at `first`."""
+"""Function that maps (first, count) to the lengths of `count` documents starting at `first`."""
 
 
 def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> None:
-    """Write the index of `documents` documents, each of one sequence, with tokens of `dtype`."""
+    """Write an index of `documents` single-sequence documents with tokens of type `dtype`."""
     width = np.dtype(dtype).itemsize
     blocks = [(first, min(STEP, documents - first)) for first in range(0, documents, STEP)]
     with path.open("wb") as file:
@@ -44,11 +44,11 @@ def write_index(path: Path, documents: int, lengths: Lengths, dtype: str) -> Non
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """The documents of an index, each of one or several sequences.
+    """The documents in an index, each consisting of one or more sequences.
 
-    places     byte offset of each sequence's first token, ascending
-    borders    index of each document's first sequence, then the number of sequences
-    tokens     number of tokens in all documents
+    places     byte offset of each sequence's first token, in ascending order
+    borders    index of each document's first sequence, followed by the number of sequences
+    tokens     total number of tokens
     itemsize   bytes per token
     """
 
@@ -58,15 +58,15 @@ class DocumentIndex:
     itemsize: int
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the starts of documents within tokens `start` to `stop`, ascending."""
+        """Return the document starts within tokens `start` to `stop`, in ascending order."""
         ends = np.array([start, stop], dtype=np.int64) * self.itemsize
         first, last = np.searchsorted(self.borders, np.searchsorted(self.places, ends))
         return np.unique(self.places[self.borders[first:last]]) // self.itemsize
 
     def count(self) -> int:
-        """Return the number of documents that contain tokens.
+        """Return the number of nonempty documents.
 
-        Raises ValueError if the documents are not in the order of the tokens.
+        Raises ValueError if the documents are not in the same order as their tokens.
         """
         sequences = len(self.places)
         ordered, filled = self.borders[0] == 0 and self.borders[-1] == sequences, 0
@@ -74,7 +74,7 @@ class DocumentIndex:
             block = self.borders[first : first + STEP + 1]
             ordered = ordered and not (np.diff(block) < 0).any()
             if not ordered:
-                raise ValueError("documents must be in the order of the tokens")
+                raise ValueError("documents must be listed in the same order as their tokens")
             places = self.places[np.minimum(block, sequences - 1)]
             places[block == sequences] = self.tokens * self.itemsize
             filled += int(np.count_nonzero(np.diff(places)))
@@ -82,15 +82,15 @@ class DocumentIndex:
 
 
 SPREAD: Final = 1024
-"""Number of windows of a set over which the attended length is averaged."""
+"""Number of windows per set over which the attended length is averaged."""
 
 
 @dataclass(frozen=True)
 class Borders:
-    """Treatment of the borders between documents.
+    """How to treat document borders.
 
-    mask               restrict attention to each document, and start its positions at 0
-    first_token_loss   include the loss of each document's first token
+    mask               restrict attention to each document, and restart its positions at 0
+    first_token_loss   include the loss on each document's first token
     """
 
     mask: bool = False
@@ -98,19 +98,19 @@ class Borders:
 
     @property
     def needed(self) -> bool:
-        """Whether a batch must contain the borders."""
+        """Whether batches must include the borders."""
         return self.mask or not self.first_token_loss
 
 
 CROSSED: Final = Borders()
-"""Default treatment: attention crosses borders, and all tokens have a loss."""
+"""Default: attention crosses document borders, and all tokens contribute to the loss."""
 
 
 def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the position of the first token of each token's document, `[count]`.
+    """For each token, return the position of its document's first token, `[count]`.
 
-    `starts` are the positions of documents' first tokens, ascending. For a document that begins
-    before these `count` tokens, the position is 0.
+    `starts` are the document start positions in ascending order. A document that starts before
+    these `count` tokens has position 0.
     """
     firsts = np.zeros(count, dtype=np.int64)
     firsts[starts] = starts
@@ -118,7 +118,6 @@ def first_tokens(starts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def squared_length(starts: NDArray[np.int64], count: int) -> int:
-    """Return the sum of the squared lengths of the documents that start at `starts`, in `count`
-    tokens."""
+    """Return the sum of squared document lengths within `count` tokens, given document `starts`."""
     lengths = np.diff(starts[starts > 0], prepend=0, append=count)
     return int((lengths**2).sum())

@@ -1,7 +1,7 @@
-"""Hashes of whole files, and of a token file's blocks, which are compared at their first use.
+"""Hashes of whole files, and of a token file's blocks, which are verified on first use.
 
-NAME.blocks contains 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of
-the whole file would be as safe, but to compare it a rank would have to read the whole file.
+NAME.blocks stores a 16-byte BLAKE2b hash for each 64 KiB block of NAME.bin, 0.02% of its size. A
+hash of the whole file would be just as safe, but verifying it would require reading the whole file.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ DIGEST: Final = 16
 
 
 def block_hash(content: bytes | memoryview) -> bytes:
-    """Return the hash of one block."""
+    """Hash one block."""
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
 def write_block_hashes(prefix: str | Path) -> None:
-    """Write PREFIX.blocks with the hashes of PREFIX.bin."""
+    """Write the block hashes of PREFIX.bin to PREFIX.blocks."""
     with open(f"{prefix}.bin", "rb") as tokens, open(f"{prefix}{SUFFIX}", "wb") as hashes:
         while content := tokens.read(BLOCK):
             hashes.write(block_hash(content))
@@ -40,17 +40,17 @@ def file_sha256(path: str | Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read a file: {described(error, path)}") from None
+        raise DataError(f"cannot read file: {described(error, path)}") from None
 
 
 class BlockHashes:
-    """Comparison of each block of PREFIX.bin, once, with its hash in the verified PREFIX.blocks.
+    """Verify each block of PREFIX.bin once against its hash in PREFIX.blocks, itself verified.
 
-    prefix  path of both files without suffix
-    size    bytes of PREFIX.bin
-    read    function from (offset, count) to bytes of PREFIX.bin, `[count]` uint8
+    prefix  path of both files, without suffix
+    size    size of PREFIX.bin in bytes
+    read    function that maps (offset, count) to bytes of PREFIX.bin, `[count]` uint8
 
-    The methods raise DataError if a block has changed.
+    The methods raise DataError if a block does not match its hash.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class BlockHashes:
         return len(self._seen)
 
     def check_bytes(self, start: int, stop: int) -> None:
-        """Compare the blocks that contain the bytes from `start` to `stop`."""
+        """Verify the blocks that contain bytes `start` to `stop`."""
         self.check(range(start // BLOCK, -(-stop // BLOCK)))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Compare the blocks of `blocks` that were not compared before."""
+        """Verify those of `blocks` that have not been verified yet."""
         for block in blocks:
             if self._seen[block]:
                 continue
@@ -79,7 +79,7 @@ class BlockHashes:
             content = self._read(offset, min(BLOCK, self._size - offset))
             if block_hash(content.data) != self._hashes[block].tobytes():
                 raise DataError(
-                    f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} "
-                    "differ from their stored hash"
+                    f"{self._prefix}.bin is corrupt: bytes {offset} to {offset + len(content)} do "
+                    "not match their stored hash"
                 )
             self._seen[block] = True

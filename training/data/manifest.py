@@ -1,4 +1,4 @@
-"""The manifest of a prepared data folder, manifest.json."""
+"""Manifest of a prepared data folder (manifest.json)."""
 
 import dataclasses
 import json
@@ -17,64 +17,64 @@ from training.json_file import read_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-"""Version of manifest.json; increase it if older files become unreadable."""
+"""Version of the manifest.json format; bump it if older files become unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerEntry:
-    """The tokenizer of a folder's token sets."""
+    """Tokenizer of the token sets in a folder."""
 
     file: str  # relative to the folder
     sha256: str
     vocab_size: int  # largest token id the tokenizer can produce, plus one
     eod_id: int  # the token that ends every document
-    byte_level: bool  # whether the bytes of each token are known exactly
+    byte_level: bool  # whether the exact bytes of each token are known
     eod_token: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetEntry:
-    """One token set of a folder: NAME.bin and NAME.idx."""
+    """A token set in a folder: NAME.bin and NAME.idx."""
 
     documents: int
     tokens: int  # including one EOD per document
     bytes: int  # UTF-8 bytes of the documents' text
     max_token: int
     dtype: str
-    sha256: dict[str, str]  # by file suffix: bin, idx, and blocks if there are any
+    sha256: dict[str, str]  # by file suffix: bin, idx, and blocks if present
     source: list[str] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)  # sha256 of files, names of datasets
+    inputs: list[str] = field(default_factory=list)  # sha256 of each file, name of each dataset
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared folder, with its tokenizer, its token sets, and facts about their preparation."""
+    """A prepared folder: its tokenizer, its token sets, and how they were prepared."""
 
-    __pydantic_config__ = ConfigDict(strict=True)  # unknown keys of later versions are ignored
+    __pydantic_config__ = ConfigDict(strict=True)  # ignores unknown keys from later versions
 
     folder: Path
     tokenizer: TokenizerEntry
     sets: dict[str, SetEntry]
-    fingerprint: str | None = None  # of the inputs and options of the preparation
-    files: dict[str, int] = field(default_factory=dict)  # size in bytes of every other file
+    fingerprint: str | None = None  # of the inputs and options used to prepare the folder
+    files: dict[str, int] = field(default_factory=dict)  # sizes of all other files, in bytes
 
     @property
     def tokenizer_path(self) -> Path:
-        """Path of the folder's tokenizer.json."""
+        """Path to the folder's tokenizer.json."""
         return self.folder / self.tokenizer.file
 
     def to_json(self) -> str:
-        """Return the text of manifest.json. Equal manifests have equal texts."""
+        """Serialize to the text of manifest.json. Equal manifests serialize to equal texts."""
         content = {"format": MANIFEST_FORMAT, **dataclasses.asdict(self)}
         del content["folder"]
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Return the manifest of a prepared folder.
+    """Read the manifest of a prepared folder.
 
     Raises:
-        DataError: manifest.json is missing, unreadable, of another format or incomplete.
+        DataError: manifest.json is missing, unreadable or incomplete, or has another format.
     """
     path = Path(folder) / MANIFEST_FILE
     try:
@@ -99,7 +99,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def manifest_of(prefix: str | Path) -> Manifest | None:
-    """Return the manifest in the folder of a set if the manifest lists the set, else None.
+    """Return the manifest in a set's folder, or None if it does not exist or does not list the set.
 
     Raises DataError if the manifest is unreadable.
     """
@@ -109,22 +109,23 @@ def manifest_of(prefix: str | Path) -> Manifest | None:
 
 
 def check_tokenizer(manifest: Manifest) -> None:
-    """Raise DataError if the folder's tokenizer.json is not the tokenizer of its token sets."""
+    """Raise DataError if the folder's tokenizer.json is not the one used for its token sets."""
     path, stated = manifest.tokenizer_path, manifest.tokenizer.sha256
     if path.is_file() and (found := file_sha256(path)) != stated:
         raise DataError(
-            f"{path} must have sha256 {stated} as stated in {MANIFEST_FILE}, got {found}: restore "
-            "the tokenizer that made the tokens, or prepare the data again"
+            f"{path} must have sha256 {stated} as listed in {MANIFEST_FILE}, got {found}: restore "
+            "the tokenizer that produced the tokens, or prepare the data again"
         )
 
 
 def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
     """Check that all sets with a manifest use the same tokenizer.
 
-    `sets` contains (name, prefix) of each set. `tokenizer` is the config's tokenizer.json, if any.
+    `sets` contains a (name, prefix) pair per set. `tokenizer` is the tokenizer.json set in the
+    config, if any.
 
     Raises:
-        DataError: the tokenizers differ; the message names each tokenizer and its sets.
+        DataError: the tokenizers differ; the message lists each tokenizer with its sets.
     """
     files: dict[str, str] = {}
     users: dict[str, dict[str, None]] = {}
@@ -140,20 +141,21 @@ def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None 
     if len(files) > 1:
         parts = [f"{', '.join(users[digest])} from {file}" for digest, file in files.items()]
         raise DataError(
-            f"the sets have {len(files)} tokenizers: {'; '.join(parts)}\nuse only sets of one "
-            "tokenizer (`replace: true` in section data of a config removes the sets of its "
-            "base), or prepare the other sets again with --tokenizer"
+            f"the sets use {len(files)} different tokenizers: {'; '.join(parts)}\nuse only sets "
+            "with the same tokenizer (`replace: true` in a config's data section removes the sets "
+            "of its base), or prepare the other sets again with --tokenizer"
         )
 
 
 def shared_text(
     train: Mapping[str, str | Path], validation: Mapping[str, str | Path]
 ) -> Iterator[str]:
-    """Yield a message for each pair of sets with the same text. Arguments map names to prefixes.
+    """Yield a message for each pair of sets that contain the same text. The arguments map set names
+    to path prefixes.
 
-    Two sets have the same text if their files are identical, or if their manifests state equal
-    tokens or a common input. A training set and its held-out fraction share inputs but no
-    documents, so such a pair is not reported.
+    Two sets contain the same text if they are the same file, or if their manifests list equal
+    tokens or a common input. A training set and its held-out split share inputs but no documents,
+    so they are not reported.
     """
     kinds = {"training set": train, "validation set": validation}
     sets = [
@@ -170,7 +172,7 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """Return the reason why two sets contain the same text, or None if no reason is known."""
+    """Return why two sets contain the same text, or None if they do not as far as is known."""
     if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
         return f"both sets are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]
@@ -182,11 +184,11 @@ def _shared(first: Path, second: Path) -> str | None:
     if first.resolve().parent == second.resolve().parent and first.stem == second.stem:
         return None
     common = len({*one.inputs} & {*other.inputs})
-    return f"{common:,} inputs are common to {first} and {second}" if common else None
+    return f"{first} and {second} have {common:,} inputs in common" if common else None
 
 
 def _same_file(first: str, second: str) -> bool:
     try:
         return os.path.samefile(first, second)
-    except OSError:  # another check reports the missing file
+    except OSError:  # a missing file is reported elsewhere
         return False

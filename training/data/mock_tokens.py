@@ -1,4 +1,4 @@
-"""Random tokens, for benchmarks and rehearsals without text."""
+"""Random tokens for benchmarks and rehearsals without real text."""
 
 import hashlib
 import math
@@ -12,33 +12,34 @@ from training.data.document_index import Borders
 from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
-"""Number of windows of a set, the length of an epoch."""
+"""Number of windows in a set, i.e. the length of an epoch."""
 
 VOCABULARY = 50_304
-"""Vocabulary size if neither the config nor a manifest sets it."""
+"""Vocabulary size if neither the config nor a manifest defines it."""
 
 BLOCK = 1 << 12
 """Number of tokens drawn at a time."""
 
 DOCUMENTS = 4
-"""Number of documents that begin in a block; their mean length is 1,024 tokens."""
+"""Number of documents that start in each block; their mean length is 1,024 tokens."""
 
 
 class MockTokens(TokenSet):
-    """A stream of random tokens. The frequency of the k-th most frequent token is about 1 / k.
+    """A stream of random tokens in which the k-th most frequent token has frequency about 1 / k.
 
-    The stream depends only on the set's name and the vocabulary, and is the same on all machines.
+    The stream depends only on the set's name and the vocabulary size, and is the same on every
+    machine.
 
     Args:
-        name: the name of the set in the config.
-        prefix: the path in the config; no file is read.
-        sequence_length: number of tokens that the model predicts per window.
+        name: name of the set in the config.
+        prefix: path in the config; no file is read.
+        sequence_length: number of tokens predicted per window.
         vocabulary: number of token ids.
     """
 
     modified = None
     rewritten = False
-    entry = None  # there is no manifest, so the bytes of text are unknown
+    entry = None  # without a manifest, the size of the text in bytes is unknown
 
     def __init__(
         self, name: str, prefix: str | Path, sequence_length: int, *, vocabulary: int
@@ -57,7 +58,7 @@ class MockTokens(TokenSet):
         return drawn[start - first * BLOCK :][:count]
 
     def _block(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens `[BLOCK]` that start at `index * BLOCK`."""
+        """Return the tokens `[BLOCK]` starting at `index * BLOCK`."""
         uniform = self._generator(index).random(BLOCK)
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
         return np.minimum(ranks, self.vocabulary - 1)
@@ -66,14 +67,14 @@ class MockTokens(TokenSet):
         return np.random.default_rng((self._seed, *of))
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the documents' start positions in tokens `start` to `stop`, ascending."""
+        """Return the document starts within tokens `start` to `stop`, in ascending order."""
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
         drawn = [self._generator(i, 1).integers(0, BLOCK, DOCUMENTS) + i * BLOCK for i in blocks]
         starts = np.unique(np.concatenate(drawn))
         return starts[(start <= starts) & (starts < stop)]
 
     def check_documents(self, borders: Borders) -> None:
-        """Do nothing, because there are always documents of several tokens."""
+        """No-op, because there are always documents with several tokens."""
 
     def max_token(self) -> int:
         """Return the largest token id."""
@@ -84,13 +85,13 @@ class MockTokens(TokenSet):
         return 0
 
     def unigram_entropy(self) -> float:
-        """Return the entropy of the token distribution, in nats."""
+        """Return the entropy of the token distribution in nats."""
         edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)
         shares = np.diff(edges)
         return float(-(shares * np.log(shares)).sum())
 
     @cached_property
     def digest(self) -> str:
-        """A sha256 that identifies the set."""
+        """SHA-256 digest that identifies the set."""
         facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
         return hashlib.sha256(facts.encode()).hexdigest()

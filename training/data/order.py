@@ -1,17 +1,17 @@
-"""The order of training samples, and a run's progress: steps taken, position, data phase.
+"""Training sample order, and a run's progress: steps taken, position, data phase.
 
-A phase consists of consecutive samples from the same mixture of sets. Sample k of a phase is a pure
-function of k, the seed, the weights, and the counts of each set at the start of the phase. The
-weights determine the sample's set. A permutation per epoch determines the sample's window in this
-set. The order does not depend on the number of steps, the batch size or the number of ranks, so a
-run can stop, resume and change its layout at any sample. Every change of the mixture begins a new
-phase.
+A phase is a range of consecutive samples drawn from the same mixture of sets. Sample k of a phase
+is a pure function of k, the seed, the weights, and the per-set counts at the start of the phase.
+The weights determine which set the sample comes from, and a per-epoch permutation determines which
+window of that set. The order does not depend on the number of steps, the batch size or the number
+of ranks, so a run can stop, resume and change its layout at any sample. Changing the mixture always
+starts a new phase.
 
-A stored permutation of a trillion-token set would need gigabytes on every rank, and numpy's
-permutations may change with numpy's version. `Permutation` therefore computes single elements: a
-Feistel network permutes [0, p), where p is the next power of four, for any round function. A result
-outside [0, size) is passed through the network again until it is inside (cycle walking). An element
-needs at most four passes on average.
+Storing the permutation of a trillion-token set would take gigabytes on every rank, and numpy's
+permutations may change between versions. `Permutation` therefore computes elements on the fly: a
+Feistel network with any round function is a permutation of [0, p), where p is the next power of
+four. Results outside [0, size) go through the network again until they fall inside (cycle walking),
+which takes at most four passes per element on average.
 """
 
 import copy
@@ -38,10 +38,10 @@ from training.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SetCount:
-    """Numbers of samples and tokens that a run has read from a set, including left-out samples.
+    """Number of samples and tokens a run has read from a set, including left-out samples.
 
     tokens   number of target tokens in the samples
-    content  digest that distinguishes the set from another set with the same name
+    content  digest that distinguishes the set from a different set of the same name
     """
 
     samples: Whole
@@ -50,19 +50,19 @@ class SetCount:
 
 
 Counts = Mapping[str, SetCount]
-"""Counts of each set by name, including removed sets."""
+"""Per-set counts by set name, including sets that have been removed."""
 
 UNREAD: Final = SetCount(samples=0, tokens=0, content="")
-"""Counts of a set that was not read."""
+"""Counts of a set that has not been read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive samples from one mixture, beginning with `sample`.
+    """Consecutive samples drawn from one mixture, starting at `sample`.
 
-    read     counts of each set before the phase
-    mixture  fingerprint of the sets and weights; "" in the first phase, and in checkpoints of
-             earlier versions
+    read     per-set counts before the phase
+    mixture  fingerprint of the sets and weights; "" in the first phase and in checkpoints written
+             by earlier versions
     """
 
     sample: Whole = 0
@@ -70,12 +70,12 @@ class Phase:
     mixture: str = ""
 
     def tokens(self, name: str) -> int:
-        """Return the number of tokens of a set that were read before the phase."""
+        """Return the number of tokens read from a set before the phase."""
         return self.read.get(name, UNREAD).tokens
 
 
 Windows = tuple[tuple[int, int], ...]
-"""[first, end) ranges of samples that a run leaves out."""
+"""Ranges [first, end) of samples left out of a run."""
 
 
 @dataclass
@@ -83,12 +83,12 @@ class Progress:
     """Progress of a run.
 
     step        number of optimizer steps taken
-    sample      number of samples consumed so far, used or left out
+    sample      number of samples consumed so far, whether used or left out
     tokens      number of target tokens in the steps taken
-    left_out    [first, end) of the samples that rewinds leave out
-    unreported  metrics of the last step, if the run stopped before it reported them
-    phase       the current phase: its first sample, and the counts of each set before it
-    read        in a checkpoint, counts of each set so far; None if an earlier version saved it
+    left_out    ranges [first, end) of samples left out by rewinds
+    unreported  metrics of the last step, if the run stopped before reporting them
+    phase       the current phase: its first sample, and the per-set counts before it
+    read        in a checkpoint, per-set counts so far; None if saved by an earlier version
     """
 
     step: Whole = 0
@@ -100,7 +100,7 @@ class Progress:
     read: dict[str, SetCount] | None = None
 
     def advance(self, global_batch: int, sequence_length: int) -> tuple[int, int]:
-        """Advance by one step and return [first, end) of the step's samples."""
+        """Advance by one step and return the sample range [first, end) used by the step."""
         first = batch_start(self.sample, global_batch, self.left_out)
         self.step += 1
         self.sample = first + global_batch
@@ -109,7 +109,8 @@ class Progress:
 
 
 def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
-    """Return the first sample, at or after `sample`, of a global batch without left-out samples."""
+    """Return the first sample at or after `sample` where a global batch without left-out samples
+    can start."""
     for first, end in sorted(left_out):
         if sample < end and sample + global_batch > first:
             sample = end
@@ -121,7 +122,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Permutation:
-    """Permutation of [0, size) that depends only on `key`, not on the machine or versions."""
+    """Permutation of [0, size) that depends only on `key`, not on machine or library versions."""
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
@@ -129,7 +130,7 @@ class Permutation:
         self._round_keys = struct.unpack(f"<{_ROUNDS}Q", hashlib.sha512(key.encode()).digest())
 
     def __getitem__(self, index: int) -> int:
-        """Return the image of `index`; both are in [0, size)."""
+        """Map `index` to its image; both are in [0, size)."""
         value = self._network(index)
         while value >= self.size:
             value = self._network(value)
@@ -144,22 +145,22 @@ class Permutation:
 
 
 def _mix(value: int) -> int:
-    """Return a 64-bit hash: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Hash a 64-bit integer with the SplitMix64 finalizer (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
 
 
-BLEND_PERIOD = 1 << 20  # number of samples after which the interleaving of the sets repeats
+BLEND_PERIOD = 1 << 20  # number of samples after which the interleaving of sets repeats
 
 
 @dataclass(frozen=True)
 class SetUse:
-    """Use of one set in all phases of a run."""
+    """How a set is used across all phases of a run."""
 
     name: str
-    weight: float  # share of the samples of the current phase; the sum over sets is 1
+    weight: float  # share of the current phase's samples; sums to 1 over sets
     windows: int
     samples: int
     tokens: int
@@ -170,7 +171,7 @@ class SetUse:
 
     @property
     def total(self) -> str:
-        """Description of the set's use in the whole run."""
+        """Description of how the set is used over the whole run."""
         return (
             f"{self.samples:,} samples, {self.tokens:,} tokens, {self.epochs:.2f} epochs of "
             f"{self.windows:,} windows"
@@ -178,42 +179,42 @@ class SetUse:
 
 
 def repeats(epochs: Mapping[str, float]) -> str | None:
-    """Return a message about the sets that are read more than once, or None if there are none."""
+    """Return a message listing the sets that are read more than once, or None."""
     often = [f"{name} {count:.2f} times" for name, count in epochs.items() if count > 1]
     return f"read more than once: {', '.join(often)}" if often else None
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
+    """Interleaving of several sets: a repeating pattern of `BLEND_PERIOD` samples.
 
-    The samples of each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
-    pattern. After any k samples the number of samples from a set with share w differs from w * k by
-    at most (1 + w * sets) / 2.
+    Samples from each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
+    pattern. After any k samples, the number of samples from a set with share w is within
+    (1 + w * sets) / 2 of w * k.
     """
 
-    quotas: NDArray[np.int64]  # `[sets]`, samples of each set in one period
-    choice: NDArray[np.int32]  # `[period]`, set of each sample
-    rank: NDArray[np.int32]  # `[period]`, number of earlier samples of the same set
+    quotas: NDArray[np.int64]  # `[sets]`, samples per set in one period
+    choice: NDArray[np.int32]  # `[period]`, set from which each sample is drawn
+    rank: NDArray[np.int32]  # `[period]`, number of earlier samples from the same set
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the set of `sample`, and the number of earlier samples from this set."""
-        period, place = divmod(sample, len(self.choice))
-        chosen = int(self.choice[place])
-        return chosen, period * int(self.quotas[chosen]) + int(self.rank[place])
+        """Return the set `sample` is drawn from, and the number of earlier samples from it."""
+        period, offset = divmod(sample, len(self.choice))
+        chosen = int(self.choice[offset])
+        return chosen, period * int(self.quotas[chosen]) + int(self.rank[offset])
 
     def used(self, samples: int) -> NDArray[np.int64]:
-        """Return the number of samples of each set in the first `samples` samples, `[sets]`."""
+        """Return the number of samples from each set among the first `samples`, `[sets]`."""
         periods, rest = divmod(samples, len(self.choice))
         partial = np.bincount(self.choice[:rest], minlength=len(self.quotas))
         return periods * self.quotas + partial
 
 
 def build_blend(weights: Mapping[str, float]) -> Blend:
-    """Return the interleaving in which each set has the share weight / (sum of all weights).
+    """Interleave the sets in proportion to their weights.
 
     Raises:
-        ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum.
+        ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum of the weights.
     """
     total = math.fsum(weights.values())
     exact = np.array(list(weights.values()), dtype=np.float64) / total * BLEND_PERIOD
@@ -224,7 +225,7 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
                 f"weights, {total}, got {weight}"
             )
     quotas = np.floor(exact).astype(np.int64)
-    # The sets with the largest remainders get the samples that rounding down has left over.
+    # The samples left over from rounding down go to the sets with the largest remainders.
     leftover = np.argsort(quotas - exact, kind="stable")[: BLEND_PERIOD - quotas.sum()]
     quotas[leftover] += 1
     choice = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
@@ -237,16 +238,16 @@ class TrainingData(Dataset[Tensor]):
     """All samples of a run: `data[k]` is sample k, for any k >= 0.
 
     A sample is int64 `[sequence_length + 1]`, or includes borders as in `TokenSet.sample`. A run
-    with several mixtures has one object per mixture. `at` returns the object for a step.
+    with several mixtures has one object per mixture; `at` returns the object for a given step.
 
     Args:
-        sets: (name, prefix, weight) of each set, in any order. A weight may be 0 if the set has a
-            positive weight in a phase.
-        sequence_length: number of tokens that the model predicts per sample.
-        seed: seed of the order within the sets.
+        sets: a (name, prefix, weight) triple per set, in any order. A weight may be 0 if the set
+            has a positive weight in a phase.
+        sequence_length: number of tokens predicted per sample.
+        seed: seed for the order within each set.
         open_set: function that opens a set; the default reads files.
-        phases: (number of earlier steps, weights by set) of each later phase, ascending.
-        borders: treatment of the borders between documents.
+        phases: (number of preceding steps, weights by set) for each later phase, in order.
+        borders: how to treat document borders.
 
     Raises:
         ConfigError: a weight is below 1/`BLEND_PERIOD` of the sum of the weights.
@@ -265,7 +266,7 @@ class TrainingData(Dataset[Tensor]):
     ) -> None:
         ordered = sorted(sets, key=lambda each: each[0])
         self.all_sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
-        """The sets of all phases; `sets` contains only the sets of this phase."""
+        """The sets used in any phase; `sets` contains only those used in this phase."""
         self.sequence_length = sequence_length
         self.seed = seed
         self.borders = borders
@@ -275,17 +276,17 @@ class TrainingData(Dataset[Tensor]):
         self.later = tuple((step, copy.copy(self)._mix(weights)) for step, weights in phases)
 
     def _mix(self, weights: Mapping[str, float]) -> "TrainingData":
-        """Set the mixture to `weights`, and return this object."""
+        """Set the mixture to `weights` and return self."""
         self.sets = [each for each in self.all_sets if weights.get(each.name)]
         self.blend = build_blend({each.name: weights[each.name] for each in self.sets})
         return self
 
     def at(self, step: int) -> "TrainingData":
-        """Return the data object whose mixture is used after `step` steps."""
+        """Return the data object with the mixture in effect after `step` steps."""
         return next((data for start, data in reversed(self.later) if start <= step), self)
 
     def since(self, phase: Phase) -> "TrainingData":
-        """Return a copy with the current sets and weights for `phase`, whose first sample is
+        """Return a copy with the same sets and weights for `phase`, which starts at sample
         `data[phase.sample]`."""
         data = copy.copy(self)
         data.phase = phase
@@ -296,16 +297,16 @@ class TrainingData(Dataset[Tensor]):
         return torch.from_numpy(self.sets[chosen].sample(window, self.borders))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """Return (index in `sets`, window) of a sample of this phase."""
+        """Return the (index in `sets`, window) a sample of this phase is read from."""
         chosen, earlier = self.blend.locate(sample - self.phase.sample)
         token_set = self.sets[chosen]
         before = self.phase.tokens(token_set.name) // self.sequence_length
-        epoch, place = divmod(before + earlier, len(token_set))
-        return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
+        epoch, index = divmod(before + earlier, len(token_set))
+        return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[index]
 
     def read(self, samples: int) -> dict[str, SetCount]:
-        """Return each set's counts in the first `samples` samples of a run. The last sample must be
-        in this phase."""
+        """Return the per-set counts over the first `samples` samples of a run. The last of these
+        samples must be in this phase."""
         counts = dict(self.phase.read)
         used = self.blend.used(samples - self.phase.sample).tolist()
         for each, new in zip(self.sets, used, strict=True):
@@ -318,10 +319,10 @@ class TrainingData(Dataset[Tensor]):
         return counts
 
     def phase_after(self, sample: int, read: Counts) -> Phase:
-        """Return the phase that begins at `sample` with the current sets, in a run with the counts
-        `read`.
+        """Return a phase that starts at `sample` with the current sets, given the counts `read` so
+        far.
 
-        If the content of a set has changed, the phase reads the set from its start.
+        A set whose content has changed is read from its start.
         """
         present = {each.name: each.digest for each in self.all_sets}
         same = {n: c for n, c in read.items() if present.get(n, c.content) == c.content}
@@ -329,12 +330,12 @@ class TrainingData(Dataset[Tensor]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples of this phase. The shares sum to 1."""
+        """Each set's share of the samples in this phase. The shares sum to 1."""
         shares = (self.blend.quotas / len(self.blend.choice)).tolist()
         return {each.name: share for each, share in zip(self.sets, shares, strict=True)}
 
     def describe(self, counts: Counts) -> list[SetUse]:
-        """Return the use of each set, sorted by name, in a run with the given counts."""
+        """Describe how each set is used in a run with the given counts, sorted by name."""
         uses, shares = [], self.shares
         for each in self.all_sets:
             count = counts.get(each.name, UNREAD)
@@ -344,10 +345,10 @@ class TrainingData(Dataset[Tensor]):
         return uses
 
     def attended_length(self) -> float:
-        """Return the length L such that documents of equal length L would have the same mean number
-        of keys per token as this mixture.
+        """Return the length L such that documents that all have length L would give the same mean
+        number of keys per token as this mixture.
 
-        L is the window length if attention crosses document borders.
+        If attention crosses document borders, L is the window length.
         """
         if not self.borders.mask:
             return float(self.sequence_length)
@@ -355,14 +356,13 @@ class TrainingData(Dataset[Tensor]):
         return float(np.average(lengths, weights=self.blend.quotas))
 
     def earlier(self) -> dict[str, int]:
-        """Return the number of tokens that earlier phases read from each set that has since been
-        removed, by name."""
+        """Map each removed set to the number of tokens read from it in earlier phases."""
         present = {each.name for each in self.all_sets}
         return {n: count.tokens for n, count in self.phase.read.items() if n not in present}
 
     def fingerprint(self) -> str:
-        """Return a sha256 of everything that determines a phase's samples except the sets' counts.
-        Paths do not affect it."""
+        """Return a SHA-256 digest of everything that determines a phase's samples, except the
+        per-set counts. It is independent of paths."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest}".encode())

@@ -1,9 +1,10 @@
-"""Multiple-choice tasks: their files, and the token sequences to score.
+"""Multiple-choice tasks: task files, and the token sequences to score.
 
-Each line of a file is an example: a context, possible continuations (choices), and the index of the
-correct choice. Contexts and choices are tokenized as in lm-eval, so that scores are comparable. A
-space separates context and choice. Spaces at the end of a context are moved to the choice. If the
-context alone has n tokens, the choice consists of all tokens of the whole text except the first n.
+Each line of a file is an example: a context, candidate continuations (choices), and the index of
+the correct choice. Contexts and choices are tokenized as in lm-eval to make scores comparable.
+Context and choice are joined by a space, and trailing spaces of the context are moved to the
+choice. If the context alone has n tokens, the choice is everything after the first n tokens of the
+full text.
 """
 
 import json
@@ -25,25 +26,25 @@ DELIMITER: Final = " "
 """Separator between context and choice."""
 MOCK_EXAMPLES: Final = 8
 MOCK_CHOICES: Final = 4
-"""Number of choices per example of a random task."""
+"""Number of choices per example in a random task."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context, at least two choices, and the index of the correct choice."""
+    """A context, two or more choices, and the index of the correct one."""
 
     context: str
     choices: list[str]
     answer: int
 
     def line(self) -> str:
-        """Return the example as a line of a task file."""
+        """Format the example as a line of a task file."""
         return json.dumps(vars(self), ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of a context and a choice. The last `scored` tokens are the choice."""
+    """Tokens of a context followed by a choice, which is the last `scored` tokens."""
 
     tokens: list[int]
     scored: int
@@ -51,13 +52,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Task:
-    """The tokenized examples of a file.
+    """Tokenized examples from a task file.
 
-    requests   requests of all choices, example by example
-    answers    index of the correct choice of each example
-    sizes      number of characters of each choice of each example
-    cut        number of examples with a request that is cut at its beginning to fit the window
-    sha256     hash of the file, None for a random task
+    requests   one request per choice, example by example
+    answers    index of the correct choice for each example
+    sizes      number of characters in each choice, per example
+    cut        number of examples with a request truncated from the left to fit the window
+    sha256     hash of the file, or None for a random task
     """
 
     name: str
@@ -69,21 +70,21 @@ class Task:
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of random guesses."""
+        """Expected accuracy of random guessing."""
         return sum(1 / len(sizes) for sizes in self.sizes) / len(self.sizes)
 
     @property
     def repeated(self) -> int:
-        """Number of examples in which two choices have equal tokens and therefore equal scores."""
+        """Number of examples with two choices that have the same tokens, and thus equal scores."""
         requests = iter(self.requests)
         whole = [[tuple(next(requests).tokens) for _ in sizes] for sizes in self.sizes]
         return sum(len({*tokens}) < len(tokens) for tokens in whole)
 
     def __str__(self) -> str:
-        """Return the description of the task that a run prints at its start."""
+        """Return the task description that is printed at the start of a run."""
         made = "" if self.sha256 is not None else ", of random tokens, because data.mock is true"
-        cut = f"; {self.cut:,} examples are longer than a sequence and are truncated at the start"
-        equal = f"; {self.repeated:,} examples have equal choices (ties select the first choice)"
+        cut = f"; {self.cut:,} examples exceed the sequence length and are truncated from the left"
+        equal = f"; {self.repeated:,} examples have identical choices (ties go to the first choice)"
         tokens = sum(len(request.tokens) for request in self.requests)
         return (
             f"task {self.name}: {len(self.answers):,} examples, {len(self.requests):,} choices, "
@@ -93,7 +94,7 @@ class Task:
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """Return the first `count` examples of a file, or all examples if `count` is None.
+    """Read the first `count` examples from a file, or all of them if `count` is None.
 
     Raises DataError if the file cannot be read or a line is not a valid example.
     """
@@ -122,7 +123,7 @@ def _example(line: str, where: str) -> Example:
 
 
 def example_of(row: Any, where: str) -> Example:
-    """Return `row` as an example. Raise a DataError that begins with `where` if it is invalid."""
+    """Convert `row` to an example. Raise a DataError prefixed with `where` if it is invalid."""
     if not isinstance(row, dict) or set(row) != set(KEYS):
         keys = sorted(row) if isinstance(row, dict) else row
         raise DataError(f"{where}: keys must be {', '.join(KEYS)}, got {keys!r:.80}")
@@ -151,12 +152,12 @@ def read_task(
     end_token: int | None,
     count: int | None = None,
 ) -> Task:
-    """Return the first `count` examples of a file, or all examples if `count` is None, as tokens.
+    """Read and tokenize the first `count` examples from a file, or all of them if `count` is None.
 
     Args:
-        window: sequence length, the largest number of input tokens of the model.
+        window: sequence length, i.e. the maximum number of input tokens.
         vocab_size: vocabulary size without padding.
-        end_token: end-of-document token, used as the context if an example's context is empty.
+        end_token: end-of-document token, used as the context of examples with an empty context.
 
     Raises DataError if the file is not a task file or a choice cannot be scored.
     """
@@ -191,7 +192,7 @@ def read_task(
 def _requests(
     example: Example, tokenizer: Tokenizer, end_token: int | None, where: str
 ) -> Iterator[Request]:
-    """Yield the request of each choice, split as in lm-eval's `loglikelihood`, but not cut."""
+    """Yield a request per choice, split as in lm-eval's `loglikelihood` but not yet truncated."""
     context = example.context.rstrip()
     spaces = example.context[len(context) :]
     texts = [spaces + DELIMITER + choice for choice in example.choices]
@@ -202,10 +203,10 @@ def _requests(
     if not example.context:
         if end_token is None:
             raise DataError(
-                f"{where}: an empty context needs the end-of-document token, but the data has no "
-                "manifest that states it"
+                f"{where}: an empty context requires the end-of-document token, but the data has "
+                "no manifest to define it"
             )
-        # A choice that begins with the end token is its own context.
+        # A choice that starts with the end token provides its own context.
         wholes = [ids if ids[:1] == [end_token] else [end_token, *ids] for ids in wholes]
         before = [end_token]
     for ids in wholes:
@@ -215,7 +216,7 @@ def _requests(
 
 
 def made_task(name: str, *, window: int, vocab_size: int) -> Task:
-    """Return a task of random tokens, with lengths up to the window, equal on all ranks."""
+    """Generate a task of random tokens with lengths up to the window, identical on all ranks."""
     generator = np.random.default_rng(0)
     lengths = np.linspace(2, window + 1, MOCK_EXAMPLES * MOCK_CHOICES).astype(int)
     requests = [
@@ -227,18 +228,18 @@ def made_task(name: str, *, window: int, vocab_size: int) -> Task:
 
 
 def accuracies(task: Task, likelihoods: Sequence[float]) -> tuple[float, float]:
-    """Return lm-eval's `acc` and `acc_norm` of a task, given the log-likelihood of each request.
+    """Compute lm-eval's `acc` and `acc_norm` for a task from the log-likelihood of each request.
 
-    The predicted choice is the first choice with the largest log-likelihood. For `acc_norm`,
-    log-likelihoods are divided by the number of characters. Both results are NaN if a
-    log-likelihood is NaN (lm-eval selects the first NaN).
+    The prediction is the first choice with the highest log-likelihood. For `acc_norm`,
+    log-likelihoods are divided by the number of characters. Both are NaN if any log-likelihood is
+    NaN (lm-eval would pick the first NaN).
     """
     if np.isnan(likelihoods).any():
         return math.nan, math.nan
-    place, right, right_by_character = 0, 0, 0
+    start, right, right_by_character = 0, 0, 0
     for answer, sizes in zip(task.answers, task.sizes, strict=True):
-        scores = np.array(likelihoods[place : place + len(sizes)])
+        scores = np.array(likelihoods[start : start + len(sizes)])
         right += int(scores.argmax()) == answer
         right_by_character += int((scores / np.array(sizes)).argmax()) == answer
-        place += len(sizes)
+        start += len(sizes)
     return right / len(task.answers), right_by_character / len(task.answers)

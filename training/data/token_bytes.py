@@ -1,8 +1,8 @@
-"""Bytes of text per token of a byte-level tokenizer.
+"""Text bytes per token for byte-level tokenizers.
 
-A byte-level BPE represents every byte as one printable character (GPT-2's byte alphabet). The
-length of a token in characters therefore equals its length in bytes. The lengths of a document's
-tokens sum to the length of its UTF-8 text, so bits per byte are exact.
+A byte-level BPE maps every byte to a printable character (GPT-2's byte alphabet), so a token has as
+many characters as bytes. The token lengths of a document add up to the length of its UTF-8 text,
+which makes bits per byte exact.
 """
 
 from collections.abc import Iterable
@@ -19,26 +19,26 @@ from training.data.manifest import Manifest
 from training.errors import DataError
 from training.json_file import read_json
 
-# Printable characters represent themselves; characters from U+0100 represent the other 68 bytes.
+# Printable characters represent themselves; the other 68 bytes map to characters from U+0100 on.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
 AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a BPE that mark tokens with characters that are not in the text."""
+"""BPE settings that add characters to tokens that are not in the text."""
 CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
-"""Pre-tokenizers that only split text and preserve all characters, unless `behavior` is Removed."""
+"""Pre-tokenizers that only split text without dropping characters, unless `behavior` is Removed."""
 LARGEST_ID: Final = 1 << 24
 
 
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
-    """Return the number of text bytes of each token id, int32 `[vocab]`, 0 for special tokens.
+    """Return the number of text bytes per token id, int32 `[vocab]`, with 0 for special tokens.
 
-    Returns None for a tokenizer that is not byte-level, because its tokens have no fixed number of
-    bytes. `ValidationData` then decodes the tokens that it reads.
+    Returns None if the tokenizer is not byte-level, in which case tokens have no fixed number of
+    bytes and `ValidationData` decodes the tokens it reads.
 
     Args:
-        source: the manifest of a prepared folder, a tokenizer.json, or the folder that contains it.
+        source: the manifest of a prepared folder, a tokenizer.json, or the folder containing it.
 
     Raises:
         DataError: the tokenizer file is missing or is not a tokenizer.json.
@@ -47,7 +47,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     if not is_byte_level(content):
         return None
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
-    for token in content["added_tokens"]:  # their content is plain text, not the byte alphabet
+    for token in content["added_tokens"]:  # stored as plain text, not in the byte alphabet
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
@@ -55,9 +55,9 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def vocabulary_size(source: str | Path) -> int:
-    """Return 1 + the largest token id of a tokenizer.json. `source` is the file or its folder.
+    """Return 1 + the largest token id in a tokenizer.json. `source` is the file or its folder.
 
-    Raises DataError like `read_tokenizer_json`.
+    Raises DataError as `read_tokenizer_json` does.
     """
     content = read_tokenizer_json(tokenizer_file(source))
     vocab = content["model"].get("vocab") or {}
@@ -66,7 +66,7 @@ def vocabulary_size(source: str | Path) -> int:
 
 
 def tokenizer_file(source: Manifest | str | Path) -> Path:
-    """Return the path of the tokenizer.json of a manifest, in a folder, or at the given path."""
+    """Return the path to the tokenizer.json of a manifest, in a folder, or at the given path."""
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
     return path / "tokenizer.json" if path.is_dir() else path
 
@@ -74,10 +74,10 @@ def tokenizer_file(source: Manifest | str | Path) -> Path:
 def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    The tokenizer must be a BPE. Its vocabulary must use the byte alphabet and include all 256
-    bytes. Its byte-level pre-tokenizer must not add a space before the text. No step may change,
-    add or remove characters: there must be no normalizer, other pre-tokenizers must only split, and
-    added tokens must not remove the spaces next to them.
+    The tokenizer must be a BPE whose vocabulary uses the byte alphabet and includes all 256 bytes.
+    Its byte-level pre-tokenizer must not prepend a space to the text. No step may change, add or
+    remove characters: there must be no normalizer, other pre-tokenizers must only split, and added
+    tokens must not strip adjacent spaces.
     """
     model, steps = content["model"], _steps(content.get("pre_tokenizer"), "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -86,7 +86,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     normalizers = _steps(content.get("normalizer"), "normalizers")
     changed = bool(normalizers) or any(model.get(name) for name in AFFIXES)
     only_cuts = all(s["type"] in CUTS and s.get("behavior") != "Removed" for s in steps)
-    # Special tokens in a text are encoded as plain text.
+    # Special tokens that occur in a text are encoded as plain text.
     changed |= any(
         not token["special"] and (token.get("lstrip") or token.get("rstrip"))
         for token in content["added_tokens"]
@@ -101,7 +101,7 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 
 
 def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section as a flat list; [] if the section is None."""
+    """Flatten the steps of a section into a list; [] if the section is None."""
     if section is None:
         return []
     if section.get("type") == "Sequence":
@@ -112,11 +112,11 @@ def _steps(section: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def decoded_bytes(
     tokenizer: Tokenizer, documents: Iterable[tuple[NDArray[np.integer], int]]
 ) -> int:
-    """Return the number of text bytes in tokens of documents, for any tokenizer.
+    """Count the text bytes of document tokens by decoding them, for any tokenizer.
 
     Args:
-        tokenizer: the tokenizer of the tokens.
-        documents: for each document, its first tokens, and the number of uncounted tokens.
+        tokenizer: the tokenizer that produced the tokens.
+        documents: for each document, its first tokens, and how many of these not to count.
     """
     size = 0
     for tokens, before in documents:
@@ -126,19 +126,19 @@ def decoded_bytes(
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, without the file's truncation and padding. Raise
-    DataError if `tokenizers` cannot read it."""
+    """Load a tokenizer.json, ignoring its truncation and padding settings. Raise DataError if
+    `tokenizers` cannot read it."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+        raise DataError(f"cannot read tokenizer {path}: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
-    """Return the parsed content of a tokenizer.json, including `model` and `added_tokens`.
+    """Parse a tokenizer.json; the result always contains `model` and `added_tokens`.
 
     Raises:
         DataError: the file is missing or is not a tokenizer.json.
@@ -148,7 +148,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(f"tokenizer file {path} does not exist") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+        raise DataError(f"cannot read tokenizer {path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise DataError(f"{path} is not a tokenizer.json: section 'model' is missing")
     content = {"added_tokens": [], **content}
@@ -159,9 +159,9 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def _wrong_id(content: dict[str, Any]) -> str | None:
-    """Return a message about the first invalid or duplicate id, or None if there is none."""
+    """Return a message about invalid or duplicate token ids, or None if there are none."""
     vocab = content["model"].get("vocab")
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []  # a list in unigram models
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []  # unigram models have a list
     for id_ in [*ids, *(token.get("id") for token in content["added_tokens"])]:
         if type(id_) is not int or not 0 <= id_ <= LARGEST_ID:
             return f"token ids must be integers in [0, 2^24], got {id_!r:.40}"

@@ -1,4 +1,4 @@
-"""A token set: the tokens of a .bin/.idx pair as a stream that is split into windows."""
+"""A token set: the tokens in a .bin/.idx pair as a single stream, split into windows."""
 
 import hashlib
 import os
@@ -27,34 +27,35 @@ from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import DataError, MissingSetError
 
-_SCAN = 1 << 24  # number of tokens that a scan of a whole set reads at a time
+_SCAN = 1 << 24  # number of tokens read at a time when scanning a whole set
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
-"""Size in bytes up to which all tokens of a set without block hashes are read at the start."""
+"""Size in bytes up to which a set without block hashes is read in full at startup."""
 SPREAD = 64
-"""Number of blocks that `verify="sample"` compares at the start."""
+"""Number of blocks verified at startup with `verify="sample"`."""
 
 
 class TokenSet:
-    """Tokens of a .bin/.idx pair as windows of `sequence_length + 1` tokens.
+    """Tokens in a .bin/.idx pair, as windows of `sequence_length + 1` tokens.
 
-    The documents form one stream. Window i begins at token `i * sequence_length`, so consecutive
-    windows share one token: the last target of a window is the first input of the next window. Each
-    token except the first is a target exactly once. Tokens after the last full window are not used.
+    The documents are concatenated into one stream. Window i starts at token `i * sequence_length`,
+    so consecutive windows overlap by one token: the last target of a window is the first input of
+    the next. Each token except the first is a target exactly once. Tokens after the last full
+    window are not used.
 
     Args:
-        name: the name of the set in the config, used in errors.
-        prefix: path of both files without suffix.
-        sequence_length: number of tokens that the model predicts per window.
-        vocab_size: exclusive upper bound of token ids in windows; None does not check ids.
-        verify: parts to compare with the hashes in the manifest of the folder. none: no parts;
-            sample: the index and 64 blocks of tokens now, every other block at its first use; full:
-            all parts now.
-        share: (rank, size) of the ranks that share the blocks of `full`.
+        name: name of the set in the config, used in errors.
+        prefix: path of both files, without suffix.
+        sequence_length: number of tokens predicted per window.
+        vocab_size: exclusive upper bound on token ids in windows; None disables the check.
+        verify: what to verify against the hashes in the folder's manifest. none: nothing; sample:
+            the index and 64 blocks of tokens up front, every other block on first use; full:
+            everything up front.
+        share: (rank, size) among the ranks that split the blocks of `full`.
 
     Raises:
-        DataError: a file is missing, truncated, corrupt or different from the manifest, or there is
+        DataError: a file is missing, truncated, corrupt or does not match the manifest, or there is
             no full window. `read` may also raise DataError.
     """
 
@@ -89,12 +90,12 @@ class TokenSet:
         return (self.tokens - 1) // self.sequence_length
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """Return window `index` of the stream, `[sequence_length + 1]`."""
+        """Return window `index`, `[sequence_length + 1]`."""
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def sample(self, index: int, borders: Borders) -> NDArray[np.int64]:
         """Return `window(index)` or, if borders are needed, `[2, sequence_length + 1]`: the tokens,
-        and the position in the window at which the document of each token starts."""
+        and for each token the position in the window at which its document starts."""
         window = self.window(index)
         if not borders.needed:
             return window
@@ -103,7 +104,7 @@ class TokenSet:
         return np.stack([window, first_tokens(starts, len(window))])
 
     def starts(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the documents' start positions in tokens `start` to `stop`, ascending."""
+        """Return the document starts within tokens `start` to `stop`, in ascending order."""
         return self._documents.starts(start, stop)
 
     @cached_property
@@ -114,33 +115,32 @@ class TokenSet:
         )
 
     def documents(self) -> int:
-        """Return the number of documents that contain tokens. Raise DataError if the index is
-        corrupt."""
+        """Return the number of nonempty documents. Raise DataError if the index is corrupt."""
         try:
             return self._documents.count()
         except ValueError as error:
             raise DataError(f"set {self.name}: {self.prefix}.idx is corrupt: {error}") from error
 
     def check_documents(self, borders: Borders) -> None:
-        """Raise DataError if the index has fewer than two documents, or if first tokens have no
-        loss and each document is a single token."""
+        """Raise DataError if the index has fewer than two documents, or if every document is a
+        single token and first tokens are excluded from the loss."""
         documents = self.documents()
         if documents < 2:
             raise DataError(
                 f"set {self.name}: {self.prefix}.idx must contain at least two documents for "
-                "data.document_mask and data.first_token_loss=false, got one: prepare the text "
+                "data.document_mask and data.first_token_loss=false, got one: prepare the data "
                 "again with separate documents"
             )
         if not borders.first_token_loss and documents == self.tokens:
             raise DataError(
-                f"set {self.name}: at least one document of {self.prefix}.idx must have two or "
-                "more tokens for data.first_token_loss=false, got only documents of one token"
+                f"set {self.name}: at least one document in {self.prefix}.idx must have two or "
+                "more tokens for data.first_token_loss=false, got only single-token documents"
             )
 
     @cached_property
     def attended_length(self) -> float:
-        """Length of equal documents with the same mean number of keys per token as this set's
-        documents. The mean is measured on evenly spaced windows."""
+        """Document length that, if shared by all documents, would give the same mean number of keys
+        per token as this set. The mean is measured over evenly spaced windows."""
         length = self.sequence_length
         windows = np.linspace(0, len(self) - 1, min(len(self), SPREAD_WINDOWS), dtype=np.int64)
         begins = (windows * length).tolist()
@@ -148,9 +148,9 @@ class TokenSet:
         return sum(squares) / (len(begins) * length)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return `count` tokens of the stream, starting at `start`: a view `[count]` of the file.
+        """Return `count` tokens of the stream starting at `start`, as a view `[count]` of the file.
 
-        Raises DataError if the tokens are damaged or outside the vocabulary.
+        Raises DataError if the tokens are corrupt or out of vocabulary.
         """
         tokens = self._stored(start, count)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
@@ -163,12 +163,13 @@ class TokenSet:
         return tokens
 
     def _stored(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens of the file after comparing their blocks' hashes, without checking ids."""
+        """Return tokens from the file after verifying their blocks, without checking the ids."""
         size = self._dtype.itemsize
-        there = os.path.getsize(self.prefix + ".bin")  # a read past the end would kill the process
-        if there < (start + count) * size:
+        available = os.path.getsize(self.prefix + ".bin")  # reading past the end is fatal
+        if available < (start + count) * size:
             raise DataError(
-                f"set {self.name}: {self.prefix}.bin was truncated to {there} bytes while in use"
+                f"set {self.name}: {self.prefix}.bin was truncated to {available} bytes while in "
+                "use"
             )
         if self._blocks is not None:
             self._blocks.check_bytes(start * size, (start + count) * size)
@@ -178,58 +179,58 @@ class TokenSet:
         return view
 
     def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """Return `count` bytes of the file, starting at `offset`, `[count]`."""
+        """Return `count` bytes of the file starting at `offset`, `[count]`."""
         view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
-        """Yield the tokens from `start` to `stop` in blocks that fit in memory."""
+        """Yield tokens `start` to `stop` in blocks that fit in memory."""
         for first in range(start, stop, _SCAN):
             yield self.read(first, min(_SCAN, stop - first))
 
     def document_parts(self, start: int, stop: int) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """Yield (tokens up to `stop`, number of tokens before `start`) of each document with tokens
-        from `start` to `stop` of the stream."""
+        """For each document that overlaps tokens `start` to `stop`, yield (its tokens up to `stop`,
+        the number of its tokens before `start`)."""
         size = self._dtype.itemsize
-        places = self._dataset.index.sequence_pointers
-        first = int(np.searchsorted(places, start * size, side="right")) - 1
-        last = int(np.searchsorted(places, stop * size, side="left"))
+        offsets = self._dataset.index.sequence_pointers
+        first = int(np.searchsorted(offsets, start * size, side="right")) - 1
+        last = int(np.searchsorted(offsets, stop * size, side="left"))
         lengths = self._dataset.index.sequence_lengths[first:last].tolist()
-        for place, length in zip(places[first:last].tolist(), lengths, strict=True):
-            begin = place // size
+        for offset, length in zip(offsets[first:last].tolist(), lengths, strict=True):
+            begin = offset // size
             if length:
                 yield self.read(begin, min(length, stop - begin)), max(0, start - begin)
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """Entry of this set in the manifest of its folder, or None if there is no manifest.
+        """This set's entry in the folder's manifest, or None if there is no manifest.
 
         Raises:
-            DataError: the manifest is unreadable or states another number of tokens.
+            DataError: the manifest is unreadable or lists a different number of tokens.
         """
         manifest = manifest_of(self.prefix)
         entry = None if manifest is None else manifest.sets[Path(self.prefix).name]
         if entry is not None and entry.tokens != self.tokens:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin contains {self.tokens} tokens, but the "
-                f"manifest in its folder states {entry.tokens}"
+                f"manifest in its folder lists {entry.tokens}"
             )
         return entry
 
     @property
     def stated_sha256(self) -> str | None:
-        """The sha256 of the tokens as stated in the manifest, None if there is no manifest."""
+        """SHA-256 of the tokens as listed in the manifest, or None if there is no manifest."""
         return None if self.entry is None else self.entry.sha256.get("bin")
 
     def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
-        """Compare the parts that `verify` selects. Return the block hashes, or None if there are
+        """Verify the parts selected by `verify`. Return the block hashes, or None if there are
         none."""
         size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
         if not stated:
             if verify == "full":
                 raise DataError(
-                    f"set {self.name}: data.verify=full needs hashes, but the folder of "
-                    f"{self.prefix} has no {MANIFEST_FILE} with hashes of the set"
+                    f"set {self.name}: data.verify=full requires hashes, but the folder of "
+                    f"{self.prefix} has no {MANIFEST_FILE} with hashes for this set"
                 )
             return None
         blocks = "blocks" in stated
@@ -238,8 +239,8 @@ class TokenSet:
                 continue
             if file_sha256(f"{self.prefix}.{kind}") != expected:
                 raise DataError(
-                    f"set {self.name}: {self.prefix}.{kind} is damaged: its sha256 differs from "
-                    f"the sha256 in {MANIFEST_FILE}"
+                    f"set {self.name}: {self.prefix}.{kind} is corrupt: its sha256 does not match "
+                    f"the one in {MANIFEST_FILE}"
                 )
         if not blocks:
             return None
@@ -250,16 +251,16 @@ class TokenSet:
         return hashes
 
     def max_token(self) -> int:
-        """Return the largest token id, from the manifest or else by scanning the set."""
+        """Return the largest token id, from the manifest or else found by a scan of the set."""
         return self._scanned[1] if self.entry is None else self.entry.max_token
 
     def min_token(self) -> int:
-        """Return the smallest token id: 0 with a manifest, otherwise found by scanning the set."""
+        """Return the smallest token id: 0 with a manifest, otherwise found by a scan of the set."""
         return self._scanned[0] if self.entry is None else 0
 
     @cached_property
     def _scanned(self) -> tuple[int, int]:
-        """Smallest token id (at most 0) and largest token id."""
+        """Smallest (at most 0) and largest token id."""
         smallest, largest = 0, 0
         for first in range(0, self.tokens, _SCAN):
             tokens = self._stored(first, min(_SCAN, self.tokens - first))
@@ -267,10 +268,10 @@ class TokenSet:
         return smallest, largest
 
     def unigram_entropy(self) -> float:
-        """Return the entropy of the set's token frequencies, in nats.
+        """Return the entropy of the set's token frequencies in nats.
 
-        The entropy is the lowest loss of a prediction without context. A model whose loss is not
-        lower has at best learned token frequencies.
+        This is the lowest loss achievable without context. A model that does not beat it has
+        learned token frequencies at best.
         """
         counts = np.zeros(0, dtype=np.int64)
         for block in self.blocks(0, self.tokens):
@@ -283,7 +284,7 @@ class TokenSet:
 
     @property
     def modified(self) -> str | None:
-        """Modification time of the token file, or None if `digest` or a manifest covers all
+        """Modification time of the token file, or None if `digest` or a manifest covers all its
         tokens."""
         facts = os.stat(self.prefix + ".bin")
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
@@ -292,14 +293,14 @@ class TokenSet:
 
     @property
     def rewritten(self) -> bool:
-        """Whether the token file was changed or replaced after it was opened.
+        """Whether the token file was modified or replaced after it was opened.
 
-        Blocks are compared with their hashes only once, so they do not detect such a change.
+        Block hashes do not detect this, because each block is verified only once.
         """
         return self._file_facts() != self._facts
 
     def _file_facts(self) -> tuple[int, int, int] | None:
-        """Return inode, size and modification time of the token file, or None if it is missing."""
+        """Return the token file's inode, size and modification time, or None if it is missing."""
         try:
             facts = os.stat(self.prefix + ".bin")
         except OSError:
@@ -308,10 +309,10 @@ class TokenSet:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 that identifies the set. It covers the sizes of both files, the index (which
-        contains the lengths of all documents) and the tokens. Of an index above 64 MiB it covers
-        the first and last 32 MiB. Of a token file above `WHOLE` bytes it covers 64 evenly spaced
-        blocks of 4 KiB.
+        """SHA-256 digest that identifies the set. It covers the sizes of both files, the index
+        (which contains all document lengths) and the tokens. If the index exceeds 64 MiB, only its
+        first and last 32 MiB are covered; if the token file exceeds `WHOLE` bytes, only 64 evenly
+        spaced blocks of 4 KiB.
         """
         digest = hashlib.sha256()
         for suffix, whole, spread, size in (
@@ -332,15 +333,14 @@ class TokenSet:
 
 
 OpenSet = Callable[[str, str | Path, int], TokenSet]
-"""Function that opens a set, from (name, path without suffix, sequence length)."""
+"""Function that opens a set, given (name, path without suffix, sequence length)."""
 
 
 def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
-    """Check that every token id of the sets is in [0, `vocab_size`).
+    """Check that every token id in the sets is in [0, `vocab_size`).
 
     Raises:
-        DataError: an id is out of range; the message contains the set, the id and the vocabulary
-            size.
+        DataError: an id is out of range; the message gives the set, the id and the vocabulary size.
     """
     wrong = [
         f"set {each.name} ({each.prefix}) contains token id {each.min_token()}, but ids must be in "
@@ -368,7 +368,7 @@ def no_file(name: str, prefix: str, suffix: str) -> str:
 
 
 def _check_files(name: str, prefix: str) -> None:
-    """Raise DataError if the index is incomplete; megatron-core would read past its end."""
+    """Raise DataError if the index is truncated, as megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise MissingSetError(no_file(name, prefix, suffix))
@@ -379,16 +379,16 @@ def _check_files(name: str, prefix: str) -> None:
         last = int.from_bytes(file.read(8), "little")
     corrupt = f"set {name}: {prefix}.idx is corrupt"
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise DataError(f"{corrupt}: the file must begin with the header of a Megatron index")
+        raise DataError(f"{corrupt}: the file must start with a Megatron index header")
     _, version, code, sequences, borders = HEADER.unpack(header)
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
     if code not in CODES.values():
-        raise DataError(f"{corrupt}: dtype code must be of an integer type, got {code}")
+        raise DataError(f"{corrupt}: dtype code must denote an integer type, got {code}")
     expected = HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
-            f"{corrupt}: {sequences} sequences and {borders} document borders need "
+            f"{corrupt}: {sequences} sequences and {borders} document borders take "
             f"{expected} bytes, but the file has {size}"
         )
     if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
@@ -415,5 +415,5 @@ def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
     if size != expected:
         raise DataError(
             f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected} bytes: "
-            "one file is truncated, or the files are from different preparations"
+            "one of the files is truncated, or they come from different preparations"
         )

@@ -1,4 +1,4 @@
-"""Windows of a validation set, and their number of text bytes."""
+"""Windows of a validation set, and the number of text bytes they contain."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ class ValidationData:
 
     Args:
         name: name of the set in the config.
-        prefix: path of the .bin/.idx pair without suffix.
-        sequence_length: number of tokens that the model predicts per window. Tokens after the last
-            full window are not used.
-        samples: largest number of windows; None uses the whole set.
+        prefix: path of the .bin/.idx pair, without suffix.
+        sequence_length: number of tokens predicted per window. Tokens after the last full window
+            are not used.
+        samples: maximum number of windows; None uses the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`, for a byte-level tokenizer.
-        tokenizer: tokenizer.json that decodes the tokens if `token_bytes` is None. If both
-            arguments are None, the number of bytes is estimated from the mean bytes per token in
-            the manifest; without a manifest, it is unknown.
+        tokenizer: tokenizer.json used to decode the tokens if `token_bytes` is None. If both are
+            None, the number of bytes is estimated from the manifest's mean bytes per token;
+            without a manifest, it is unknown.
         open_set: function that opens the set; the default reads files.
-        borders: treatment of the borders between documents.
+        borders: how to treat document borders.
 
     Raises:
         DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
@@ -62,7 +62,7 @@ class ValidationData:
             self.target_bytes -= self._bytes_of(left_out, token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None, tokenizer: Path | None) -> float | None:
-        """Return the number of text bytes of all targets, tokens 1 to `target_tokens`."""
+        """Return the number of text bytes in all targets, tokens 1 to `target_tokens`."""
         if token_bytes is None:
             entry = self.set.entry
             if tokenizer is not None:
@@ -77,18 +77,18 @@ class ValidationData:
         blocks = self.set.blocks(1, self.target_tokens + 1)
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
-    def _bytes_of(self, places: Sequence[int], token_bytes: Tensor | None) -> float:
-        """Return the number of text bytes of the tokens at `places`, estimated from the mean over
-        all targets if `token_bytes` is None."""
-        tokens = [int(self.set.read(place, 1)[0]) for place in places]
+    def _bytes_of(self, positions: Sequence[int], token_bytes: Tensor | None) -> float:
+        """Return the number of text bytes in the tokens at `positions`, estimated from the mean
+        over all targets if `token_bytes` is None."""
+        tokens = [int(self.set.read(position, 1)[0]) for position in positions]
         if token_bytes is None:
             assert self.target_bytes is not None
             return len(tokens) * self.target_bytes / self.target_tokens
         return float(token_bytes[tokens].sum())
 
     def _decoded_bytes(self, tokenizer: Tokenizer, entry: SetEntry | None) -> int:
-        """Return `_target_bytes` by decoding the targets, or all other tokens if there are fewer of
-        these and the manifest states the bytes of the whole set."""
+        """Compute `_target_bytes` by decoding the targets, or all other tokens if these are fewer
+        and the manifest lists the bytes in the whole set."""
         end, size = self.target_tokens + 1, self.set.tokens
         if entry is None or end - 1 < size - end:
             return decoded_bytes(tokenizer, self.set.document_parts(1, end))
@@ -96,13 +96,13 @@ class ValidationData:
         return entry.bytes - decoded_bytes(tokenizer, rest)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a mean loss in nats per token to bits per byte (None if bytes are unknown)."""
+        """Convert a mean loss in nats per token to bits per byte; None if the bytes are unknown."""
         if not self.target_bytes:
             return None
         return loss * self.counted_tokens / (math.log(2) * self.target_bytes)
 
     def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
-        """Return the number of micro-batches on each rank."""
+        """Return the number of micro-batches per rank."""
         return -(-self.samples // (micro_batch * data_size))
 
     def batches(
@@ -111,8 +111,8 @@ class ValidationData:
         """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
         With document borders, tokens are `[micro_batch, 2, ...]` as in `TokenSet.sample`. The
-        weights, float32 `[micro_batch]`, are 1 for windows to evaluate and 0 for repetitions of the
-        last window, which pad the last batch. Over all ranks, every window has weight 1 once.
+        weights, float32 `[micro_batch]`, are 1 for windows to evaluate and 0 for copies of the last
+        window that pad the last batch. Across ranks, every window has weight 1 exactly once.
         """
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
             first = (batch * data_size + data_rank) * micro_batch

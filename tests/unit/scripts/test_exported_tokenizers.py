@@ -152,7 +152,7 @@ def test_no_tokenizer_is_said_and_not_replaced(trained, tmp_path, capsys) -> Non
     assert main(["export", str(weights), str(again)]) == 2
     assert "had none; pass --tokenizer PATH, or --no-tokenizer" in capsys.readouterr().err
     trained("template", "new", checkpoint__initialize_from=weights)
-    said = "the tokenizer of the weights is unknown, so token ids may have other meanings"
+    said = "the tokenizer of the weights is unknown, so token ids may have different meanings"
     assert f"warning: checkpoint.initialize_from: {said}" in capsys.readouterr().out
     assert said in (tmp_path / "new" / "events.jsonl").read_text()
     given = ["--tokenizer", str(tmp_path / "source")]

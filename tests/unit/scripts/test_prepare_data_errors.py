@@ -224,7 +224,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/twice.parquet --train-tokenizer 300", "must have one column 'text', got 2"),
     ("set={}/rows.jsonl --tokenizer {}/nowhere.json",
      "nowhere.json must be an existing file or folder"),
-    ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
+    ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
     ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token, which the end"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),

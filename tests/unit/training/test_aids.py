@@ -99,7 +99,7 @@ def test_a_log_that_is_removed_begins_again(tmp_path, capsys):
         path.unlink()
         log.append({"step": 2})
     assert [line["step"] for line in json_lines(path)] == [2]
-    assert "metrics.jsonl was removed: a new file is created" in capsys.readouterr().out
+    assert "metrics.jsonl was removed: creating a new file" in capsys.readouterr().out
 
 
 def test_lines_that_never_could_be_written_are_counted(tmp_path, capfd):

@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_export(keys, world, tmp_path, capsys):
     assert len({round(value, 3) for value in ours}) > 10
     mean = (lines[-1]["task/words/acc"] + lines[-1]["task/digits/acc"]) / 2
     assert lines[-1]["task/acc"] == pytest.approx(mean)
-    assert "4 examples are longer than a sequence and are truncated at the start" in printed
+    assert "4 examples exceed the sequence length and are truncated from the left" in printed
     assert f"step 6 tasks, acc (acc_norm): words {lines[-1]['task/words/acc']:.4f}" in printed
     assert plot([str(tmp_path / "run"), "--html"]) == 0
     assert "Downstream tasks" in (tmp_path / "run" / "report.html").read_text()
@@ -253,7 +253,7 @@ def test_files_that_are_none_are_refused(tokens, world, folder, tmp_path):
         with pytest.raises(DataError, match="task file"):
             build_tasks(config)
     files = write_tasks(tmp_path)
-    with pytest.raises(ConfigError, match=r"tasks\.files needs data\.tokenizer, because"):
+    with pytest.raises(ConfigError, match=r"tasks\.files requires data\.tokenizer, because"):
         train(tiny_config(folder, **task_keys(files)), world)
     config = tiny_config(str(tmp_path), **keys | {"model__vocab_size": 40}, **task_keys(files))
     with pytest.raises(DataError, match=r"must be below model\.vocab_size = 40"):
@@ -310,7 +310,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tokens, tmp_path):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(content))
     keys = {"data__train__walk__path": f"{data}/tokens.train", "model__vocab_size": 300}
-    with pytest.raises(DataError, match=r"must have sha256 .* as stated in manifest"):
+    with pytest.raises(DataError, match=r"must have sha256 .* as listed in manifest"):
         build_data(tiny_config(str(tmp_path), **keys, data__validation="null"))
     build_data(tiny_config(str(tmp_path), **keys, data__validation="null", data__verify="none"))
     own = {"data__tokenizer": f"{tokens}/tokenizer.json"}  # the replacement is not used
@@ -325,7 +325,7 @@ def test_equal_choices_are_counted_in_the_line_of_a_task(choices, said, tokens, 
     file.write_text(text, encoding="utf-8-sig")  # with a byte order mark, as prepare_task.py reads
     keys = {"data__train__walk__path": f"{tokens}/tokens.train", "model__vocab_size": 300}
     (task,) = build_tasks(tiny_config(str(tmp_path), **keys, **task_keys({"t": str(file)})))
-    assert ("; 1 examples have equal choices (ties" in str(task)) == said
+    assert ("; 1 examples have identical choices (ties" in str(task)) == said
 
 
 def test_only_requests_longer_than_a_window_and_its_label_are_cut(tokens, tmp_path):

@@ -72,7 +72,7 @@ def test_the_end_of_a_document_is_part_of_a_sample(tokens, world, tmp_path, monk
 
 def test_samples_without_a_tokenizer_are_refused(world, folder) -> None:
     config = tiny_config(folder, validation__samples_interval=2, validation__samples_tokens=4)
-    with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, because no"):
+    with pytest.raises(ConfigError, match="samples_interval requires data.tokenizer, because"):
         train(config, world)
 
 

@@ -77,13 +77,13 @@ def test_a_trace_has_its_steps_and_changes_no_result(folder, world, capsys):
 
 
 ASKED = "of the requested steps 2 to 3"
-AGAIN = "were taken before this start; to profile again, set a later log.profile.first"
+AGAIN = "were taken before this start; to profile again, increase log.profile.first"
 
 
 @pytest.mark.parametrize(
     ("after", "last", "text"),
     [
-        (0, 1, "none, because steps 2 to 3 are after step 1, the run's last step"),
+        (0, 1, "none, because steps 2 to 3 are past step 1, the run's last step"),
         (0, 2, f"steps 2 to 2 {ASKED}, rank 0, in"),
         (1, 3, "steps 2 to 3, rank 0, in"),
         (2, 3, f"steps 3 to 3 {ASKED}, rank 0, in"),

@@ -127,4 +127,4 @@ def test_a_set_that_is_written_to_while_it_is_read_is_named_once(run, tokens, ca
 
     run(4, on_step=write, log__interval=1)
     said = capsys.readouterr().out
-    assert said.count(f"warning: {tokens} was changed after the run had") == 1
+    assert said.count(f"warning: {tokens} was modified after the run opened it") == 1

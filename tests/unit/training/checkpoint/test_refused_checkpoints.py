@@ -115,7 +115,7 @@ def test_damaged_logs_do_not_stop_a_run(finished, run_dir, capsys):
     more: Any = ["train.steps=6", "checkpoint.allow_change=[schedule]"]
     assert start(finished, run_dir, *more) == 0
     printed = capsys.readouterr().out
-    assert f"dropped {len(LINES)} damaged lines of metrics.jsonl" in printed
+    assert f"dropped {len(LINES)} damaged lines from metrics.jsonl" in printed
     steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl").lines]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000006\n"

@@ -131,7 +131,7 @@ def test_sets_without_documents_are_refused(tmp_path) -> None:
         one.check_documents(MASKED)
     single = TokenSet("single", write(tmp_path / "single", [[1]] * 30), LENGTH)
     single.check_documents(MASKED)
-    with pytest.raises(DataError, match="set single: at least one document of .* must have two"):
+    with pytest.raises(DataError, match="set single: at least one document in .* must have two"):
         single.check_documents(UNCOUNTED)
 
 
@@ -140,7 +140,7 @@ def test_documents_out_of_order_are_refused(tmp_path) -> None:
     content = bytearray((tmp_path / "set.idx").read_bytes())
     content[-16:-8] = (0).to_bytes(8, "little")  # the third document begins before the second
     (tmp_path / "set.idx").write_bytes(content)
-    with pytest.raises(DataError, match="set.idx is corrupt: documents must be in the order"):
+    with pytest.raises(DataError, match="set.idx is corrupt: documents must be listed in the same"):
         TokenSet("set", prefix, LENGTH).check_documents(MASKED)
 
 

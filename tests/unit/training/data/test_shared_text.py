@@ -40,8 +40,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory):
         ({"a": "whole/a.train"}, {"a": "link/a.train"}, "both sets are"),
         ({"a": "bare/a.train"}, {"a": "bare/a.train"}, "both sets are"),
         ({"a": "whole/a.train"}, {"a": "copy/a.train"}, "have equal tokens"),
-        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "1 inputs are common to"),
-        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "1 inputs are common to"),
+        ({"a": "whole/a.train"}, {"a": "cut/a.validation"}, "have 1 inputs in common"),
+        ({"a": "whole/a.train", "b": "cut/a.train"}, {}, "have 1 inputs in common"),
         ({"a": "other/a.train", "b": "other/b.train"}, {}, "have equal tokens"),
         ({"a": "cut/a.train"}, {"a": "cut/a.validation"}, None),
         ({"a": "whole/a.train", "b": "other/b.train"}, {}, None),
@@ -63,8 +63,8 @@ def test_sets_of_the_same_text_are_named(prepared, train, validation, how) -> No
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, "not verified, because no manifest.json states their hashes: train.b, validation.a"),
-        ({"verify": "full"}, "no manifest.json states their hashes: train.b, validation.a"),
+        ({}, "not verified, because no manifest.json has their hashes: train.b, validation.a"),
+        ({"verify": "full"}, "no manifest.json has their hashes: train.b, validation.a"),
         ({"verify": "none"}, None),
         ({"mock": True}, None),
         ({"train": {"a": "whole"}, "validation": {}}, None),

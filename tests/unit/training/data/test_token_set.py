@@ -79,11 +79,11 @@ def test_the_sets_of_the_folder_are_named_for_a_wrong_prefix(wrong: str, tmp_pat
 CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no idx": (lambda i, b: i.unlink(), r"no file .*set\.idx"),
     "no bin": (lambda i, b: b.unlink(), r"no file .*set\.bin"),
-    "empty idx": (lambda i, b: truncate(i, 0), "the file must begin with the header"),
-    "other file": (lambda i, b: patch(i, 0, b"{"), "the file must begin with the header"),
+    "empty idx": (lambda i, b: truncate(i, 0), "must start with a Megatron index header"),
+    "other file": (lambda i, b: patch(i, 0, b"{"), "must start with a Megatron index header"),
     "version": (lambda i, b: patch(i, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
-    "dtype": (lambda i, b: patch(i, 17, b"\x06"), "dtype code must be of an integer type, got 6"),
-    "cut idx": (lambda i, b: truncate(i, 60), "need 102 bytes, but the file has 60"),
+    "dtype": (lambda i, b: patch(i, 17, b"\x06"), "dtype code must denote an integer type, got 6"),
+    "cut idx": (lambda i, b: truncate(i, 60), "take 102 bytes, but the file has 60"),
     "long count": (lambda i, b: patch(i, 18, b"\xff" * 8), "the file has 102"),
     "empty bin": (lambda i, b: truncate(b, 0), "must contain tokens, got none"),
     "cut bin": (lambda i, b: truncate(b, 100), "has 100 bytes, but its index describes 200"),
@@ -141,7 +141,7 @@ def test_manifest_beside_the_set_must_agree_with_it(prefixes, tmp_path) -> None:
     assert TokenSet("a", prefixes["a"], 8).max_token() == 12345  # taken, not scanned
     write_manifest(tmp_path, tokens=999)
     with pytest.raises(
-        DataError, match="contains 1000 tokens, but the manifest in its folder states 999"
+        DataError, match="contains 1000 tokens, but the manifest in its folder lists 999"
     ):
         TokenSet("a", prefixes["a"], 8).max_token()
 
@@ -199,7 +199,7 @@ def test_zeros_of_the_right_size_are_refused(prepared: Path) -> None:
     path = prepared / "tokens.train.bin"
     path.write_bytes(bytes(path.stat().st_size))
     for verify in ("sample", "full"):
-        with pytest.raises(DataError, match="tokens.train.bin is damaged: bytes 0 to 65536"):
+        with pytest.raises(DataError, match="tokens.train.bin is corrupt: bytes 0 to 65536"):
             opened(prepared, verify)
     assert opened(prepared, "none").window(0).sum() == 0
 
@@ -212,9 +212,9 @@ def test_a_flipped_bit_is_noticed_when_it_is_first_read(prepared, monkeypatch) -
     tokens = opened(prepared)
     tokens.window(0)
     bad = place // 2 // SEQUENCE - 1
-    with pytest.raises(DataError, match="bytes 65536 to 131072 differ from their stored hash"):
+    with pytest.raises(DataError, match="bytes 65536 to 131072 do not match their stored hash"):
         tokens.window(bad)
-    with pytest.raises(DataError, match="damaged"):
+    with pytest.raises(DataError, match="corrupt"):
         opened(prepared, "full")
     assert len(opened(prepared, "none").window(bad)) == SEQUENCE + 1
 
@@ -249,7 +249,7 @@ def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -
     path = prepared / f"tokens.train.{suffix}"
     content = path.read_bytes()
     patch(path, len(content) - 3, bytes([content[-3] ^ 1]))
-    with pytest.raises(DataError, match=rf"tokens.train.{suffix} is (damaged|corrupt)"):
+    with pytest.raises(DataError, match=rf"tokens.train.{suffix} is corrupt"):
         opened(prepared)
 
 
@@ -263,17 +263,17 @@ def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(prepared, m
     manifest.write_text(before)
     opened(prepared)
     patch(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
-    with pytest.raises(DataError, match="its sha256 differs from the sha256 in manifest.json"):
+    with pytest.raises(DataError, match="its sha256 does not match the one in manifest.json"):
         opened(prepared)
     monkeypatch.setattr("training.data.token_set.WHOLE", 100)
     opened(prepared)
-    with pytest.raises(DataError, match="its sha256 differs from the sha256 in manifest.json"):
+    with pytest.raises(DataError, match="its sha256 does not match the one in manifest.json"):
         opened(prepared, "full")
 
 
 def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
     prefix = write_stream(tmp_path / "set", np.arange(100, dtype=np.uint16))
-    with pytest.raises(DataError, match="data.verify=full needs hashes, but the folder of"):
+    with pytest.raises(DataError, match="data.verify=full requires hashes, but the folder of"):
         TokenSet("set", prefix, 8, verify="full")
 
 
@@ -299,7 +299,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(tmp_pa
         (lambda folder: patch(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
         (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
-        (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is damaged"),
+        (lambda folder: patch(folder / "tokens.train.blocks", 0, b"7"), "blocks is corrupt"),
     ],
 )
 def test_verify_names_what_is_damaged(prepared, damage, said, capsys):

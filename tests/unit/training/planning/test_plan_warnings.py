@@ -28,7 +28,7 @@ def warnings(capsys: pytest.CaptureFixture[str], *keys: str) -> str:
 )
 def test_missing_paths_are_named(keys, missing, capsys):
     said = warnings(capsys, "model.vocab_size=4096", *keys)
-    assert said.count("\n") == 1 and "a run needs files that do not exist here: " in said
+    assert said.count("\n") == 1 and "a run requires files that do not exist here: " in said
     assert missing in said
     assert warnings(capsys, *KEYS, *keys) == ""  # mock tokens need none of these files
 

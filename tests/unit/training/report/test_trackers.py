@@ -94,7 +94,7 @@ def test_a_failing_service_is_left_out(config, world, service, monkeypatch, caps
 
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
-    text = "warning: wandb receives no more metrics: no route"
+    text = "warning: no longer logging to wandb: no route"
     # Repeated at the end, far below the first, unless it failed at the end.
     assert capsys.readouterr().out.count(f"{text}\n") == (1 if when == "finish" else 2)
     warnings = [e for e in json_lines(tmp_path / "run/events.jsonl") if "wandb" in e["text"]]
