@@ -3,14 +3,14 @@
     python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 if the run reached its last step or was saved and stopped, but 130 if Ctrl-C stopped
-it; 1 if the run failed; 2 for invalid input. A plan exits with 0 even if the model does not fit the
+Exit codes: 0 if the run finished or was saved and stopped, but 130 if it was stopped by Ctrl-C; 1
+if the run failed; 2 for invalid input. A plan exits with 0 even if the model does not fit on the
 GPUs.
 """
 
 import signal
 
-if __name__ == "__main__":  # before the run handles Ctrl-C, Ctrl-C exits without a traceback
+if __name__ == "__main__":  # until the run handles Ctrl-C, it exits without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# torch is imported later: Ctrl-C must be handled before that, and --help does not need torch.
+# Import torch lazily: Ctrl-C must be handled first, and --help should work without torch.
 from parallel.error_text import described
 from training.command_line import Parser, check_launched, fail, own_rank
 from training.errors import InputError, MissingSetError, VocabularyError
@@ -41,7 +41,7 @@ MODES = {
     "fit": "search for the fastest layout on --gpus N instead of training",
     "rehearse": "run a few steps of the real code on simulated GPUs instead of training",
 }
-"""Options that select a mode other than training, and their help."""
+"""Options that select a mode other than training, with their help texts."""
 NEEDS: dict[str, tuple[str | None, ...]] = {
     "gpus": ("dry_run", "fit", "rehearse"),
     "device": ("dry_run", "fit", "rehearse"),
@@ -52,17 +52,17 @@ NEEDS: dict[str, tuple[str | None, ...]] = {
     "resume": (None,),
     "ranks": (None,),
 }
-"""Modes in which each option is allowed; None means training."""
+"""Modes in which each option is valid; None stands for training."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line: a config file, dotted overrides, and the mode."""
+    """Parse the command line: config file, overrides and mode."""
     parser = Parser(
         description="Pretrain a language model with spectral optimizers.",
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML config of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides")
     instead = parser.add_mutually_exclusive_group()
     for name, text in MODES.items():
         instead.add_argument(flag(name), action="store_true", help=text)
@@ -76,12 +76,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="number of GPUs to plan for (default: the config's plan.gpus) or to rehearse",
+        help="number of GPUs to plan for (default: the config's plan.gpus) or to simulate",
     )
     parser.add_argument(
         "--device",
         metavar="h100|h200|a100|b200|FILE",
-        help="GPU type to plan for or to rehearse (default: the config's plan.device)",
+        help="GPU type to plan for or to simulate (default: the config's plan.device)",
     )
     parser.add_argument(
         "--json",
@@ -93,19 +93,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--ranks",
         type=positive,
         metavar="N",
-        help="start N ranks on this machine, as torchrun --nproc-per-node N does",
+        help="launch N ranks on this machine, like torchrun --nproc-per-node N",
     )
     parser.add_argument(
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
-        help="checkpoint in run.dir to continue from: latest (default), none, or a step",
+        help="checkpoint in run.dir to resume from: latest (default), none, or a step",
     )
     parser.add_argument(
         "--rank",
         type=rank_or_all,
         metavar="R|all",
-        help="with --rehearse: the rank to rehearse (default: the first of each pipeline stage)",
+        help="with --rehearse: rank to rehearse (default: the first of each pipeline stage)",
     )
     parser.add_argument(
         "--compile-kernels",
@@ -119,16 +119,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if given is not None and given is not False and chosen not in modes:
             *others, last = map(flag, modes)
             needed = f"{', '.join(others)} or {last}" if others else last
-            parser.error(f"{flag(name)} needs {needed}")
+            parser.error(f"{flag(name)} requires {needed}")
     if options.ranks is not None and "LOCAL_RANK" in os.environ:
-        parser.error("--ranks must not be used under torchrun, which starts the ranks itself")
+        parser.error("--ranks cannot be used under torchrun, which launches the ranks itself")
     if options.rehearse and options.gpus is None:
-        parser.error("--rehearse needs --gpus N")
+        parser.error("--rehearse requires --gpus N")
     return options
 
 
 def flag(name: str | None) -> str:
-    """Return the flag of an option, or a phrase for training if `name` is None."""
+    """Return the command-line flag of an option, or a phrase for training if `name` is None."""
     return "a training run" if name is None else f"--{name.replace('_', '-')}"
 
 
@@ -140,7 +140,7 @@ def positive(text: str) -> int:
 
 
 def output_file(text: str) -> str:
-    """Return `text` after checking that it is a file path in an existing folder."""
+    """Check that `text` is a file path in an existing folder, and return it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file path in an existing folder, got {text!r}")
@@ -155,16 +155,16 @@ def rank_or_all(text: str) -> int:
 
 
 def resume_from(text: str) -> str:
-    """Return `text` after checking that it is none, latest or a step."""
+    """Check that `text` is none, latest or a step, and return it."""
     if text not in ("none", "latest") and not re.fullmatch("[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r:.40}")
     return text
 
 
 def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
-    """Run the command line and return the exit code.
+    """Run the command and return the exit code.
 
-    `interrupts` handles Ctrl-C; if it is None, Ctrl-C raises KeyboardInterrupt.
+    `interrupts` handles Ctrl-C; if None, Ctrl-C raises KeyboardInterrupt.
     """
     options = parse(arguments)
     if find_spec("torch") is None:
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None =
 
 
 def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the command line of one rank: `arguments` without `--ranks N`."""
+    """Strip `--ranks N` from `arguments` to get the command line of a single rank."""
     remaining = iter(arguments)
     for argument in remaining:
         if argument == "--ranks":
@@ -192,7 +192,7 @@ def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
-    """Run the chosen mode on this rank and return the exit code."""
+    """Run the selected mode on this rank and return the exit code."""
     from models.engine import EngineError, check_engine, import_engine
     from training.config import load_config, to_yaml
     from training.config.yaml_files import check_not_read
@@ -238,8 +238,8 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     except VocabularyError as error:
         from training.config.yaml_files import place_of
 
-        place = place_of(Path(options.config), options.overrides, ("model", "vocab_size"))
-        return fail(f"{error}\nmodel.vocab_size is set by {place}", code=2)
+        source = place_of(Path(options.config), options.overrides, ("model", "vocab_size"))
+        return fail(f"{error}\nmodel.vocab_size is set by {source}", code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
@@ -247,8 +247,8 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
 
 
 def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield a warning for each override that a later override replaces, each setting of an unused
-    rule in the config file or overrides and, in modes other than training, each setting without
+    """Yield a warning for each override that is replaced by a later one, each setting of an unused
+    rule in the config file or overrides and, in modes other than training, each setting that has no
     effect."""
     from training.config.effects import settings_of_unused_rules, without_effect
     from training.config.yaml_files import own_keys, replaced
@@ -257,12 +257,12 @@ def hints(config: "Config", options: argparse.Namespace) -> Iterator[str]:
     own = own_keys(Path(options.config), options.overrides)
     for key in sorted(own.intersection(settings_of_unused_rules(config))):
         yield f"{key} has no effect, because no role uses this rule"
-    if options.dry_run or options.fit or options.rehearse:  # a training run logs these sentences
+    if options.dry_run or options.fit or options.rehearse:  # a training run logs these itself
         yield from without_effect(config)
 
 
 def origin(error: MissingSetError, config: "Config", options: argparse.Namespace) -> Iterator[str]:
-    """Yield lines on where a missing set is expected, where it is configured, and its removal."""
+    """Yield hints on where a missing set is expected and configured, and how to remove it."""
     if error.key is None:
         return
     from training.config.yaml_files import place_of
@@ -272,19 +272,19 @@ def origin(error: MissingSetError, config: "Config", options: argparse.Namespace
     path = getattr(config.data, kind)[name].path
     if not Path(path).is_absolute():
         yield (
-            f"{path} is relative to the working directory, {Path.cwd()}: run the command in the "
+            f"{path} is relative to the working directory, {Path.cwd()}: run the command from the "
             f"folder that contains this path, or set {key}.path to an absolute path"
         )
-    place = place_of(Path(options.config), options.overrides, error.key)
-    if place is not None:
+    source = place_of(Path(options.config), options.overrides, error.key)
+    if source is not None:
         yield (
-            f"{key} is set by {place}; {key}=null removes set {name}, and "
-            f"data.{kind}=null removes all earlier sets of data.{kind}"
+            f"{key} is set by {source}; {key}=null removes set {name}, and "
+            f"data.{kind}=null removes all sets defined before in data.{kind}"
         )
 
 
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
-    """Train on the launcher's ranks, or on one rank without a launcher; return the exit code."""
+    """Train on the launched ranks, or on a single rank without a launcher; return the exit code."""
     if own_rank() == 0:
         from training.report.console import first_line, opening
 
@@ -306,7 +306,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         from training.run import train as train_ranks
 
     config = with_vocabulary(config)
-    # Batches of a ramp are checked later, when the step to continue from is known.
+    # The batch ramp is checked later, once the step to resume from is known.
     check(config, groups.world_size(), step=config.train.steps)
     if own_rank() == 0:
         for line in opening(config, groups.world_size()):
@@ -322,7 +322,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         return fail(error, code=1)
     except CollectiveError as error:
         if interrupts is not None and interrupts.requested:
-            return fail(f"Ctrl-C ended a rank before all ranks could save: {error}", code=CODE)
+            return fail(f"Ctrl-C killed a rank before all ranks could save: {error}", code=CODE)
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"
@@ -331,7 +331,7 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
         if out_of_memory(error):
             text = f"out of memory: {' '.join(str(error).split())}"
             return fail(text, code=1, same_on_all_ranks=False)
-        # Print the traceback first: leaving the process groups may block while peers wait.
+        # Print the traceback first: leaving the process groups may block while other ranks wait.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -354,6 +354,6 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.listen()
     code = main(interrupts=interrupts)
-    # Python's final garbage collection would take seconds, while other ranks may wait.
+    # Skip Python's final garbage collection, which would keep other ranks waiting for seconds.
     gc.freeze()
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Assignment of each unit to its update rule, PC layer and penalty, from a config."""
+"""Assign update rules, PC layers and penalties to units according to the config."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from training.config.optimizer_section import OptimizerConfig
 from training.config.schema import GramPenaltyConfig
 
 GAMMA = "gamma"
-"""Role of gamma, the scale factor of a PC layer."""
+"""Role of gamma, a PC layer's scale factor."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
-    """Return the config's options for splitting fused weights into units."""
+    """Return the options that control how fused weights are split into units."""
     return {
         "qkv_units": config.optimizer.qkv_units,
         "split_gate_up": config.optimizer.split_gate_up,
@@ -36,7 +36,7 @@ def config_assignments(config: Config) -> Assign:
 
 
 def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
-    """Return the routing table of the whole model. `owners` maps each matrix to its owner rank."""
+    """Return the routing table for the whole model. `owners` maps each matrix to its owner rank."""
     assign = config_assignments(config)
     return [route(unit, assign(unit), owners or {}) for unit in config_units(config)]
 
@@ -47,7 +47,7 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Return a function that maps each of the given units to its assignment."""
+    """Return a function that maps each of `units` to its assignment."""
     by_role: dict[tuple[str, int | None], Assignment] = {}
     for unit in units:
         if (unit.role, unit.layer) not in by_role:
@@ -73,7 +73,7 @@ def _assignment(
 
 
 def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """Return the penalty of `unit`, or None if its role is not penalised."""
+    """Return the penalty for `unit`, or None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
     assert section.coefficient is not None  # `load_config` has replaced the null
@@ -86,7 +86,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the assignment of gamma, which is a model parameter if PC(W) is in the graph."""
+    """Return the assignment for gamma, which is a model parameter if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -99,7 +99,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """Return the owner's map to PC(W) and its rule for gamma; None if `unit` is not a
+    """Return how the owner computes PC(W) and updates gamma, or None if `unit` is not a
     materialized PC layer."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":

@@ -1,5 +1,5 @@
-"""Construction of a run's model, optimizer and trainer from its config. To continue or rewind a
-run, a checkpoint is loaded into them."""
+"""Build a run's model, optimizer and trainer from its config. To resume or rewind a run, a
+checkpoint is loaded into them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ from training.step import Trainer
 def build_parallel_model(
     config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
-    """Build this rank's part of the config's model, with new weights if `weights` is None."""
+    """Build this rank's part of the model, with newly initialized weights if `weights` is None."""
     assign = config_assignments(config)
     distributed, train = config.optimizer.distributed, config.train
     dtype = DTYPES[train.precision]
@@ -78,7 +78,7 @@ def build_parallel_model(
 
 
 def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
-    """Return the optimizer of the config's model."""
+    """Build the optimizer for the model as configured."""
     distributed = config.optimizer.distributed
     return build_optimizer(
         model,
@@ -102,10 +102,10 @@ def build_trainer(
     weights: InitialWeights | None = None,
     monitor_interval: int | None = None,
 ) -> Trainer:
-    """Build model and optimizer and return this rank's trainer.
+    """Build the model and optimizer, and return this rank's trainer.
 
-    `weights` are the initial weights, or None for new weights. `tasks` score the model. Monitors
-    measure every `monitor_interval` steps. None uses the config's interval.
+    `weights` are the initial weights; None initializes new ones. The model is evaluated on `tasks`.
+    Monitors run every `monitor_interval` steps; None uses the interval in the config.
     """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
@@ -122,13 +122,13 @@ def build_trainer(
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Load a checkpoint, saved on any layout, and check that all replicas of weights are equal.
+    """Load a checkpoint saved on any layout, and check that all weight replicas are identical.
 
-    Raises ResumeError if the checkpoint does not fit the model, DisagreementError if replicas
+    Raises ResumeError if the checkpoint does not match the model, and DisagreementError if replicas
     differ.
     """
     rng, meta = info.path / RNG, info.path / META
-    with refusing(rng, Exception):  # a damaged file may raise any exception
+    with refusing(rng, Exception):  # a corrupt file may raise any exception
         generators = torch.load(rng, weights_only=True)
     progress = resumed_progress(info, trainer.data)
     try:
@@ -149,9 +149,9 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
-    """Return the progress at a checkpoint. If the mixture has changed, a new phase begins.
+    """Return the progress stored in a checkpoint. If the mixture has changed, start a new phase.
 
-    Raises ResumeError if the mixture has changed and the checkpoint contains no counts of sets.
+    Raises ResumeError if the mixture has changed and the checkpoint has no per-set counts.
     """
     with refusing(info.path / META, KeyError, TypeError, ValueError):
         progress = bind(Progress, info.meta["progress"])
@@ -161,30 +161,31 @@ def resumed_progress(info: CheckpointInfo, data: TrainingData) -> Progress:
         return progress
     if progress.read is None:
         raise ResumeError(
-            f"{info.path} was saved by an earlier version and does not state how much of each "
-            "set was read: continue with the former data until the next checkpoint, and then "
-            "change the data"
+            f"{info.path} was saved by an earlier version and does not record how much of each "
+            "set was read: resume with the original data until the next checkpoint, and change the "
+            "data then"
         )
     phase = present.phase_after(progress.sample, progress.read)
     return replace(progress, phase=phase)
 
 
 @contextlib.contextmanager
-def refusing(place: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions of `kinds` within a context to a ResumeError about the file `place`."""
+def refusing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions of `kinds` into a ResumeError about the file `path`."""
     try:
         yield
     except kinds as error:
-        raise ResumeError(f"{place} cannot be loaded: {error!r:.200}") from error
+        raise ResumeError(f"{path} cannot be loaded: {error!r:.200}") from error
 
 
 def rewind(
     trainer: Trainer, lifecycle: Lifecycle, log: RunLog | None, error: NonFiniteError
 ) -> bool:
-    """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
+    """Rewind to the last checkpoint before the skipped steps in `error`, and leave out their
+    samples.
 
-    Collective. `log` is None on all ranks except rank 0. If there is no such checkpoint, or
-    `spikes.rewinds` does not allow another rewind, the function only returns False.
+    Collective. `log` is None on all ranks but rank 0. If there is no such checkpoint, or
+    `spikes.rewinds` is used up, change nothing and return False.
     """
     lifecycle.wait()  # the run may end, and a running save may be its newest checkpoint
     run_dir = trainer.config.run.dir

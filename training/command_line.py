@@ -1,6 +1,6 @@
-"""Command lines: their options, the variables of launchers, and errors as lines of text.
+"""Command-line options, launcher variables, and error reporting.
 
-After an error, a command exits with the code that `fail` returns."""
+After an error, a command exits with the code returned by `fail`."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, Final
 from training.errors import ConfigError, printable
 
 PATIENCE: Final = 5.0
-"""Seconds that other ranks wait for torchrun to stop them after rank 0 has printed an error."""
+"""Seconds that other ranks wait for torchrun to stop them after rank 0 prints an error."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,10 +29,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class _StoreOnce(argparse._StoreAction):
-    """Action of a `Parser` that stores the value of an option."""
+    """Store action of `Parser`."""
 
     given: tuple[argparse.Namespace, Any] | None = None
-    """The last namespace in which this option was set, and its value."""
+    """The last namespace in which the option was set, and its value."""
 
     def __call__(
         self,
@@ -51,7 +51,7 @@ class _StoreOnce(argparse._StoreAction):
 
 
 def print_error(error: object) -> None:
-    """Print each line of an error as `error: ...` on stderr."""
+    """Print each line of an error to stderr as `error: ...`."""
     for line in printable(str(error)).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
@@ -60,12 +60,12 @@ LAUNCHED: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT",
     "SPECTRAIN_LAUNCHER",
 )  # fmt: skip
-"""Environment variables that a launcher sets to non-negative integers."""
+"""Environment variables set by launchers, all non-negative integers."""
 LAST_PORT: Final = 65535
 
 
 def own_rank() -> int:
-    """Return the global rank, or 0 if RANK is not set or not a valid number."""
+    """Return the global rank, or 0 if RANK is unset or invalid."""
     text = os.environ.get("RANK", "0")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
@@ -92,21 +92,21 @@ def check_launched() -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks. Other ranks first wait
-    until torchrun stops them. A rank that is not stopped prints its error and its rank.
+    If the error is `same_on_all_ranks`, rank 0 prints it for all ranks, and the other ranks wait
+    for torchrun to stop them. A rank that is not stopped prints its error with its rank.
     """
     rank = own_rank()
     if rank > 0 and same_on_all_ranks:
-        time.sleep(PATIENCE)  # torchrun stops all ranks when one ends
-        place = f"rank {rank} (host {socket.gethostname()})"
-        error = "\n".join(f"{place}: {line}" for line in str(error).splitlines())
+        time.sleep(PATIENCE)  # torchrun stops all ranks when one exits
+        source = f"rank {rank} (host {socket.gethostname()})"
+        error = "\n".join(f"{source}: {line}" for line in str(error).splitlines())
     print_error(error)
     tell_torchrun(str(error))
     return code
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message to torchrun's error file, so that torchrun's final report contains it."""
+    """Write the message to torchrun's error file, so that it appears in torchrun's final report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

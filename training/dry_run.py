@@ -1,4 +1,4 @@
-"""The plan of a config, with its steps and its use of each data set."""
+"""Plan a run from its config, including its steps and how much of each data set it uses."""
 
 import math
 import os
@@ -34,11 +34,11 @@ from training.report.text import table
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """Use of the data sets in one phase of a run.
+    """Data usage in one phase of a run.
 
     after_steps  number of steps before the phase
-    samples      number of samples from all sets
-    weights      positive weights of the sets, by name
+    samples      total number of samples from all sets
+    weights      positive set weights by name
     """
 
     after_steps: int
@@ -47,18 +47,18 @@ class PhaseUse:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each set in the samples. The shares sum to 1."""
+        """Each set's share of the samples. The shares sum to 1."""
         total = math.fsum(self.weights.values())
         return {name: weight / total for name, weight in self.weights.items()}
 
     def tokens(self, sequence_length: int) -> dict[str, int]:
-        """Return the exact number of target tokens of each set, by name."""
+        """Return the exact number of target tokens from each set, by name."""
         used = build_blend(self.weights).used(self.samples).tolist()
         return {n: count * sequence_length for n, count in zip(self.weights, used, strict=True)}
 
 
 def phase_uses(config: Config) -> list[PhaseUse]:
-    """Return the use of data in each phase of a run that starts at step 0."""
+    """Return the data usage in each phase of a run that starts at step 0."""
     train = config.train
     first = {name: each.weight for name, each in with_mock_sets(config.data).train.items()}
     mixtures = [first, *(phase.weights for phase in config.data.phases)]
@@ -73,7 +73,7 @@ def phase_uses(config: Config) -> list[PhaseUse]:
 
 
 def set_sizes(config: Config) -> dict[str, int]:
-    """Return the number of tokens per epoch of each set with a manifest, by name."""
+    """Return the number of tokens per epoch for each set that has a manifest, by name."""
     sizes, length = {}, config.train.sequence_length
     for name, each in {} if config.data.mock else config.data.train.items():
         if (manifest := manifest_of(each.path)) is not None:
@@ -82,7 +82,7 @@ def set_sizes(config: Config) -> dict[str, int]:
 
 
 def data_table(config: Config) -> str:
-    """Return a table of the sets' shares, tokens and epochs, with a line about repeated sets."""
+    """Return a table of each set's shares, tokens and epochs, with a note on repeated sets."""
     uses, sizes, tokens = phase_uses(config), set_sizes(config), Counter[str]()
     parts = [use.tokens(config.train.sequence_length) for use in uses]
     for part in parts:
@@ -107,7 +107,7 @@ def data_table(config: Config) -> str:
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
-    """Return the plan of `config` on `world_size` GPUs of type `device`, by default plan.device."""
+    """Plan `config` on `world_size` GPUs of type `device` (default: plan.device)."""
     return plan(
         step_shape(config, world_size, device),
         config_assignments(config),
@@ -117,17 +117,17 @@ def plan_run(config: Config, world_size: int, device: Device | None = None) -> P
 
 
 def step_flops(config: Config) -> float:
-    """Return the FLOPs of one step's forward and backward passes over all ranks."""
+    """Return the FLOPs of the forward and backward passes of one step, summed over ranks."""
     train = config.train
     tokens = train.global_batch * train.sequence_length
     return model_size(config.model, attended_length(config)).flops_per_token * tokens
 
 
 def attended_length(config: Config) -> float:
-    """Return the mean attended length of the training sets, weighted by use.
+    """Return the mean attended length of the training sets, weighted by usage.
 
-    If sets are missing, the result is the attended length of mock tokens. If attention crosses
-    document borders, the result is the sequence length.
+    If any set is missing, use the attended length of mock tokens. If attention crosses document
+    borders, the attended length is the sequence length.
     """
     if not config.data.document_mask:
         return config.train.sequence_length
@@ -140,7 +140,7 @@ def attended_length(config: Config) -> float:
 
 
 def documents_known(config: Config) -> bool:
-    """Return whether all training sets, and therefore their documents, are on this machine."""
+    """Return whether all training sets, and thus their documents, are on this machine."""
     paths = [f"{each.path}{end}" for each in config.data.train.values() for end in (".idx", ".bin")]
     return not config.data.mock and all(map(os.path.isfile, paths))
 
@@ -154,7 +154,7 @@ def _attended_length(sets: tuple[tuple[str, float], ...], length: int) -> float:
 
 
 def step_shape(config: Config, world_size: int, device: Device | None = None) -> StepShape:
-    """Return the step shape, without rules, from which the plan is computed."""
+    """Return the step shape (without rules) on which the plan is based."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
@@ -162,7 +162,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     operands = "fp8" if train.fp8 is not None else train.precision
     if operands not in device.peak:
         raise ConfigError(
-            f"train.fp8 must be null on {device.name}, which does not support fp8, got {train.fp8}"
+            f"train.fp8 must be null on {device.name}, which has no fp8 support, got {train.fp8}"
         )
     inputs = PlanInputs(
         **vars(parallel.layout),
@@ -191,8 +191,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float]]:
-    """Return each part of the run with a constant global batch size, and the modelled time of a
-    step in this part."""
+    """Return each segment of the run with constant global batch size and its modelled step time."""
     shape = step_shape(config, planned.gpus, planned.device)
     loads = [stage.load for stage in planned.stages]
     per_pass = shape.micro_batch * planned.gpus // config.parallel.model_ranks
@@ -203,39 +202,39 @@ def batch_seconds(config: Config, planned: Plan) -> list[tuple[EqualSteps, float
 
 
 def gpu_hours(config: Config, planned: Plan) -> float:
-    """Return the GPU-hours of the whole run according to the modelled step times."""
+    """Return the GPU-hours of the whole run, based on the modelled step times."""
     seconds = sum(each.steps * time for each, time in batch_seconds(config, planned))
     return seconds * planned.gpus / 3600
 
 
 def compiled_on_gpu(config: Config) -> bool:
-    """Return whether norms, rotary embedding and activations are compiled on the planned GPU."""
+    """Return whether norms, rotary embeddings and activations are compiled on the planned GPU."""
     if config.train.compile == "auto":
         return config.model.attention_backend == "sdpa"
     return config.train.compile is not None
 
 
 def fused_on_gpu(config: Config) -> bool:
-    """Return whether kernels compute the gradients of gated blocks on the planned GPU."""
+    """Return whether fused kernels compute the gradients of gated blocks on the planned GPU."""
     plain = config.model.attention_backend != "transformer_engine"
     return plain and config.train.fused_backward is not None
 
 
 def rule_operands(config: Config) -> str:
-    """Return the operand dtype of the rule of group `matrix`, as a key of `Device.peak`."""
+    """Return the matmul dtype of group `matrix`'s rule, as a key of `Device.peak`."""
     rule = config.optimizer.rule(config.optimizer.matrix.rule)
     half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
     return "bf16" if half else "fp32"
 
 
 def device_named(text: str) -> Device:
-    """Return the device named `text`, or the device that the YAML file `text` describes.
+    """Return the device named `text`, or the one described by the YAML file `text`.
 
-    Values that the file omits are taken from the device that its key `base` names. Without `base`,
-    they are taken from h100, and the device's name (by default, the file's name) states this. A
-    `peak` with all types in `REQUIRED` replaces the whole `peak` of the base.
+    Values missing from the file are taken from the device named by its key `base`. Without `base`,
+    they are taken from h100, and this is noted in the device name (default: the file name). A
+    `peak` with all dtypes in `REQUIRED` replaces the entire `peak` of the base.
 
-    Raises InvalidConfigError if there is no such device or file, or if the file has problems.
+    Raises InvalidConfigError if there is no such device or file, or if the file is invalid.
     """
     if text in DEVICES:
         return DEVICES[text]
@@ -244,7 +243,7 @@ def device_named(text: str) -> Device:
     figures = {"name": Path(text).stem, **read_saved(Path(text))}
     peak = figures.get("peak")
     if whole := isinstance(peak, Mapping) and peak.keys() >= {*REQUIRED}:
-        figures["peak"] = {**peak, REPLACE: True}  # without the base's peak of fp8
+        figures["peak"] = {**peak, REPLACE: True}  # do not inherit the base's fp8 peak
     complete = whole and figures.keys() >= vars(DEVICES["h100"]).keys()
     note = "" if complete or "base" in figures else " (other values: h100's)"
     base = str(figures.pop("base", "h100"))

@@ -1,5 +1,5 @@
-"""Errors in a user's input, and errors of optional files. Commands print the former as `error: ...`
-and exit with code 2. The latter do not end a run.
+"""Errors in user input, and failures to write optional files. For the former, commands print
+`error: ...` and exit with code 2. The latter do not end a run.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ from parallel.error_text import described
 
 
 class InputError(ValueError):
-    """Error for an invalid input. The message names the input, the rule and the value."""
+    """Raised for invalid input. The message states the input, the rule and the value."""
 
 
 class ConfigError(InputError):
-    """Error for a run config that is unreadable, incomplete or contradictory."""
+    """Raised if a run config is unreadable, incomplete or contradictory."""
 
 
 class DataError(InputError):
-    """Error for data or a tokenizer that is missing, corrupt or unsuitable for the run."""
+    """Raised if data or a tokenizer is missing, corrupt or unsuitable for the run."""
 
 
 class MissingSetError(DataError):
-    """Error for a set without files. `key` is the config key, outermost first, if known."""
+    """Raised if a set's files are missing. `key` is its config key, outermost first, if known."""
 
     def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
         super().__init__(message)
@@ -33,11 +33,11 @@ class MissingSetError(DataError):
 
 
 class VocabularyError(DataError):
-    """Error for a vocabulary size that does not match the data."""
+    """Raised if the vocabulary size does not match the data."""
 
 
 class BrokenCheckpointError(InputError):
-    """Error for a checkpoint that is incomplete or has changed since it was written."""
+    """Raised if a checkpoint is incomplete or has changed since it was written."""
 
 
 _COMMANDS: Final = re.compile(
@@ -46,18 +46,18 @@ _COMMANDS: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Replace characters that control a terminal or a page with U+FFFD.
+    """Replace characters that could affect a terminal or page with U+FFFD.
 
-    These are control characters except line breaks and tabs, lone surrogates (which UTF-8 cannot
-    encode), and characters that change the text direction.
+    These are control characters other than line breaks and tabs, lone surrogates (which cannot be
+    encoded in UTF-8), and characters that change the text direction.
     """
     return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 def near_name(path: Path) -> str:
-    """Return `; did you mean PATH?` for a missing path, or '' if it exists or no name is close.
+    """Return `; did you mean PATH?` if `path` is missing, or '' if it exists or no name is close.
 
-    PATH is the path with the closest name among files with the same suffix in the same folder.
+    PATH has the closest name among files with the same suffix in the same folder.
     """
     from models.section import closest  # imports pydantic
 
@@ -70,13 +70,13 @@ def near_name(path: Path) -> str:
 
 
 class Aid:
-    """Context manager that catches an OSError, which ends the block but not the run.
+    """Context manager that suppresses an OSError, so that it ends the block but not the run.
 
-    A warning is printed for the first of consecutive errors.
+    A warning is printed only for the first of consecutive errors.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` is the first part of the warning."""
+        """`what` is the prefix of the warning."""
         self.what = what
         self._failed = False
 

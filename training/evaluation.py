@@ -1,8 +1,8 @@
-"""Validation losses, and scores on multiple-choice tasks, by forward passes on any layout.
+"""Validation loss and multiple-choice task accuracy, computed by forward passes on any layout.
 
-Each window of a validation set counts once. Each choice of a task is a separate sequence. Sequences
-are grouped by length, so that short sequences are not padded to a whole window, and distributed
-over the data-parallel ranks. Causal attention hides padding.
+Each window of a validation set counts once. Each choice in a task is a separate sequence. Sequences
+are grouped by length, so that short ones are not padded to a full window, and distributed across
+data-parallel ranks. Causal attention hides the padding.
 """
 
 import math
@@ -25,7 +25,7 @@ from training.data.tasks import Request, Task, accuracies
 from training.data.validation_data import ValidationData
 
 PASSES = 32
-"""Number of micro-batches per pipeline rank between checks for stop requests."""
+"""Check for stop requests every this many micro-batches per pipeline rank."""
 
 
 def evaluate(
@@ -37,12 +37,12 @@ def evaluate(
     stop: Callable[[], bool],
     mixture: Mapping[str, float],
 ) -> dict[str, float] | None:
-    """Return the metrics of all validation sets, equal on all ranks.
+    """Return the metrics of all validation sets, identical on all ranks.
 
-    `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, `val/<set>/bpb` is in
-    bits per byte of text. `val/loss` and `val/bpb` are results of `mean_over_sets` with the weights
-    `mixture` of the training sets. All ranks call `stop` at intervals. If it returns True, the
-    result is None.
+    `val/<set>/loss` is in nats per token, `val/<set>/ppl` is the perplexity, and `val/<set>/bpb` is
+    in bits per byte of text. `val/loss` and `val/bpb` are averages by `mean_over_sets`, where
+    `mixture` contains the training set weights. All ranks call `stop` periodically; once it returns
+    True, the result is None.
     """
     metrics: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -65,9 +65,9 @@ def evaluate(
 
 
 def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
-    """Return the mean over validation sets, weighted like the training sets of the same names.
+    """Average over validation sets, weighted like the training sets of the same names.
 
-    If a training set of the same name is missing or has weight 0, the mean is not weighted.
+    If any of these training sets is missing or has weight 0, the average is unweighted.
     """
     named = all(mixture.get(name) for name in values)
     weights = {name: mixture[name] if named else 1.0 for name in values}
@@ -82,7 +82,7 @@ def mean_loss(
     micro_batch: int,
     stop: Callable[[], bool],
 ) -> float | None:
-    """Return the mean loss over the windows of `data` in nats per token, None if `stop` returned
+    """Return the mean loss over the windows of `data` in nats per token, or None if `stop` returned
     True."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
@@ -107,14 +107,14 @@ def mean_loss(
     if not whole:
         return None
     all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
-    # Only the last stage has values.
+    # The sums are nonzero only on the last stage.
     all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
     return (sums[0] / sums[1]).item()
 
 
 def whole_rounds(count: int, groups: Groups) -> int:
-    """Return `count` rounded up to a multiple of the pipeline size, which the interleaved schedule
-    needs as the number of micro-batches."""
+    """Round `count` up to a multiple of the pipeline size, as required by the interleaved schedule
+    for the number of micro-batches."""
     return -(-count // groups.pipeline.size) * groups.pipeline.size
 
 
@@ -130,13 +130,13 @@ def run_passes(
     stop: Callable[[], bool],
     length: int | None = None,
 ) -> bool:
-    """Compute the metrics of `count` micro-batches, a result of `whole_rounds`, and pass them to
+    """Compute the metrics of `count` micro-batches (rounded by `whole_rounds`) and pass them to
     `add`. Return False if `stop` returned True.
 
     For the other arguments see `ParallelModel.forward_backward`.
     """
     passes = PASSES * groups.pipeline.size
-    # A stage of several chunks iterates over the batches once per chunk.
+    # A stage with several chunks iterates over the batches once per chunk.
     streams = [batches() for _ in model.chunks]
     for first in range(0, count, passes):
         if stop():
@@ -156,8 +156,7 @@ def run_passes(
 
 
 def weighted_sums(batch: Batch) -> LossFunction:
-    """Return the loss function that computes the weighted sum of token losses and the sum of
-    weights."""
+    """Return a loss function for the weighted sum of token losses and the sum of weights."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = batch["weight"][:, None].expand_as(token_losses).double()
@@ -170,7 +169,7 @@ def weighted_sums(batch: Batch) -> LossFunction:
 
 
 SHORTEST: Final = 16
-"""Smallest sequence length in tokens to which sequences are padded."""
+"""Minimum length in tokens to which sequences are padded."""
 
 
 def score(
@@ -182,11 +181,12 @@ def score(
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return `task/<name>/acc` and `task/<name>/acc_norm` of each task, and the means over tasks,
-    `task/acc` and `task/acc_norm`; equal on all ranks.
+    """Return `task/<name>/acc` and `task/<name>/acc_norm` for each task and their means over tasks,
+    `task/acc` and `task/acc_norm`; identical on all ranks.
 
-    `vocab_size` is the vocabulary size without padding. A pass has at most `most_tokens` tokens, or
-    one sequence. All ranks call `stop` at intervals. If it returns True, the result is None.
+    `vocab_size` is the vocabulary size without padding. A pass contains at most `most_tokens`
+    tokens, or a single sequence. All ranks call `stop` periodically; once it returns True, the
+    result is None.
     """
     requests = [request for task in tasks for request in task.requests]
     likelihoods = log_likelihoods(
@@ -194,18 +194,18 @@ def score(
     )
     if likelihoods is None:
         return None
-    metrics, place, rows = {}, 0, []
+    metrics, start, rows = {}, 0, []
     for task in tasks:
-        rows.append(accuracies(task, likelihoods[place : place + len(task.requests)]))
+        rows.append(accuracies(task, likelihoods[start : start + len(task.requests)]))
         metrics[f"task/{task.name}/acc"], metrics[f"task/{task.name}/acc_norm"] = rows[-1]
-        place += len(task.requests)
+        start += len(task.requests)
     for key, values in zip(("acc", "acc_norm"), zip(*rows, strict=True), strict=True):
         metrics[f"task/{key}"] = sum(values) / len(values)
     return metrics
 
 
 def tokens_of_a_pass(train: TrainConfig, model: ModelConfig, groups: Groups) -> float:
-    """Return the number of tokens per pass whose logits need as much memory as in training."""
+    """Return the number of tokens per pass for which logits take as much memory as in training."""
     rows = model.padded_vocab / groups.tensor.size
     share = 1.0 if train.loss_chunk is None else min(1.0, train.loss_chunk / rows)
     return share * train.micro_batch * train.sequence_length
@@ -220,7 +220,7 @@ def log_likelihoods(
     most_tokens: float,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[float] | None:
-    """Return the sum of the log-probabilities of each request's scored tokens, in nats.
+    """Return the log-probability in nats of each request's scored tokens, summed over tokens.
 
     For `vocab_size`, `most_tokens` and `stop` see `score`.
     """
@@ -236,14 +236,14 @@ def log_likelihoods(
             return None
     losses = scorer.losses
     all_reduce_(losses, groups.dense.replicas, model.comm_volume, "scores of tasks")
-    # Only the last stage has values.
+    # The losses are nonzero only on the last stage.
     all_reduce_(losses, groups.pipeline, model.comm_volume, "scores of tasks")
     return losses.neg().cpu().tolist()
 
 
 def lengths(layout: Layout, window: int) -> list[int]:
-    """Return the lengths to which sequences are padded, ascending. They are a window divided by 1,
-    2, 4 and so on, as long as the layout can split the length."""
+    """Return the lengths to which sequences are padded, in ascending order: the window length
+    divided by 1, 2, 4 and so on, as long as the layout can split the result."""
     context, found = layout.context, [window]
     pieces = lcm(2 * context if context > 1 else 1, context * layout.tensor)
     while found[0] % (2 * pieces) == 0 and found[0] // 2 >= SHORTEST:
@@ -252,7 +252,7 @@ def lengths(layout: Layout, window: int) -> list[int]:
 
 
 class Scorer:
-    """Losses of the requests that this rank scores."""
+    """Computes the losses of the requests scored on this rank."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, requests: Sequence[Request], vocab_size: int
@@ -264,7 +264,7 @@ class Scorer:
         self.losses = torch.zeros(len(requests), dtype=torch.float64, device=groups.device)
 
     def add(self, indices: Sequence[int], length: int, rows: int, stop: Callable[[], bool]) -> bool:
-        """Add the losses of the requests `indices` to `losses`, in passes of `rows` sequences of
+        """Add the losses of requests `indices` to `losses`, in passes of `rows` sequences of
         `length` tokens. Return False if `stop` returned True."""
         share = -(-len(indices) // (rows * self.groups.data.size))
         count = whole_rounds(share, self.groups)
@@ -288,8 +288,8 @@ class Scorer:
         self, indices: Sequence[int], length: int, rows: int, count: int
     ) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches: `tokens` `[rows, length / context]` and, for each scored
-        token that this context rank predicts, the flattened `place` of its logits, its `target` id
-        and its `request`."""
+        token predicted on this context rank, the flattened `position` of its logits, its `target`
+        id and its `request`."""
         data, context = self.groups.data, self.groups.context
         cut = {"rank": context.rank, "size": context.size}
         held = [position for chunk in context_chunks(length, **cut) for position in chunk]
@@ -308,7 +308,7 @@ class Scorer:
                     if position in local
                 )
             columns = torch.tensor(scored, dtype=torch.int64).view(-1, 3).unbind(1)
-            batch = dict(zip(("place", "target", "request"), columns, strict=True))
+            batch = dict(zip(("position", "target", "request"), columns, strict=True))
             batch["tokens"] = context_part(tokens, 1, **cut)
             yield {
                 key: on_device(value.contiguous(), self.groups.device)
@@ -316,13 +316,13 @@ class Scorer:
             }
 
     def scored(self, batch: dict[str, Tensor]) -> LossFunction:
-        """Return the loss function of a micro-batch's scored tokens, from logits `[rows, length /
-        context, vocabulary / tensor]`. Padding rows of the vocabulary get probability 0, because
-        they are not tokens and exports do not contain them."""
+        """Return a function that computes the losses of a micro-batch's scored tokens from logits
+        `[rows, length / context, vocabulary / tensor]`. Padding rows of the vocabulary get
+        probability 0, because they are not tokens and are dropped on export."""
         tensor, comm_volume = self.groups.tensor, self.model.comm_volume
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            x = logits.flatten(0, 1)[batch["place"]].float()  # [scored, vocabulary / tensor]
+            x = logits.flatten(0, 1)[batch["position"]].float()  # [scored, vocabulary / tensor]
             size = x.shape[1]
             here = torch.arange(size, device=x.device) + tensor.rank * size
             x = x.masked_fill(here >= self.vocab_size, -torch.inf)

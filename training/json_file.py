@@ -1,4 +1,4 @@
-"""Reading of JSON files that may be damaged or malicious."""
+"""Read JSON files that may be corrupt or malicious."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from typing import Any, Final
 from training.errors import InputError
 
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""First bytes of a Git LFS pointer, which replaces a large file until it is fetched."""
+"""First bytes of a Git LFS pointer, which stands in for a large file until it is fetched."""
 UNFETCHED: Final = "a Git LFS pointer, not the file itself: git lfs pull"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
+    """Parse JSON text.
 
-    Raises ValueError if the text is not valid JSON or not UTF-8, is nested too deeply, or contains
-    a key twice in one object (`json` would drop the first value).
+    Raises ValueError if the text is not valid JSON or UTF-8, is nested too deeply, or has duplicate
+    keys in an object (for which `json` would keep only the last value).
     """
     try:
         return json.loads(text, object_pairs_hook=_mapping)
@@ -48,18 +48,18 @@ def is_pointer(path: Path) -> bool:
 
 
 KERNEL: Final = ("/proc", "/sys")
-"""Folders of kernel files, whose reading may block forever or have side effects."""
+"""Folders of kernel files; reading these may block forever or have side effects."""
 
 
 def real_path(path: str | Path) -> Path:
-    """Return `path` with links resolved. Unlike `Path.resolve`, accept a loop of links. Opening the
+    """Resolve links in `path`. Unlike `Path.resolve`, this accepts a loop of links; opening the
     returned path then raises OSError."""
     return Path(os.path.realpath(path))
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError if `path` is not a regular file (reading a FIFO would block) or is a kernel
-    file."""
+    """Raise OSError for kernel files and for anything but regular files, as reading a FIFO would
+    block."""
     if path.exists() and not path.is_file():
         raise OSError(EINVAL, "Not a regular file", str(path))
     if any(real_path(path).is_relative_to(folder) for folder in KERNEL):
@@ -67,37 +67,37 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file on a disk. Raise OSError like `check_regular`."""
+    """Read a regular file on disk. Raise OSError as `check_regular` does."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raise OSError like `read_regular` and ValueError like `parse_json`."""
+    """Parse a JSON file. Raise OSError as `read_regular` and ValueError as `parse_json` do."""
     return parse_json(read_regular(Path(path)))
 
 
-def check_shape(value: Any, shape: Any, place: str) -> None:
+def check_shape(value: Any, shape: Any, name: str) -> None:
     """Raise InputError for the first part of `value` that does not match `shape`.
 
     A shape is a type or a union of types, `[shape]` for a list of any length, or a mapping from
-    required keys to shapes. In a mapping, the key `...` stands for all other keys. `place` is the
-    name of the value in errors.
+    required keys to shapes. In a mapping, the key `...` matches all other keys. `name` is the name
+    of the value in errors.
     """
     if isinstance(shape, list):
         if not isinstance(value, list):
-            raise InputError(f"{place} must be a list, got {value!r:.60}")
+            raise InputError(f"{name} must be a list, got {value!r:.60}")
         for i, each in enumerate(value):
-            check_shape(each, shape[0], f"{place}[{i}]")
+            check_shape(each, shape[0], f"{name}[{i}]")
     elif isinstance(shape, dict):
         if not isinstance(value, dict):
-            raise InputError(f"{place} must be a mapping, got {value!r:.60}")
+            raise InputError(f"{name} must be a mapping, got {value!r:.60}")
         for key in shape:
             if key is not ... and key not in value:
-                raise InputError(f"{place} must have the key {key}")
+                raise InputError(f"{name} must have the key {key}")
         for key, each in value.items():
             if key in shape or ... in shape:
-                check_shape(each, shape[key] if key in shape else shape[...], f"{place}.{key}")
+                check_shape(each, shape[key] if key in shape else shape[...], f"{name}.{key}")
     elif not isinstance(value, shape) or (isinstance(value, bool) and shape is not bool):
         kind = getattr(shape, "__name__", str(shape))
-        raise InputError(f"{place} must be of type {kind}, got {value!r:.60}")
+        raise InputError(f"{name} must be of type {kind}, got {value!r:.60}")

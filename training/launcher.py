@@ -1,4 +1,4 @@
-"""Launcher of ranks on this machine for `pretrain.py --ranks N`, similar to torchrun."""
+"""Launch ranks on this machine for `pretrain.py --ranks N`, similarly to torchrun."""
 
 import logging
 import os
@@ -19,17 +19,17 @@ from training.command_line import print_error
 from training.lifecycle.terminal import CODE, LAUNCHER, SECOND, say
 
 GRACE: Final = 30
-"""Seconds until the remaining ranks are killed after a rank has failed, as in torchrun."""
+"""Seconds after a rank fails until the remaining ranks are killed, as in torchrun."""
 KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of ranks that a second Ctrl-C may have killed."""
+"""Exit codes of ranks that may have been killed by a second Ctrl-C."""
 POLL: Final = 0.1
 """Seconds between polls of the ranks."""
 
 
 class Ranks:
-    """The rank processes of this machine, with handlers that forward signals to them.
+    """The rank processes on this machine, and handlers that forward signals to them.
 
-    Signals that arrive before the ranks have started are forwarded after the start.
+    Signals that arrive before the ranks have started are forwarded once they have.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Ranks:
         self.interrupted = self.killed = False
         self._waiting: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._pass_on)
         signal.set_wakeup_fd(-1)
 
@@ -67,7 +67,7 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def wait(self) -> int:
-        """Wait for all ranks and return the exit code of the first rank that failed."""
+        """Wait for all ranks and return the exit code of the first failed rank, or 0."""
         while (codes := [process.poll() for process in self.processes]).count(None):
             failed = [code for code in codes if code]
             if failed and not self.interrupted:
@@ -79,11 +79,11 @@ class Ranks:
         return self._failure(codes)
 
     def _failure(self, codes: Sequence[int | None]) -> int:
-        """Return the exit code of the first failed rank (1 if a signal ended the rank), else 0."""
+        """Return the exit code of the first failed rank (1 if it was killed by a signal), or 0."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
         for rank, code in failed.items():
             if code < 0:
-                print_error(f"rank {rank} was ended by {signal.Signals(-code).name}")
+                print_error(f"rank {rank} was killed by {signal.Signals(-code).name}")
         return next((code if code > 0 else 1 for code in failed.values()), 0)
 
 
@@ -92,9 +92,9 @@ def launch(ranks: int, command: Sequence[str]) -> int:
 
     Ctrl-C and SIGTERM are forwarded to the ranks. A second Ctrl-C kills the ranks.
     """
-    # torch's launcher would log a warning for every signal it sends; the ranks print errors.
+    # torch's launcher would log a warning for every signal it sends, but ranks print their errors.
     logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
-    # As in torchrun's agent, the store binds the port, so no other process can use it.
+    # As in torchrun's agent, the store binds the port so that no other process can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -104,7 +104,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(ranks),
         LAUNCHER: str(os.getpid()),
     }
-    if ranks > 1:  # threads of several ranks would compete for cores
+    if ranks > 1:  # threads of different ranks would compete for cores
         common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     environments = {
         rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
@@ -112,7 +112,7 @@ def launch(ranks: int, command: Sequence[str]) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Ranks` handles other errors
     processes = Ranks()
     with tempfile.TemporaryDirectory(prefix="spectrain-ranks-") as folder:
-        # Each rank unblocks SIGINT when its handler is installed.
+        # Each rank unblocks SIGINT once its handler is installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         context = start_processes(
             "pretrain",

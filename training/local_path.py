@@ -1,4 +1,4 @@
-"""The rule for paths: local, and written out. This module has no slow imports."""
+"""Check that paths in a config are local and fully expanded. This module has no slow imports."""
 
 import re
 from typing import TYPE_CHECKING, Final
@@ -11,12 +11,12 @@ VARIABLE: Final = re.compile(r"\$(\w+)")
 
 
 def local_path(key: str, path: str | None) -> "Check":
-    """Check that `path`, the value of `key`, is null or a local path that needs no expansion."""
+    """Check that `path`, the value of `key`, is null or a local path that requires no expansion."""
     path = path or ""
     if URL.match(path):
         rule = (
             "must be a local path, because object stores and hubs are not supported: mount the "
-            "store and set the path of the mounted folder, or copy the files"
+            "store and use the path of the mounted folder, or copy the files"
         )
         return key, True, rule
     variable = VARIABLE.search(path)

@@ -1,4 +1,4 @@
-"""The training loop: steps, reports, validation, saves, stops and rewinds."""
+"""Training loop: steps, logging, validation, checkpoints, stops and rewinds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ class Outcome:
     """Outcome of a run.
 
     step        last step taken, counted from 1
-    validation  metrics of the last validation
-    stopped     reason why the run ended before its last step, else None
+    validation  metrics from the last validation
+    stopped     why the run ended before its last step, or None
     """
 
     step: int
@@ -35,20 +35,20 @@ class Outcome:
 
 
 def ignore(*_: object) -> None:
-    """Do nothing."""
+    """No-op."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Optional parts of a run around its steps. Without hooks, the loop only trains.
+    """Optional work around the training steps. Without hooks, the loop only trains.
 
-    report     called with metrics (equal on all ranks) and step, for steps with metrics
+    report     called with metrics (identical on all ranks) and the step, if there are any metrics
     record     called with the monitors' metrics and the step
-    note       called with kind, step and text of an event
-    on_step    called with number and result of each step
-    rewind     called with an error; rewinds to a checkpoint, and returns whether it succeeded
+    note       called with the kind, step and text of an event
+    on_step    called with the number and result of each step
+    rewind     called with an error; rewinds to a checkpoint and returns whether it succeeded
     lifecycle  saves checkpoints and handles stop requests
-    profile    times the operations of some steps
+    profile    profiles the operations in some steps
     """
 
     report: Callable[[dict[str, Any], int], None] = ignore
@@ -64,7 +64,7 @@ NO_HOOKS = Hooks()
 
 
 class Loop:
-    """The training loop of one rank: the steps of a trainer, and the work due after each step."""
+    """Training loop on one rank: runs the trainer's steps, and the work due after each step."""
 
     def __init__(self, trainer: Trainer, hooks: Hooks = NO_HOOKS) -> None:
         self.trainer = trainer
@@ -74,8 +74,8 @@ class Loop:
     def run(self) -> Outcome:
         """Train from the current step to the last, validate, and return the outcome.
 
-        After too many consecutive skipped steps, the run is rewound. Raises NonFiniteError if a
-        rewind is not possible, CheckpointError if a checkpoint cannot be written.
+        After too many consecutive skipped steps, rewind the run. Raises NonFiniteError if it cannot
+        be rewound, and CheckpointError if a checkpoint cannot be written.
         """
         while True:
             try:
@@ -85,7 +85,7 @@ class Loop:
                     raise
 
     def run_until_stopped(self) -> Outcome:
-        """Train to the last step, or to the first step after a stop request, and save."""
+        """Train until the last step or until a stop is requested, and save."""
         trainer, lifecycle, profile = self.trainer, self.hooks.lifecycle, self.hooks.profile
         trainer.pace.restart(trainer.progress)
         last, validation = self.config.train.last, self.report_unreported()
@@ -108,8 +108,8 @@ class Loop:
     def step_and_report(self) -> dict[str, float] | None:
         """Take the next step, then validate and report if due.
 
-        Returns the validation metrics, {} if no validation was due, or None if a stop interrupted
-        the validation.
+        Returns the validation metrics, {} if no validation was due, or None if validation was
+        interrupted by a stop request.
         """
         trainer, train, hooks = self.trainer, self.config.train, self.hooks
         progress, mixture = trainer.progress, trainer.present
@@ -139,7 +139,7 @@ class Loop:
         return self.validate_and_report(metrics)
 
     def begin_phase(self, read: Mapping[str, SetCount]) -> None:
-        """Switch to the next mixture. `read` contains the counts of each set so far."""
+        """Switch to the next mixture. `read` contains the per-set counts so far."""
         trainer, progress = self.trainer, self.trainer.progress
         mixture = trainer.data.at(progress.step)
         progress.phase = mixture.phase_after(progress.sample, read)
@@ -153,9 +153,9 @@ class Loop:
     def due_figures(
         self, step: int, samples: tuple[int, int], result: StepResult
     ) -> dict[str, Any]:
-        """Return the metrics due after `step`. `samples` is [first, end) of the step's samples.
+        """Return the metrics due after `step`, which used the sample range `samples`, [first, end).
 
-        Also records the monitors' metrics, and checks weights and losses.
+        Also record the monitors' metrics, and check weights and losses.
         """
         trainer, hooks = self.trainer, self.hooks
         metrics: dict[str, Any] = {}
@@ -176,14 +176,14 @@ class Loop:
         return metrics
 
     def report_unreported(self) -> dict[str, float] | None:
-        """Report metrics that a stop left unreported. See `validate_and_report`."""
+        """Report metrics left unreported by a stop. See `validate_and_report`."""
         progress = self.trainer.progress
         metrics, progress.unreported = progress.unreported, {}
         return self.validate_and_report(metrics) if metrics.pop("due", False) else {}
 
     def validate_and_report(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Validate if due, report `metrics`, and return the validation metrics. The result is {} if
-        no validation was due, and None if a stop interrupted the validation."""
+        """Validate if due, report `metrics`, and return the validation metrics: {} if no validation
+        was due, and None if it was interrupted by a stop request."""
         trainer, config, step = self.trainer, self.config, self.trainer.progress.step
         validation: dict[str, float] | None = {}
         scores: dict[str, float] | None = {}
@@ -204,12 +204,12 @@ class Loop:
         return validation
 
     def due(self, interval: int, step: int) -> bool:
-        """Return whether work is due after `step`. It is due after the last step and, unless
-        `interval` is 0, after every `interval` steps."""
+        """Return whether work is due after `step`: after the last step and, unless `interval` is 0,
+        every `interval` steps."""
         return step == self.config.train.last or (interval > 0 and step % interval == 0)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the metrics of all validation sets, or None if a stop interrupted validation."""
+        """Return the metrics of all validation sets, or None if interrupted by a stop request."""
         return evaluate(
             self.trainer.model,
             self.trainer.groups,
@@ -220,7 +220,7 @@ class Loop:
         )
 
     def score(self) -> dict[str, float] | None:
-        """Return the metrics of all tasks, or None if a stop interrupted the evaluation."""
+        """Return the metrics of all tasks, or None if interrupted by a stop request."""
         groups, model, train = self.trainer.groups, self.config.model, self.config.train
         assert model.vocab_size is not None  # `with_vocabulary` has replaced a null
         return score(
@@ -233,12 +233,12 @@ class Loop:
         )
 
     def paused(self, measure: Callable[[], Result]) -> Result:
-        """Call `measure` and return its result. Its time does not count as step time."""
+        """Call `measure` and return its result, excluding its time from the step time."""
         with self.trainer.pace.pause(), profiler.record_function("validation"):
             return measure()
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request. Collective."""
+        """Return whether a stop was requested on any rank. Collective."""
         return self.hooks.lifecycle is not None and self.hooks.lifecycle.stop_now()
 
     def beat(self) -> None:
@@ -250,7 +250,7 @@ class Loop:
 def unigram_comparison(
     validation: Sequence[ValidationData], metrics: dict[str, float]
 ) -> list[tuple[str, float, float]]:
-    """Return (name, validation loss, unigram entropy) of each set, in nats per token."""
+    """Return (name, validation loss, unigram entropy) for each set, in nats per token."""
     return [
         (each.name, metrics.get(f"val/{each.name}/loss", math.nan), each.set.unigram_entropy())
         for each in validation

@@ -1,4 +1,4 @@
-"""Guards against bad steps: nonfinite steps and loss spikes are skipped, too many end the run."""
+"""Guard against bad steps: skip non-finite steps and loss spikes, and end the run if too many."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Error for too many consecutive steps with a non-finite loss or gradient, or a loss spike.
+    """Raised after too many consecutive steps with a non-finite loss or gradient, or a loss spike.
 
     first_step  first of these steps
-    samples     [first, end) of the samples of these steps
+    samples     sample range [first, end) used in these steps
     """
 
     def __init__(self, message: str, first_step: int, samples: tuple[int, int]) -> None:
@@ -21,49 +21,48 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detector of losses far above the last losses. Its result is on the device and equal on all
-    ranks."""
+    """Detects losses far above recent ones, on the device and with the same result on all ranks."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
-        """Compare each loss with the losses of the last `window` steps that were taken.
+        """Compare each loss with those of the last `window` steps that were not skipped.
 
-        A loss more than `deviations` standard deviations above the mean of these losses is a spike;
-        None disables detection.
+        A loss more than `deviations` standard deviations above their mean is a spike; None disables
+        detection.
         """
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
     def is_not_spike(self, loss: Tensor) -> Tensor:
-        """Return a 0-d bool: False for a spike, True otherwise and until the window is full."""
+        """Return a 0-d bool: False for a spike, True otherwise or while the window is not full."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
-        # The bound is NaN until the window is full, and no value is larger than NaN.
+        # The limit is NaN until the window is full, and nothing compares greater than NaN.
         limit = self.losses.mean() + self.deviations * self.losses.std()
         return ~(loss > limit)
 
     def record(self, loss: Tensor, active: Tensor) -> None:
-        """Add `loss` to the window if the step was taken."""
+        """Add `loss` to the window if the step was not skipped."""
         if self.deviations is not None:
             longer = torch.cat([self.losses[1:], loss.double().reshape(1)])
             self.losses = torch.where(active, longer, self.losses)
 
     def restore(self, losses: Sequence[float]) -> None:
-        """Fill the window with the last losses of a checkpoint."""
+        """Fill the window with the last losses stored in a checkpoint."""
         recent = torch.tensor(losses[-len(self.losses) :], dtype=torch.float64)
         self.losses.fill_(torch.nan)
         self.losses[len(self.losses) - len(recent) :] = recent.to(self.losses.device)
 
 
 class NonFiniteGuard:
-    """Counter of skipped steps, which ends the run after too many consecutive skipped steps.
+    """Counts skipped steps, and ends the run after too many consecutive ones.
 
-    On a GPU, `record` only stores a device flag, which is true if the step was taken. `check` reads
-    the flags at logging steps, so that other steps do not wait for the device. On a CPU, `record`
-    checks immediately.
+    On a GPU, `record` only stores a device flag, which is true if the step was not skipped. `check`
+    reads the flags at logging steps, to avoid a host sync in every step. On a CPU, `record` checks
+    immediately.
     """
 
     def __init__(self, *, limit: int, spikes: bool) -> None:
-        """Allow `limit` consecutive skipped steps; `spikes` is true if loss spikes are skipped
+        """Allow `limit` consecutive skipped steps; `spikes` states whether loss spikes are skipped
         too."""
         self.limit = limit
         self.spikes = spikes
@@ -72,8 +71,8 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, tuple[int, int], Tensor]] = []
 
     def record(self, step: int, samples: tuple[int, int], active: Tensor) -> None:
-        """Record whether `step`, counted from 1, was taken. `samples` is [first, end) of the step's
-        samples."""
+        """Record whether `step`, counted from 1, was taken or skipped. `samples` is the sample
+        range [first, end) it used."""
         self._pending.append((step, samples, active))
         if active.device.type == "cpu":
             self.check()
@@ -98,7 +97,7 @@ class NonFiniteGuard:
         """Raise NonFiniteError if more than `limit` consecutive updates of a unit were skipped.
 
         name, row  the unit with the most consecutive skips before `step`, and their number
-        samples    [first, end) of the samples of `step`; earlier steps have at most as many samples
+        samples    sample range [first, end) used at `step`; earlier steps used no more samples
         """
         if row > self.limit:
             first, end = samples
@@ -110,12 +109,12 @@ class NonFiniteGuard:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. This waits for the device."""
+        """Return the state to checkpoint. Synchronizes with the device."""
         self.check()
         return {"skipped": self.skipped, "in_a_row": [list(step) for step in self._in_a_row]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state`."""
+        """Restore the state returned by `state`."""
         self.skipped = state["skipped"]
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()

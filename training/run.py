@@ -1,4 +1,4 @@
-"""A run from start to end: resuming, training, saving and reporting."""
+"""A run from start to finish: resuming, training, saving and logging."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,9 +78,9 @@ from training.step_profile import StepProfile, announcement
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Return the global owner rank of each matrix of the whole model, by name. Collective."""
+    """Return the global owner rank of every matrix in the model, by name. Collective."""
     gathered = from_all(dict(optimizer.owners))
-    # The owner of a tied embedding is the owner on the first stage; the last stage updates a copy.
+    # For a tied embedding, the owner is on the first stage; the last stage updates a copy.
     return {name: rank for owners in reversed(gathered) for name, rank in owners.items()}
 
 
@@ -88,11 +88,11 @@ def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
 class Beginning:
     """Starting point of a run.
 
-    start     checkpoint to continue from, None for a new run
+    start     checkpoint to resume from, or None for a new run
     weights   initial weights from another run, or None
-    facts     facts about the data, for the identity in the run's checkpoints
+    facts     facts about the data, for the run identity stored in checkpoints
     machine   facts about software, device and layout
-    run_id    id of the run, stored in all its checkpoints
+    run_id    run id stored in all of the run's checkpoints
     """
 
     start: CheckpointInfo | None
@@ -103,7 +103,7 @@ class Beginning:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The entries about the run in the meta.json of all its checkpoints."""
+        """Entries about the run stored in the meta.json of each of its checkpoints."""
         origin = self.weights.origin if self.weights is not None else None
         if self.start is not None:
             origin = self.start.meta.get("initialized_from")
@@ -119,16 +119,16 @@ def train(
     on_step: Callable[[int, StepResult], None] = ignore,
     interrupts: Interrupts | None = None,
 ) -> Outcome:
-    """Run the config to its end on this rank. Rank 0 writes to `run.dir` and prints.
+    """Train to the end of the run on this rank. Only rank 0 writes to `run.dir` and prints.
 
-    `resume` is `latest` for the newest checkpoint of `run.dir`, `none`, or a step. If torchrun or
-    SLURM has restarted the command, `latest` is used in any case. `on_step` is called after every
-    step with the step's number and result. `interrupts` handles Ctrl-C, which stops the run.
+    `resume` is `latest` for the newest checkpoint in `run.dir`, `none`, or a step. If the command
+    was restarted by torchrun or SLURM, `latest` is used regardless. `on_step` is called after every
+    step with its number and result. `interrupts` handles Ctrl-C, which stops the run.
 
-    Raises ConfigError if a backend is not installed or a CUDA graph has no GPU, and DataError if
-    data cannot be used. Raises FolderError or ResumeError if the run folder or a checkpoint cannot
-    be used. Raises NonFiniteError after too many consecutive skipped steps, and CheckpointError if
-    a save fails.
+    Raises ConfigError if a backend is not installed or a CUDA graph is requested without a GPU,
+    DataError if the data cannot be used, FolderError or ResumeError if the run folder or a
+    checkpoint cannot be used, NonFiniteError after too many consecutive skipped steps, and
+    CheckpointError if a save fails.
     """
     check_backends(config, groups.device)
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
@@ -167,7 +167,7 @@ def train(
             restore(trainer, start)
         if config.checkpoint.interval:
             first_rank(lambda: check_place(run_dir))
-        # The run folder does not change above this line; checks do not end the run below.
+        # Nothing above this line changes the run folder, and no check below it ends the run.
         first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins(saves=config.checkpoint.interval > 0)
@@ -200,8 +200,8 @@ def train(
 def agreed_facts(
     config: Config, data: TrainingData, validation: Sequence[ValidationData], tasks: Sequence[Task]
 ) -> Identity:
-    """Return the facts about data for the identity of a run, after checking that all ranks have
-    equal facts."""
+    """Return the facts about the data for the run identity, after checking that they are identical
+    on all ranks."""
     facts = data_facts(config, data, validation, data_manifest(config))
     facts["data"] |= {f"tasks.{task.name}.sha256": task.sha256 for task in tasks}
     sets = [*data.all_sets, *(each.set for each in validation)]
@@ -211,7 +211,7 @@ def agreed_facts(
 
 
 def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
-    """Return the facts about software, device and layout that are stored in checkpoints."""
+    """Return the facts about software, device and layout to store in checkpoints."""
     return {
         "versions": {**versions()},
         "device": {**device_facts(groups.device)},
@@ -221,10 +221,10 @@ def machine_facts(config: Config, groups: Groups) -> dict[str, dict[str, Any]]:
 
 
 def check_start(config: Config, start: CheckpointInfo | None) -> None:
-    """Check the config against `start`, the checkpoint to continue from, None for a new run.
+    """Check the config against `start`, the checkpoint to resume from (None for a new run).
 
-    Raises ResumeError if the checkpoint's run began without the config's initial weights, and
-    InvalidConfigError if a later batch size is not legal on this number of ranks.
+    Raises ResumeError if the checkpoint's run did not start from the initial weights in the config,
+    and InvalidConfigError if a later batch size is not valid for this world size.
     """
     if start is not None:
         check_beginning(config, start)
@@ -234,7 +234,7 @@ def check_start(config: Config, start: CheckpointInfo | None) -> None:
 
 
 def first_weights(config: Config, facts: Identity) -> InitialWeights | None:
-    """Return the initial weights from another run, or None if new weights must be initialised.
+    """Return the initial weights from another run, or None to initialise new ones.
 
     Raises BrokenCheckpointError or ResumeError if the weights cannot be used, and VocabularyError
     if a new embedding would have more rows than the data needs.
@@ -253,7 +253,7 @@ def run_hooks(
     log: RunLog | None,
     on_step: Callable[[int, StepResult], None],
 ) -> Hooks:
-    """Return the hooks of a run. After an error of the log, the run saves before it ends."""
+    """Return the hooks of a run. If logging fails, the run saves a checkpoint before it ends."""
     config = trainer.config
     logged = Hooks() if log is None else Hooks(report=log.report, record=log.record, note=log.note)
     note, profile = lifecycle.deferring(logged.note), None
@@ -271,13 +271,12 @@ def run_hooks(
 
 
 def resumed(run_dir: str, resume: str, rank: int) -> str:
-    """Return `resume`, or `latest` if torchrun or SLURM has restarted the command."""
+    """Return `resume`, or `latest` if the command was restarted by torchrun or SLURM."""
     if not any(from_all(starts_again(run_dir))) or resume == "latest":
         return resume
     if rank == 0:
         print(
-            f"--resume {resume} was applied at the first start: continuing from the newest "
-            "checkpoint"
+            f"--resume {resume} was applied at the first start: resuming from the newest checkpoint"
         )
     return "latest"
 
@@ -285,7 +284,7 @@ def resumed(run_dir: str, resume: str, rank: int) -> str:
 def open_log(
     trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
 ) -> RunLog | None:
-    """Open the log of a run on rank 0 and write its first notes. Return None on other ranks."""
+    """Open the run log on rank 0 and write its opening notes. Return None on other ranks."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
     counts = trainer.spectral.state()  # collective
@@ -312,7 +311,7 @@ def open_log(
 def opening_notes(
     config: Config, trainer: Trainer, beginning: Beginning, kernel: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of a log's first notes: device, kernels, initial weights, changes."""
+    """Yield (kind, text) for each opening note: device, kernels, initial weights, changes."""
     device, phase = trainer.groups.device, trainer.progress.phase
     yield "device", f"device: {described(device)}"
     for text in shared_sets(config.data):
@@ -330,7 +329,7 @@ def opening_notes(
         yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
         if not weights.compared:
             whose = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
-            text = f"the tokenizer of {whose} is unknown, so token ids may have other meanings"
+            text = f"the tokenizer of {whose} is unknown, so token ids may have different meanings"
             yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
         for text in announced(start, config, beginning.facts, beginning.machine):
@@ -342,7 +341,7 @@ def opening_notes(
     yield from settings_notes(config)
     asked, held_out = config.validation.samples or 0, trainer.validation
     if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < asked]:
-        text = f"validation.samples = {asked:,}, but fewer sequences exist: {', '.join(short)}"
+        text = f"validation.samples = {asked:,}, but there are fewer sequences: {', '.join(short)}"
         yield "validation", text
     for task in trainer.tasks:
         yield "tasks", str(task)
@@ -357,7 +356,7 @@ def opening_notes(
     if fused_backward(config, device):
         yield (
             "backward",
-            "backward kernels: spectrain, whose speed has not been measured on a GPU yet",
+            "backward kernels: spectrain (not yet benchmarked on GPUs)",
         )
     backend, described_backend = compile_backend(config, device)
     if backend is not None or device.type == "cuda":
@@ -368,7 +367,7 @@ def opening_notes(
 
 
 def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of notes on the vocabulary and on settings without effect."""
+    """Yield (kind, text) for notes on the vocabulary and on settings that have no effect."""
     ids = data_vocabulary(config)
     if ids is not None and ids != config.model.vocab_size:
         yield "vocabulary", f"vocabulary: {config.model.vocab_size:,} ids, {ids:,} in the data"
@@ -379,8 +378,8 @@ def settings_notes(config: Config) -> Iterator[tuple[str, str]]:
 def reports(error: Exception, rank: int) -> bool:
     """Return whether this rank writes an event about its error.
 
-    Rank 0 writes errors that all ranks raise. Each rank writes errors that only this rank raises.
-    If ranks are missing in a collective, the first rank that is not missing writes the error.
+    Rank 0 writes errors raised on all ranks, and each rank writes errors raised only on that rank.
+    If ranks are missing from a collective, the first rank present writes the error.
     """
     if isinstance(error, CollectiveError):
         return all(before in error.absent for before in range(rank))
@@ -390,7 +389,7 @@ def reports(error: Exception, rank: int) -> bool:
 
 @contextlib.contextmanager
 def naming_absent(groups: Groups) -> Iterator[None]:
-    """Within a context, add the missing ranks to the error of a failing collective."""
+    """Within the context, add the missing ranks to the error of a failed collective."""
     try:
         yield
     except CollectiveError as error:
@@ -402,12 +401,12 @@ def naming_absent(groups: Groups) -> Iterator[None]:
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
-    """Return whether the run ends at this checkpoint and all its metrics are reported."""
+    """Return whether the run ends at this checkpoint and has reported all of its metrics."""
     return start.step >= config.train.last and not start.meta["progress"]["unreported"]
 
 
 def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
-    """Print that the run is already finished, and return its outcome."""
+    """Print that the run has already finished, and return its outcome."""
     if groups.rank == 0:
         mark_done(config.run.dir, start.step >= config.train.steps)
         longer = "train.steps and set checkpoint.allow_change=[schedule]"
@@ -425,7 +424,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 def accompanied(
     trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
 ) -> Iterator[Lifecycle]:
-    """Within a context, provide saving, the watchdog and stop requests of a run."""
+    """Within the context, provide checkpointing, the watchdog and stop requests."""
     config, groups = trainer.config, trainer.groups
     folder = HeldFolder(config.run.dir)
     saver = Saver(

@@ -1,4 +1,4 @@
-"""The log of a run, in the run folder and on the console."""
+"""Log a run to its folder and the console."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> Counts:
-    """Return the counts of each set at the end of a run that continues from `progress`."""
+    """Return the per-set counts at the end of a run that continues from `progress`."""
     step, tokens, sample = progress.step, progress.tokens, progress.sample
     present = data.at(step).since(progress.phase)
     for start, mixture in data.later:
@@ -39,18 +39,18 @@ def final_counts(data: TrainingData, train: TrainConfig, progress: Progress) -> 
 
 
 class RunLog:
-    """Writer of the run folder's logs and of console lines, on rank 0 only.
+    """Writes the logs in the run folder and prints console lines, on rank 0 only.
 
     config.yaml     the resolved config
-    routing.jsonl   a line per unit
-    data.json       fingerprint, hashes, use of each token set in the whole run, first sample of the
-                    current mixture, and tokens read from removed sets
-    metrics.jsonl   a line per logged step
-    monitors.jsonl  a line per monitored step
-    events.jsonl    a line per event: time, preceding step, kind and text
+    routing.jsonl   one line per unit
+    data.json       fingerprint, hashes, how each token set is used over the whole run, first sample
+                    of the current mixture, and tokens read from removed sets
+    metrics.jsonl   one line per logged step
+    monitors.jsonl  one line per monitored step
+    events.jsonl    one line per event: time, preceding step, kind and text
 
-    A continued run removes the lines of the steps that it repeats, and then appends lines. Files of
-    an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
+    A resumed run drops the lines of steps that it repeats, and then appends to the files. Files
+    left by an earlier run in the same folder are renamed to metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class RunLog:
     ) -> None:
         """Open the folder of a run that continues from `progress`.
 
-        warned     counts of reported warnings, a result of `SpectralMetrics.state`
-        run_id     id of the run for trackers
-        monitor_interval   steps between monitored steps, as in `Monitors`
+        warned     number of warnings already reported, as returned by `SpectralMetrics.state`
+        run_id     run id for trackers
+        monitor_interval   monitor interval in steps, as in `Monitors`
         contents   hash of each token set and of the tokenizer, for data.json
         """
         self.config = config
@@ -79,11 +79,11 @@ class RunLog:
             if last == 0:
                 moved += set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
-                damaged.append(f"dropped {count} damaged lines of {name}")
+                damaged.append(f"dropped {count} damaged lines from {name}")
         if step == 0:
             moved += set_aside(folder / EVENTS_FILE)
         if moved:
-            print(f"starting at step 0; renamed logs of an earlier start: {', '.join(moved)}")
+            print(f"starting at step 0; renamed logs from an earlier start: {', '.join(moved)}")
         self.events = LogFile(folder / EVENTS_FILE)
         replace_file(folder / "config.yaml", to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
@@ -130,12 +130,12 @@ class RunLog:
         self.rewritten: set[str] = set()
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """Print `text`, and write it as an event after `step`."""
+        """Print `text` and record it as an event after `step`."""
         print(text, flush=True)
         self.events.append(event(kind, step, text))
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
-        """Write the metrics of `step`, and print its console lines and warnings."""
+        """Write the metrics of `step` and print its console lines and warnings."""
         self.writer.log(metrics, step=step)
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
@@ -144,14 +144,14 @@ class RunLog:
             self.note(
                 "penalty",
                 step,
-                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} times the "
+                f"Gram penalty at the first step: {metrics['penalty/loss_ratio']:.3g} times the "
                 f"loss; gradient norm: {metrics['penalty/gradient_ratio']:.3g} times the loss's",
             )
         for each in self.data.all_sets:
             if each.name not in self.rewritten and each.rewritten:
                 self.rewritten.add(each.name)
-                text = f"warning: {each.prefix}.bin was changed after the run had opened it"
-                self.note("warning", step, f"{text}: later samples may contain other tokens")
+                text = f"warning: {each.prefix}.bin was modified after the run opened it"
+                self.note("warning", step, f"{text}: later samples may contain different tokens")
         prefix, largest = "optim/refused/", metrics.get("pc/domain/max", 0.0)
         units = [
             f"{name.removeprefix(prefix)} {count:.0f}"
@@ -184,13 +184,13 @@ class RunLog:
             print(line, flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
-        """Write the monitors' metrics of `step`."""
+        """Write the monitors' metrics for `step`."""
         if self.monitors is None:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
     def rewind(self, step: int, text: str) -> None:
-        """Remove the lines of steps after `step`, which the run repeats. `text` is the reason."""
+        """Drop the lines of steps after `step`, which the run will repeat. `text` is the reason."""
         self.note("rewind", step, text)
         self._close_figures()
         drop_later_lines(self.writer.path, step)
@@ -203,13 +203,13 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """Close the files and trackers after the run has ended or failed."""
+        """Close the files and trackers after the run has finished or failed."""
         self._close_figures()
         self.events.close()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """Print the outcome of the run, and mark the run as done after its last step.
+        """Print the outcome of the run, and mark it as done if it reached its last step.
 
         `comparison` contains the name, loss and unigram entropy of each validation set.
         """
@@ -240,10 +240,10 @@ def event(kind: str, step: int, text: str, **facts: Any) -> dict[str, Any]:
 
 
 def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
-    """Write the error that ended the run on this rank as an event. Disk errors are ignored.
+    """Record the error that ended the run on this rank as an event, ignoring disk errors.
 
-    The event contains the type of the error, this rank and this host, and for a failed collective
-    the missing ranks and their hosts. The caller prints the error.
+    The event contains the error type, rank and host, and for a failed collective the missing ranks
+    and their hosts. The caller prints the error.
     """
     facts: dict[str, Any] = {
         "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
@@ -258,12 +258,12 @@ def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
 WARNINGS: Final = {
     "unconverged": (
         "spectral/unconverged",
-        "{new:.0f} solves for SSO's multiplier have missed their tolerance since the last "
+        "{new:.0f} solves for SSO's multiplier did not reach their tolerance since the last "
         "report; see multiplier_residual in monitors.jsonl",
     ),
     "refused": (
         "optim/refused",
-        "{new:.0f} updates since the last report were skipped, because they were not finite or "
+        "{new:.0f} updates were skipped since the last report, because they were not finite or "
         "not bounded: {units}",
     ),
     "outside": (
@@ -272,11 +272,11 @@ WARNINGS: Final = {
         "singular value was {largest:.3f}",
     ),
 }
-"""Metric, and warning about new events, by key of `SpectralMetrics.state`."""
+"""Metric to watch and warning to print if it grew, by key of `SpectralMetrics.state`."""
 
 
 def set_aside(path: Path) -> list[str]:
-    """Rename a non-empty file to the first free `name.N.suffix`. Return `OLD to NEW` if renamed."""
+    """Rename a nonempty file to the first free `name.N.suffix`. Return `OLD to NEW` if renamed."""
     if path.exists() and path.stat().st_size:
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
         new = path.rename(next(name for name in names if not name.exists()))

@@ -1,4 +1,4 @@
-"""Samples of text: the model's continuations of the beginning of each validation set."""
+"""Text samples: the model's continuation of the first tokens of each validation set."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,17 +21,17 @@ from training.evaluation import whole_rounds
 
 
 class Sampler:
-    """Generator of samples of text, with the prompts and the tokenizer of a run.
+    """Generates text samples with a run's prompts and tokenizer.
 
     prompts  `[sets, sequence_length]`; the first `prompt` tokens of each row are the prompt
     firsts   result of `written_documents` for each set
-    tokens   number of tokens of a continuation
+    tokens   number of tokens to generate
     """
 
     def __init__(self, config: Config, sets: Sequence[ValidationData]) -> None:
         """Read the prompts and the tokenizer.json.
 
-        Raises ConfigError if there is no tokenizer, DataError if the package `tokenizers` cannot
+        Raises ConfigError if there is no tokenizer, and DataError if package `tokenizers` cannot
         read it.
         """
         assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
@@ -46,15 +46,15 @@ class Sampler:
     def sample(
         self, model: ParallelModel, groups: Groups, alive: Callable[[], None]
     ) -> dict[str, str]:
-        """Return `sample/<set>/prompt` and `sample/<set>/text` of each set, equal on all ranks.
+        """Return `sample/<set>/prompt` and `sample/<set>/text` per set, identical on all ranks.
 
         `alive` is called after every generated token.
         """
         written = self.prompts.clone()
-        written[:, self.prompt :] = 0  # the causal mask hides these tokens
-        for place in range(self.prompt, self.prompt + self.tokens):
-            written[:, place] = next_tokens(
-                model, groups, written, place - 1, self.vocab_size, self.firsts
+        written[:, self.prompt :] = 0  # hidden by the causal mask
+        for position in range(self.prompt, self.prompt + self.tokens):
+            written[:, position] = next_tokens(
+                model, groups, written, position - 1, self.vocab_size, self.firsts
             )
             alive()
         texts = {}
@@ -68,7 +68,7 @@ class Sampler:
 
 
 def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
-    """Return the generator of samples of text, or None if the config requests no samples."""
+    """Return a text sampler, or None if the config does not enable samples."""
     if config.validation.samples_interval == 0 or not validation:
         return None
     return Sampler(config, validation)
@@ -77,8 +77,8 @@ def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampl
 def written_documents(data: ValidationData, prompt: int) -> Tensor | None:
     """Return the start position of each token's document in a sample, `[sequence_length]`.
 
-    In the first `prompt` tokens, documents begin where they begin in the set. Generated tokens
-    continue the last document. The result is None if attention crosses document borders.
+    Within the first `prompt` tokens, documents start where they do in the set; generated tokens
+    continue the last of these documents. The result is None if attention crosses document borders.
     """
     if not data.borders.mask:
         return None
@@ -91,15 +91,15 @@ def next_tokens(
     model: ParallelModel,
     groups: Groups,
     windows: Tensor,
-    place: int,
+    position: int,
     vocab_size: int,
     firsts: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the most probable token after position `place` of each window, int64 `[rows]`.
+    """Return the most likely token after `position` for each window, int64 `[rows]`.
 
-    `windows` is `[rows, sequence_length]`, equal on all ranks. `firsts` contains for each window
-    a result of `written_documents`. Each window is a micro-batch. Every data-parallel rank computes
-    all windows.
+    `windows` is `[rows, sequence_length]`, identical on all ranks, and `firsts` contains the result
+    of `written_documents` for each window. Each window is one micro-batch. Every data-parallel rank
+    computes all windows.
     """
     rows = len(windows)
     count = whole_rounds(rows, groups)
@@ -119,13 +119,13 @@ def next_tokens(
     def choose(batch: Batch) -> LossFunction:
         return lambda logits: (
             logits.new_zeros(()),
-            {"token": best_token(logits, groups, model, place, vocab_size)},
+            {"token": best_token(logits, groups, model, position, vocab_size)},
         )
 
     figures: list[dict[str, Any]] = model.forward_backward(
         batches, choose, microbatches=count, micro_batch=1, train=False
     )
-    # Only the rank of the last stage that has this position computes tokens; others have zeros.
+    # Only the last-stage rank that holds this position computes tokens; the others have zeros.
     tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
     for i, figure in enumerate(figures):
         tokens[i] = figure["token"]
@@ -135,24 +135,24 @@ def next_tokens(
 
 
 def best_token(
-    logits: Tensor, groups: Groups, model: ParallelModel, place: int, vocab_size: int
+    logits: Tensor, groups: Groups, model: ParallelModel, position: int, vocab_size: int
 ) -> Tensor:
-    """Return the token with the largest logit at `place`, 0-d.
+    """Return the token with the largest logit at `position`, as a 0-d tensor.
 
-    `logits` is `[1, s / context, v / tensor]`. If several logits are the largest, the first token
-    is returned. On context ranks that do not have the position, the result is 0. Padding rows of
-    the vocabulary are ignored.
+    `logits` is `[1, s / context, v / tensor]`. Ties go to the smallest token id. On context ranks
+    that do not hold the position, the result is 0. Padding rows of the vocabulary are ignored.
     """
     length = logits.shape[1] * groups.context.size
     chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)
-    mine = [position for chunk in chunks for position in chunk]
-    if place not in mine:
+    held = [index for chunk in chunks for index in chunk]
+    if position not in held:
         return torch.zeros((), dtype=torch.int64, device=logits.device)
-    row = logits[0, mine.index(place)].float()
+    row = logits[0, held.index(position)].float()
     tensor = groups.tensor
     ids = torch.arange(len(row), device=row.device) + tensor.rank * len(row)
     row = row.masked_fill(ids >= vocab_size, -torch.inf)
     largest = all_reduce_(row.max(), tensor, model.comm_volume, "samples", MAX)
-    # The largest negated id is the smallest id; ranks without the largest logit add the minimum.
+    # The maximum of the negated ids is the smallest id; ranks without the largest logit pass the
+    # lower bound.
     first = torch.where(row == largest, -ids, -len(row) * tensor.size).max()
     return -all_reduce_(first, tensor, model.comm_volume, "samples", MAX)

@@ -1,7 +1,6 @@
-"""The training step: forward and backward, monitors, penalty, guards and update.
+"""Training step: forward and backward passes, monitors, penalty, guards and optimizer update.
 
-`Trainer` contains one rank's model, optimizer, data and progress. loop.py contains the work that is
-due after a step.
+`Trainer` holds one rank's model, optimizer, data and progress. Work due after a step is in loop.py.
 """
 
 import math
@@ -46,9 +45,9 @@ class StepResult:
     """Results of a step, as tensors on the device.
 
     loss    mean loss
-    norm    norm of the gradient
-    active  whether the step was taken
-    z_loss  mean squared log-sum-exp of the logits, None without a z-loss
+    norm    gradient norm
+    active  whether the step was taken, not skipped
+    z_loss  mean squared log-sum-exp of the logits, or None if the z-loss is off
     """
 
     loss: Tensor
@@ -58,7 +57,7 @@ class StepResult:
 
 
 class Trainer:
-    """The training steps of one rank, given model, optimizer and data."""
+    """Runs the training steps on one rank, given its model, optimizer and data."""
 
     def __init__(
         self,
@@ -72,11 +71,11 @@ class Trainer:
         tasks: Sequence[Task],
         monitor_interval: int | None,
     ) -> None:
-        """Build the remaining parts of a step.
+        """Build everything else that a step needs.
 
-        data       training data, whose counts are stored in checkpoints
-        tasks      multiple-choice tasks that score the model
-        monitor_interval   steps between monitored steps
+        data       training data, whose per-set counts are stored in checkpoints
+        tasks      multiple-choice tasks on which the model is evaluated
+        monitor_interval   monitor interval in steps
         """
         self.config = config
         self.groups = groups
@@ -91,7 +90,7 @@ class Trainer:
         self.update = kind(optimizer, max_norm=config.optimizer.clip.max_norm)
         self.progress = Progress()
         self.tokens_before = 0
-        """Number of target tokens in the steps before the current step."""
+        """Number of target tokens in all steps before the current one."""
         self.read_on()
         self.pace = Pace(config, groups, data)
         model.after_backward = self.pace.clock.end
@@ -109,23 +108,23 @@ class Trainer:
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of the current step on this rank."""
+        """Number of micro-batches per rank in the current step."""
         return self.batch // (self.config.train.micro_batch * self.groups.data.size)
 
     def read_on(self) -> None:
-        """Continue reading at the current progress, with the next step's global batch size."""
+        """Continue reading from the current progress with the next step's global batch size."""
         self.batch = self.config.train.batch(self.progress.step, self.progress.tokens)
         self.batches = self.make_batches(self.progress)
 
     def step(self, index: int) -> StepResult:
         """Take optimizer step `index`, counted from 0.
 
-        Only monitored steps, and steps that report the Gram penalty, wait for the device.
+        Only steps that run monitors or report the Gram penalty synchronize with the device.
         """
         with profiler.record_function("forward_backward"):
             means = self.compute_gradients(index)
             loss, z_loss = (means, None) if means.ndim == 0 else means.unbind()
-        # The user's setting of float32 precision applies to the forward pass only.
+        # The user's float32 matmul precision applies to the forward pass only.
         with ieee_products():
             with profiler.record_function("monitors"):
                 self.monitors.after_backward()
@@ -147,11 +146,11 @@ class Trainer:
         return StepResult(loss, norm, active, z_loss)
 
     def rate_factor(self, index: int) -> float:
-        """Return the learning-rate factor of step `index`, counted from 0."""
+        """Return the learning-rate factor for step `index`, counted from 0."""
         return step_factor(index, self.tokens_before, self.config.train, self.config.schedule)
 
     def compute_gradients(self, index: int) -> Tensor:
-        """Compute the gradient shards. Return the metrics of `mean_loss`, averaged over the global
+        """Compute the gradient shards. Return the metrics of `mean_loss` averaged over the global
         batch."""
         self.pace.clock.begin()
         windows = [next(self.batches) for _ in range(self.microbatches)]
@@ -171,9 +170,9 @@ class Trainer:
         return self.mean_over_ranks(figures)
 
     def weigh(self, batches: Sequence[Batch]) -> None:
-        """Weight all labels with a loss in the step equally.
+        """Give equal weight to all labels in the step that contribute to the loss.
 
-        The mean of the weighted sums over micro-batches and ranks is then the mean over labels.
+        Averaging the weighted sums over micro-batches and ranks then gives the mean over labels.
         """
         replicas = self.groups.dense.replicas
         counts = torch.stack([batch["counted"].sum() for batch in batches])
@@ -182,7 +181,7 @@ class Trainer:
             batch["weights"] = batch["counted"] * (len(batches) * replicas.size / total)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Return the metrics of `mean_loss`, averaged over the global batch, on all ranks.
+        """Return the metrics of `mean_loss` averaged over the global batch, on all ranks.
 
         `figures` contains the metrics on the last pipeline stage and is empty on other stages.
         """
@@ -196,7 +195,7 @@ class Trainer:
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """Return the metrics of a logged step except its times. This waits for the device."""
+        """Return the metrics of a logged step, except its timings. Synchronizes with the device."""
         factor, optimizer = self.rate_factor(step - 1), self.config.optimizer
         groups = groups_of(self.config.model)
         rates = {f"lr/{group}": getattr(optimizer, group).lr * factor for group in groups}
@@ -213,7 +212,7 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the trainer's state except tensors, for JSON. This waits for the device.
+        """Return the trainer's state as JSON, without tensors. Synchronizes with the device.
 
         Raises DisagreementError if watched weights have changed between steps.
         """
@@ -230,13 +229,13 @@ class Trainer:
         }
 
     def set_tokens(self) -> dict[str, int]:
-        """Return the number of tokens read from each set so far, {} without data phases."""
+        """Return the number of tokens read from each set so far, or {} without data phases."""
         if not self.config.data.phases:
             return {}
         return {f"data/{name}/tokens": count.tokens for name, count in self.read().items()}
 
     def read(self) -> dict[str, SetCount]:
-        """Return the counts of each set that the run has read."""
+        """Return the per-set counts of what the run has read."""
         return self.present.read(self.progress.sample)
 
     @property
@@ -245,7 +244,7 @@ class Trainer:
         return self.data.at(self.progress.step).since(self.progress.phase)
 
     def restore(self, progress: Progress, state: Mapping[str, Any]) -> None:
-        """Continue from `progress` and `state`, entries of a result of `checkpoint`."""
+        """Resume from `progress` and `state`, two of the entries returned by `checkpoint`."""
         self.progress = progress
         self.read_on()
         self.guard.restore(state["guard"])
@@ -256,18 +255,17 @@ class Trainer:
             self.weights.forget()
 
     def leave_out(self, windows: Windows) -> None:
-        """Leave out the samples of `windows`, and continue reading."""
+        """Skip the samples in `windows` from now on."""
         self.progress.left_out = windows
         self.read_on()
 
 
 def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
-    """Return the loss function of training.
+    """Return the training loss function.
 
-    The loss is the mean token loss of the micro-batch plus `z_loss` times the mean squared
-    log-sum-exp of the logits. If the batch has `weights`, both means are weighted sums instead. The
-    metric `loss` contains the mean loss `[]`, or with a z-loss both means `[2]` without the
-    coefficient.
+    The loss is the mean token loss over the micro-batch plus `z_loss` times the mean squared
+    log-sum-exp of the logits. If the batch has `weights`, both means become weighted sums. The
+    metric `loss` is the mean loss `[]` or, with a z-loss, both means `[2]` without the coefficient.
     """
     weights = batch.get("weights")
 
@@ -277,7 +275,7 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if not z_loss:
             value = mean(output)
-            # A copy is needed, because Megatron's schedule divides the loss in place.
+            # Clone, because Megatron's schedule divides the loss in place.
             return value, {"loss": value.detach().clone()}
         means = torch.stack([mean(each) for each in output])
         return means[0] + z_loss * means[1], {"loss": means.detach().clone()}
@@ -286,10 +284,10 @@ def mean_loss(batch: Batch, z_loss: float = 0.0) -> LossFunction:
 
 
 class GramPenalty:
-    """Gram penalty. Its gradient is added in the steps in which it is active.
+    """Gram penalty, whose gradient is added in the steps in which it is active.
 
     Source: "Learning in Transformers under Spectral Constraints", section 6, where the penalty is
-    active in the first tenth of the steps.
+    active during the first tenth of training.
     """
 
     def __init__(
@@ -304,14 +302,14 @@ class GramPenalty:
     def reports(self, step: int) -> bool:
         """Return whether the penalty's metrics are logged after `step`, counted from 1.
 
-        They are logged after the first step, to help choose the coefficient, and in logging steps.
+        They are logged at logging steps and after the first step, to help choose the coefficient.
         """
         return step == 1 or step % self.log_interval == 0 or step == self.last
 
     def add(self, index: int) -> None:
         """Add the penalty's gradient if the penalty is active in step `index`, counted from 0.
 
-        Waits for the device only in steps whose metrics are logged.
+        Synchronizes with the device only in steps whose metrics are logged.
         """
         self._active, measured = index < self.horizon, self.reports(index + 1)
         self._figures = None
@@ -319,14 +317,14 @@ class GramPenalty:
             self._figures = self.optimizer.add_penalty(enabled=self._active, measured=measured)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the metrics of the last step, computed from the weights before the step. `loss` is
-        the mean loss of the step.
+        """Return the metrics of the last step, computed from the weights before it. `loss` is the
+        mean loss of that step.
 
         penalty/on              1 if the penalty was active, else 0
-        penalty/value           coefficient times the sum of the penalties, active or not
+        penalty/value           coefficient times the summed penalties, whether active or not
         penalty/loss_ratio      penalty/value divided by the loss
-        penalty/gradient_ratio  norm of the penalty's gradient divided by the norm of the loss's
-                                gradient, on penalised weights
+        penalty/gradient_ratio  gradient norm of the penalty divided by that of the loss, over
+                                penalised weights
         penalty/share           mean of ||OffDiag||_F^2 / ||W||_F^4
         """
         figures = self._figures

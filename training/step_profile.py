@@ -1,6 +1,6 @@
-"""The profile of some steps: times of a rank's operations, as a trace for Perfetto.
+"""Profile selected steps: the timeline of a rank's operations, as a Perfetto trace.
 
-A failed profile does not end the run, and results do not depend on profiling.
+If profiling fails, the run continues. Profiling does not affect results.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from training.config import Config
 from training.config.schema import ProfileConfig
 
 FOLDER: Final = "profile"
-"""Folder for profiles in the run folder."""
+"""Subfolder of the run folder for profiles."""
 LARGEST_HISTORY: Final = 1_000_000
-"""Largest number of allocations that a memory snapshot records."""
+"""Maximum number of allocations recorded in a memory snapshot."""
 
 
 def profiled_steps(section: ProfileConfig, after: int, last: int) -> range:
-    """Return the steps to profile if a run continues after step `after` and ends at step `last`."""
+    """Return the steps to profile in a run that resumes after step `after` and ends at `last`."""
     return range(max(section.first, after + 1), min(section.first + section.steps - 1, last) + 1)
 
 
 def announcement(config: Config, after: int) -> str | None:
-    """Return a note about the profile for a run that continues after step `after`, if any."""
+    """Return a note on what is profiled when the run resumes after step `after`, or None."""
     section, last = config.log.profile, config.train.last
     if section is None:
         return None
@@ -40,11 +40,11 @@ def announcement(config: Config, after: int) -> str | None:
     asked = range(section.first, section.first + section.steps)
     whose = ", ".join(map(str, section.ranks))
     if asked[0] > last:
-        return f"profile: none, because {_named(asked)} are after step {last}, the run's last step"
+        return f"profile: none, because {_named(asked)} are past step {last}, the run's last step"
     if not steps:
         return (
             f"profile: none, because {_named(asked)} were taken before this start; to profile "
-            "again, set a later log.profile.first"
+            "again, increase log.profile.first"
         )
     less = "" if len(steps) == len(asked) else f" of the requested {_named(asked)}"
     where = Path(config.run.dir) / FOLDER
@@ -56,13 +56,13 @@ def _named(steps: range) -> str:
 
 
 class StepProfile:
-    """The profile of this rank's steps. All ranks call its methods, even unprofiled ranks."""
+    """Profiles this rank's steps. All ranks call its methods, including those not profiled."""
 
     def __init__(
         self, config: Config, groups: Groups, after: int, note: Callable[[str, int, str], None]
     ) -> None:
-        """`after` is the step after which the run continues; `note` is called with kind, step and
-        text of an event."""
+        """The run resumes after step `after`; `note` is called with the kind, step and text of an
+        event."""
         section = config.log.profile
         assert section is not None
         self.section = section
@@ -79,7 +79,7 @@ class StepProfile:
         self._messages: list[str] = []
 
     def before(self, step: int) -> None:
-        """Start the profile before its first step, and begin the range of a profiled step."""
+        """Start profiling before the first step to profile, and open the step's trace range."""
         if self._done or not self.profiled or step not in self.steps or self._messages:
             return
         with self._failing():
@@ -90,7 +90,7 @@ class StepProfile:
             self._span.__enter__()
 
     def after(self, step: int) -> None:
-        """End the range of a step. After the last profiled step, write the files."""
+        """Close the step's trace range. After the last profiled step, write the files."""
         with self._failing():
             self._span.__exit__(None, None, None)
         self._span = contextlib.nullcontext()
@@ -98,7 +98,7 @@ class StepProfile:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Write the profiled steps up to `step` to files, and note their paths. Collective."""
+        """Write the profiled steps up to `step` to files, and report their paths. Collective."""
         if self._done or step < self.steps[0]:
             return
         self._done = True
@@ -107,7 +107,7 @@ class StepProfile:
             self.note("warning" if text.startswith("warning") else "profile", step, text)
 
     def close(self) -> None:
-        """Stop an unfinished profile after an error of the run, without writing a trace."""
+        """Stop an unfinished profile after the run has failed, without writing a trace."""
         session, self._session = self._session, None
         if session is not None:
             with self._failing():
@@ -152,7 +152,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert an exception to a warning; an exception ends only the profile."""
+        """Turn an exception into a warning; it ends only the profile."""
         try:
             yield
         except Exception as error:
@@ -163,10 +163,10 @@ class StepProfile:
 
 
 def write_trace(session: profiler.profile, path: Path) -> Path:
-    """Write the trace of a finished session to a compressed file. Return its path.
+    """Write the trace of a finished session to a compressed file and return its path.
 
-    Raises OSError if the disk is full, RuntimeError if the trace is empty because other code ended
-    the profiler (writing an empty trace would end the process).
+    Raises OSError if the disk is full, and RuntimeError if the trace is empty because other code
+    stopped the profiler (exporting an empty trace would abort the process).
     """
     results = None if session.profiler is None else session.profiler.kineto_results
     if results is None or not results.events():
@@ -174,7 +174,7 @@ def write_trace(session: profiler.profile, path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
         plain, compressed = Path(folder) / "trace.json", Path(folder) / path.name
         session.export_chrome_trace(str(plain))
-        if not plain.exists():  # the profiler does not raise, but prints a line on stderr
+        if not plain.exists():  # the profiler prints to stderr instead of raising
             raise OSError(None, "the profiler could not write its trace", str(path))
         with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=5) as target:
             shutil.copyfileobj(file, target)

@@ -1,4 +1,4 @@
-"""Metrics of weights, gradients, updates and activations, every few steps.
+"""Metrics of weights, gradients, updates and activations, computed every few steps.
 
-Only expert_balance.py changes a run: it updates the expert bias. Start with monitors.py.
+Only expert_balance.py affects training: it updates the expert bias. Start with monitors.py.
 """

@@ -1,4 +1,4 @@
-"""Load balance of experts: token counts over ranks, expert bias, MaxVio and balancing losses."""
+"""Expert load balancing: token counts across ranks, expert bias, MaxVio and balancing losses."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from parallel.model import ParallelModel
 
 
 class ExpertBalance:
-    """Load balancing of this rank's mixture-of-experts layers. A dense model has none."""
+    """Load balancing for this rank's mixture-of-experts layers. No-op for a dense model."""
 
     def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
         self.model = model
@@ -43,8 +43,7 @@ class ExpertBalance:
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """Return MaxVio of the last step by layer ({} for a dense model). This waits like
-        `metrics`."""
+        """Return the last step's MaxVio by layer ({} for dense models). Waits as `metrics` does."""
         moe = self.config.moe
         if moe is None:
             return {}
@@ -55,12 +54,12 @@ class ExpertBalance:
     def metrics(self, microbatches: int) -> dict[str, float]:
         """Return the metrics of the last step, which had `microbatches` micro-batches per rank.
 
-        moe/max_vio/<layer>  (largest - mean) / mean of the experts' token counts in a layer
+        moe/max_vio/<layer>  (max - mean) / mean of a layer's token counts per expert
         moe/max_vio          maximum of moe/max_vio/<layer> over layers
         moe/sequence_aux_loss, moe/global_aux_loss, moe/z_loss
-                             mean over layers without the coefficient, if the loss is in use
+                             mean over layers without the coefficient, if the loss is enabled
 
-        Waits for the device and for all pipeline stages, unless the model is dense.
+        Unless the model is dense, waits for the device and all pipeline stages.
         """
         moe = self.config.moe
         if moe is None:

@@ -1,10 +1,9 @@
-"""Pure functions: metrics of stacks of matrices, and aggregates over many units.
+"""Pure functions that compute metrics of stacked matrices, and aggregates over many units.
 
-Metrics are computed in float64 from float32 values, so they do not depend on the rank that computes
-them. `Moments` are summed a few million entries at a time, so that metrics of a large embedding
-need little memory. Singular values of weights are computed by a decomposition, because all of them
-are needed. Stable ranks and nuclear ranks need only matrix products and are accurate to three
-digits.
+Metrics are computed in float64 from float32 values, so they do not depend on which rank computes
+them. `Moments` are accumulated a few million entries at a time, so that metrics of a large
+embedding take little memory. The singular values of weights come from a decomposition, because all
+of them are needed. Stable and nuclear ranks only take matmuls and are accurate to three digits.
 """
 
 import math
@@ -25,36 +24,35 @@ from spectral.device_values import is_known
 ROOT_SHIFT = 1e-10
 """Fraction of the trace added to the diagonal to keep a rounded Gram matrix positive definite."""
 QUANTILES = 11
-"""Number of quantiles of singular values: 0, 10, ..., 100%."""
+"""Number of singular value quantiles: 0, 10, ..., 100%."""
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
-"""Roles whose matrices are applied to the normalised residual stream before attention."""
+"""Roles whose matrices multiply the normalised residual stream before attention."""
 
 PC_ROLES = (*BLOCKS, "gate_up")
-"""Roles of the matrices that are averaged in figures 5 and 14 of the PC paper, with or without PC
-layers."""
+"""Roles of the matrices averaged in figures 5 and 14 of the PC paper, with or without PC layers."""
 
 EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
-"""Metrics whose maximum over units is reported."""
+"""Metrics for which the maximum over units is reported."""
 
 QUANTILE_NAMES = ("quantiles", "effective_quantiles", "momentum_quantiles", "update_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
-"""Role, layer and metrics of one unit, by name."""
+"""A unit's role, layer and metrics, by name."""
 
 
 BLOCK: Final = 2**22
-"""Number of a stack's entries converted to float64 at a time."""
+"""Number of entries of a stack converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the entries of matrices `[units, rows, cols]`, float64.
+    """Sums over the entries of matrices `[units, rows, cols]`, in float64.
 
     gram           `[units, n, n]`, the smaller of W W^T and W^T W
     total          `[units]`, sum of the entries
     off_diagonal   `[units]`, ||W^T W - Diag(W^T W)||_F^2
-    entries        number of entries of a matrix
+    entries        number of entries per matrix
     """
 
     gram: Tensor
@@ -63,11 +61,11 @@ class Moments:
     entries: int
 
     def singular_values(self) -> Tensor:
-        """Compute the singular values `[units, n]`, descending."""
+        """Compute the singular values `[units, n]` in descending order."""
         return measures.eigenvalue_roots(self.gram)
 
     def mean_square(self) -> Tensor:
-        """Compute the mean square `[units]` of the entries."""
+        """Compute the mean squared entry `[units]`."""
         return self.gram.diagonal(dim1=-2, dim2=-1).sum(-1) / self.entries
 
     def rms(self) -> Tensor:
@@ -75,13 +73,13 @@ class Moments:
         return self.mean_square().sqrt()
 
     def correlation(self) -> Tensor:
-        """Compute an estimate of the entries' correlation `[units]`. See `measures.correlation`."""
+        """Estimate the correlation `[units]` of the entries. See `measures.correlation`."""
         return measures.correlation_of(self.total / self.entries, self.mean_square(), self.entries)
 
 
 def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
-    """Return the moments of matrices of `shape` `[units, rows, cols]` from their float64 `blocks`,
-    as yielded by `split`."""
+    """Accumulate the moments of matrices of `shape` `[units, rows, cols]` from their float64
+    `blocks`, as yielded by `split`."""
     _, rows, cols = shape
     if rows >= cols:
         gram, total = summed([x.mT @ x, x.sum((1, 2))] for x in blocks)
@@ -90,7 +88,7 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
         gram, total, fourth = summed(
             [x @ x.mT, x.sum((1, 2)), x.square().sum(1).square().sum(1)] for x in blocks
         )
-        # The difference has the rounding error of the first term; smaller values count as zero.
+        # The difference inherits the rounding error of the first term; treat smaller values as 0.
         whole = gram.square().sum((1, 2))
         present = whole - fourth > 4 * torch.finfo(whole.dtype).eps * whole
         off_diagonal = torch.where(present | whole.isnan(), whole - fourth, 0)
@@ -98,12 +96,12 @@ def moments(blocks: Iterable[Tensor], shape: Sequence[int]) -> Moments:
 
 
 def of_matrices(stack: Tensor) -> Moments:
-    """Return the moments of matrices `[units, rows, cols]`."""
+    """Compute the moments of matrices `[units, rows, cols]`."""
     return moments((block.double() for block in split(stack)), stack.shape)
 
 
 def split(stack: Tensor) -> Iterator[Tensor]:
-    """Yield matrices `[units, rows, cols]` in blocks of rows, or of columns for wide matrices."""
+    """Split matrices `[units, rows, cols]` into blocks of rows, or of columns if they are wide."""
     units, rows, cols = stack.shape
     size = max(1, BLOCK // (units * min(rows, cols)))
     yield from stack.split(size, 1 if rows >= cols else 2)
@@ -119,7 +117,7 @@ def cosine(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Sum lists of tensors elementwise, in place in the first list."""
+    """Sum lists of tensors elementwise, in place into the first list."""
     totals: list[Tensor] = []
     for sums in terms:
         if not totals:
@@ -131,9 +129,9 @@ def summed(terms: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def weight_figures(weight: Tensor) -> Figures:
-    """Return metrics `[units]` of weights `[units, rows, cols]`.
+    """Compute metrics `[units]` of weights `[units, rows, cols]`.
 
-    `quantiles` `[units, 11]` are quantiles of the singular values.
+    `quantiles` `[units, 11]` are the singular value quantiles.
     """
     matrices = of_matrices(weight)
     values = matrices.singular_values()
@@ -152,15 +150,15 @@ def weight_figures(weight: Tensor) -> Figures:
 
 
 def quantiles(values: Tensor) -> Tensor:
-    """Return the quantiles `[units, 11]` of singular values `[units, n]`."""
+    """Compute the quantiles `[units, 11]` of singular values `[units, n]`."""
     steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
     return torch.quantile(values, steps, dim=1).T
 
 
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
-    """Return metrics `[units]` of mean gradients `[units, rows, cols]`.
+    """Compute metrics `[units]` of mean gradients `[units, rows, cols]`.
 
-    `previous` contains the gradients of the previous step. None omits the alignment.
+    `previous` contains the gradients of the previous step; if None, the alignment is omitted.
     """
     sums = of_matrices(gradient)
     figures = {
@@ -175,8 +173,8 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
-    """Return the nuclear ranks `[units]`; use matrix products if a decomposition would make the
-    host wait for the device."""
+    """Compute the nuclear ranks `[units]`, using only matmuls if a decomposition would cause a host
+    sync."""
     if is_known(gradient):
         return measures.nuclear_rank_of(sums.singular_values())
     square = sums.mean_square() * sums.entries
@@ -184,16 +182,16 @@ def _nuclear_rank(gradient: Tensor, sums: Moments) -> Tensor:
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
-    """Return noise metrics `[units]` from the samples' inner products `[units, samples, samples]`.
+    """Compute noise metrics `[units]` from the samples' inner products `[units, samples, samples]`.
 
-    `what`, "gradient" or "update", is the kind of the samples and the prefix of the metrics' names.
+    `what`, "gradient" or "update", states what the samples are, and prefixes the metric names.
     """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
 
 
 def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the updates of successive steps, float64, without weight decay, block by block.
+    """Yield the float64 updates of consecutive steps, excluding weight decay, block by block.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor 1 - lr * weight_decay
@@ -204,7 +202,7 @@ def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products of the steps' updates, `[units, steps, steps]`, float64. For the
+    """Compute the inner products of the steps' updates, float64 `[units, steps, steps]`. For the
     arguments see `updates`."""
     units, steps = len(weights[0]), len(kept)
     products = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
@@ -215,9 +213,9 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return metrics `[units]` of the last update. For the arguments see `updates`.
+    """Compute metrics `[units]` of the last update. For the arguments see `updates`.
 
-    If there are several updates, the metrics include the alignment of the last two.
+    With more than one update, the metrics include the alignment of the last two.
     """
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     figures = {
@@ -231,22 +229,22 @@ def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures
 
 
 def update_spectrum(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
-    """Return quantiles of the last update's singular values. For the arguments see `updates`."""
+    """Compute the singular value quantiles of the last update. For the arguments see `updates`."""
     sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     return {"update_quantiles": quantiles(sums.singular_values())}
 
 
 def momentum_spectrum(momentum: Tensor) -> Figures:
-    """Return quantiles of the singular values of momenta `[units, rows, cols]`."""
+    """Compute the singular value quantiles of momenta `[units, rows, cols]`."""
     return {"momentum_quantiles": quantiles(of_matrices(momentum).singular_values())}
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
-    """Return the stable rank and the root mean square `[]` of a weight's inputs.
+    """Compute the stable rank and the root mean square `[]` of a weight's inputs.
 
-    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. The embedding's inputs are one-hot
-    vectors. `gram` is then the diagonal `[rows]` of their Gram matrix. The only metric is the
-    stable rank, 1 / (share of the most frequent token).
+    `gram` is the Gram matrix of the inputs, `[inputs, inputs]`. For the embedding, whose inputs are
+    one-hot vectors, `gram` is the diagonal `[rows]` of their Gram matrix, and the only metric is
+    the stable rank, 1 / (share of the most frequent token).
     """
     gram = gram.double()
     if gram.ndim == 1:
@@ -258,16 +256,16 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
 
 
 def gram_root(gram: Tensor) -> Tensor:
-    """Return R `[inputs, inputs]`, float64, with R R^T = `gram` + 1e-10 tr(`gram`) I."""
+    """Compute a float64 R `[inputs, inputs]` with R R^T = `gram` + 1e-10 tr(`gram`) I."""
     wide = gram.double()
     shift = ROOT_SHIFT * wide.trace()
     shifted = wide + torch.diag(torch.where(shift > 0, shift, 1).expand(len(wide)))
     factor: Tensor = torch.linalg.cholesky_ex(shifted).L
-    return factor * (shift > 0)  # if all inputs are zero
+    return factor * (shift > 0)  # zero if all inputs are zero
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
-    """Return the stable rank `[]` of W A, from W `[rows, cols]` and a root R of A A^T.
+    """Compute the stable rank `[]` of W A from W `[rows, cols]` and a root R of A A^T.
 
     W R has the same singular values as W A, but R is only `[cols, cols]`.
     """
@@ -280,9 +278,9 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add the metrics that combine several units, or measurements of several ranks, to the records.
+    """Add metrics that combine several units, or measurements from several ranks, to the records.
 
-    The criterion compares each weight with its input. Attention's output projection is compared
+    The criterion compares each weight with its input. The attention output projection is compared
     with the input of q, k and v, as in table 2 of "When do spectral gradient updates help in deep
     learning?".
     """
@@ -305,17 +303,17 @@ def pair(units: dict[str, Record]) -> None:
 
 
 def is_figure(name: str, value: Any) -> bool:
-    """Return whether an entry of a record is a number that can be averaged."""
+    """Return whether a record entry is a number that can be averaged."""
     return name not in ("role", "layer", *QUANTILE_NAMES) and _finite(value)
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """Return `monitor/<metric>/<role>`, means over the units of a role that have the metric."""
+    """Return `monitor/<metric>/<role>`: means over all units of a role that have the metric."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
 def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Return the means of metrics over the matrices of each layer, by layer."""
+    """Average metrics over the matrices in each layer, by layer."""
     layers: dict[str, dict[str, float]] = {}
     inside = [record for record in records if record["layer"] is not None]
     for (layer, name), value in _means(inside, "layer"):
@@ -330,15 +328,15 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
         for name, value in record.items():
             if is_figure(name, value):
                 values.setdefault((record[key], name), []).append(value)
-    return ((place, sum(each) / len(each)) for place, each in values.items())
+    return ((group, sum(each) / len(each)) for group, each in values.items())
 
 
 def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[str, float]:
-    """Return aggregate metrics over all units whose role is in `roles`.
+    """Compute aggregate metrics over all units with a role in `roles`.
 
-    condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with equal
-                                     weights of roles and layers; for PC layers, of PC(W). Suffix
-                                     /pc: only the paper's PC layers; /qkv: only q, k and v
+    condition_number/geometric_mean  GMCN of the PC paper: mean over whole matrices, with roles and
+                                     layers weighted equally; for PC layers, of PC(W). Suffix /pc:
+                                     only the paper's PC layers; /qkv: only q, k and v
     criterion_ratio/geometric_mean   mean of nr(G) / st(A)
     criterion_ratio/share            share of units with a ratio of at least 1
     spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
@@ -363,7 +361,7 @@ def global_figures(records: Iterable[Record], roles: Collection[str]) -> dict[st
 
 
 def condition_number(record: Record) -> float:
-    """Return the condition number of the unit's whole matrix, or NaN if it was not computed."""
+    """Return the condition number of a unit's whole matrix, or NaN if it was not computed."""
     names = (
         f"{prefix}{of}condition_number" for prefix in ("effective_", "") for of in ("matrix_", "")
     )
@@ -371,7 +369,7 @@ def condition_number(record: Record) -> float:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of the finite positive values, or NaN if there are none."""
+    """Compute the geometric mean of all finite positive values, or NaN if there are none."""
     numbers = torch.tensor(list(values), dtype=torch.float64)
     return float(measures.global_modified_condition_number(numbers))
 
@@ -392,25 +390,25 @@ def _finite(value: Any) -> bool:
 
 
 class WholeMatrices:
-    """Collector of units that yields each whole matrix when all its rows have been added.
+    """Collects units and yields each whole matrix once all of its rows have been added.
 
     A whole matrix stacks the rows of all units with the same parameter and role. Row order does not
     affect singular values.
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        """`units` contains all units of the pipeline stage."""
+        """`units` contains all units on the pipeline stage."""
         whole = {unit.name: unit for unit in units if unit.is_matrix}
         self.sizes = Counter((unit.parameter, unit.role) for unit in whole.values())
         self._rows: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def begin(self) -> None:
-        """Drop the rows of earlier steps."""
+        """Drop rows collected in earlier steps."""
         self._rows.clear()
 
     def add(self, units: Iterable[Unit], weights: Tensor) -> Iterator[tuple[list[str], Tensor]]:
-        """Add units with their `weights` `[units, rows, cols]`, and yield each completed matrix
-        `[rows, cols]` with the names of its units."""
+        """Add units with their `weights` `[units, rows, cols]`, and yield the unit names and the
+        matrix `[rows, cols]` of each completed whole matrix."""
         for unit, weight in zip(units, weights, strict=True):
             key = unit.parameter, unit.role
             if self.sizes[key] == 1:

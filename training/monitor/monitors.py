@@ -1,7 +1,7 @@
-"""Monitors: metrics of weights, gradients, updates and activations, every few steps.
+"""Monitors: metrics of weights, gradients, updates and activations, computed every few steps.
 
-Monitors slow down only monitored steps. They do not change the values that they measure, so runs
-with and without monitors are equal bit for bit. docs/monitors.md defines the metrics.
+Only monitored steps are slowed down. Monitors do not modify what they measure, so runs with and
+without them are bitwise identical. The metrics are defined in docs/monitors.md.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ from training.monitor.matrix_figures import Figures, Record, WholeMatrices
 from training.monitor.update_history import UpdateHistory, Updates
 
 DEFAULT_INTERVAL: Final = 100
-"""Interval of monitored steps without a plan, and the smallest interval chosen by a plan."""
+"""Monitor interval without a plan, and the smallest interval a plan can choose."""
 
 REPORTED: Final = {
     "sigma": "tracked_norm",
@@ -54,33 +54,32 @@ REPORTED: Final = {
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
 }
-"""Names in monitors.jsonl of the metrics that rules report; other metrics get the prefix `rule_`.
-"""
+"""Names in monitors.jsonl for metrics reported by rules; all others get the prefix `rule_`."""
 
 
 class LayerSampling:
-    """Choice of the layers whose inputs a monitored step measures.
+    """Selects the layers whose inputs are measured in a monitored step.
 
-    A step measures all layers, or some of them in turn if the Gram matrices of all inputs do not
-    fit in `monitors.activation_gib`. The choice depends on the sizes of whole weights, so it is the
-    same on any layout.
+    These are all layers or, if the Gram matrices of all inputs do not fit in
+    `monitors.activation_gib`, a subset that rotates between monitored steps. The selection depends
+    on unsharded weight sizes, so it is the same on any layout.
     """
 
     def __init__(self, config: Config, interval: int) -> None:
         self.interval = interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
-        # Number of monitored steps that are needed to measure all layers.
+        # Number of monitored steps it takes to measure all layers.
         self.rounds = -(-self.count // together)
 
     def layers(self, step: int) -> list[int]:
-        """Return the layers to measure in the monitored step `step`."""
+        """Return the layers to measure in monitored step `step`."""
         part = step // self.interval % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
 
 
 def largest_layer(config: Config) -> int:
-    """Return the largest number of bytes that the Gram matrices of a layer's inputs need."""
+    """Return the maximum size in bytes, over layers, of the Gram matrices of a layer's inputs."""
     sizes = {
         (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
         for unit in all_units(config.model, **unit_options(config))
@@ -93,7 +92,7 @@ def largest_layer(config: Config) -> int:
 
 
 class Monitors:
-    """Monitors of one rank."""
+    """Runs the monitors on one rank."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Monitors:
         experts: ExpertBalance,
         interval: int | None,
     ) -> None:
-        """Measure every `interval` steps; 0 disables monitors, None is `DEFAULT_INTERVAL`."""
+        """Measure every `interval` steps; 0 disables monitors, None means `DEFAULT_INTERVAL`."""
         self.interval = DEFAULT_INTERVAL if interval is None else interval
         self.config = config
         self.groups = groups
@@ -115,7 +114,7 @@ class Monitors:
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
-        self.earlier: list[Shards] = []  # the gradients of the previous step, if kept
+        self.earlier: list[Shards] = []  # gradients of the previous step, if kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self.watch: ActivationWatch | None = None
         self.samples: GradientSamples | None = None
@@ -131,16 +130,16 @@ class Monitors:
 
     @cached_property
     def unit_gather(self) -> UnitGather:
-        """Assignment of units to inspection ranks, planned at first use."""
+        """Assignment of units to inspection ranks, planned on first use."""
         return UnitGather(self.optimizer, inspected_elements(self.config.monitors))
 
     def forget(self) -> None:
-        """Drop the tensors of earlier steps, for instance after a rewind."""
+        """Drop the tensors kept from earlier steps, e.g. after a rewind."""
         self.earlier = []
         self.history.forget()
 
     def before(self, step: int, microbatches: int) -> None:
-        """Prepare the measurement of `step`, which has `microbatches` micro-batches per rank."""
+        """Prepare to measure `step`, which has `microbatches` micro-batches per rank."""
         self.step = step
         self.records = {}
         self.chosen = set(self.config.monitors.groups) if self.due(step) else set()
@@ -180,9 +179,10 @@ class Monitors:
 
     @torch.no_grad()
     def after_step(self, factor: float, active: Tensor) -> None:
-        """Measure updates after the optimizer's step.
+        """Measure updates after the optimizer step.
 
-        `factor` is the learning rate divided by its peak. `active` is whether the step was taken.
+        `factor` is the learning rate divided by its peak. `active` states whether the step was
+        taken, not skipped.
         """
         self.history.end(factor, active)
         if self.due(self.step):
@@ -193,10 +193,10 @@ class Monitors:
                 self._inspect_momenta()
 
     def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the line of `step` for monitors.jsonl and the aggregates for the metrics.
+        """Return the monitors.jsonl line for `step`, and the aggregates to add to the metrics.
 
-        `tokens` is the number of tokens seen so far. Both results are empty on ranks other than 0,
-        and if the step is not monitored. Collective.
+        `tokens` is the number of tokens seen so far. Both results are empty if the step is not
+        monitored, and on all ranks but rank 0. Collective.
         """
         if not self.due(step):
             return {}, {}
@@ -212,7 +212,7 @@ class Monitors:
         return line, summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """Return the records of all units and blocks on rank 0, {} and {} on other ranks."""
+        """Return the records of all units and blocks on rank 0, and {} and {} on other ranks."""
         maxvio = self.experts.violations()
         gathered = on_first((self.records, self.blocks), self.groups.host)
         units: dict[str, Record] = {}
@@ -261,7 +261,7 @@ class Monitors:
             self._keep([units[name]], measured)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
-        """Record metrics of the weights' inputs, and of the outputs of gate and up."""
+        """Record metrics of the weights' inputs and of the outputs of gate and up."""
         in_graph = {unit.name for layer in self.model.in_graph for unit in layer.units}
         measured: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
@@ -279,9 +279,8 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """Record the metrics of PC layers that cannot be computed from the gathered parameters.
-
-        These are metrics of W if the parameter is PC(W), and of PC(W) if the parameter is W.
+        """Record the metrics of PC layers that cannot be computed from the gathered parameters:
+        those of W if the parameter is PC(W), and those of PC(W) if the parameter is W.
         """
         for stack in self.optimizer.materialized:
             measured = figures.weight_figures(stack.weight)
@@ -299,16 +298,16 @@ class Monitors:
                 record["pc_tracked_norm"] = tracked.item()
 
     def _keep_whole(self, units: list[Unit], weights: Tensor, effective: set[str]) -> None:
-        """Add the condition number of a whole matrix to the records of its units."""
+        """Add the condition number of each whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            # Either all units of a matrix are effective or none is.
+            # The units of a matrix are either all effective or all not.
             prefix = "effective_" if effective.intersection(names) else ""
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value
 
     def _inspect_updates(self) -> None:
-        """Record metrics of the last steps' updates."""
+        """Record metrics of the most recent updates."""
         for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
@@ -319,7 +318,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _inspect_momenta(self) -> None:
-        """Record the spectra of momenta after the step, for rules with momentum."""
+        """Record the momentum spectra after the step, for rules with momentum."""
         now = momenta(self.optimizer)
         for inspection in self.unit_gather.inspections({MOMENTUM: now.shards}):
             assigned = [self._assign(unit) for unit in inspection.units]
@@ -345,7 +344,7 @@ class Monitors:
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """Record the metrics that rules report for the step."""
+        """Record the metrics reported by the rules for this step."""
         for batch in self.optimizer.stacks:
             measured = {
                 REPORTED.get(name, f"rule_{name}"): figure.double()
@@ -358,7 +357,7 @@ class Monitors:
     def _keep(
         self, units: list[Unit], measured: Figures, effective: Set[str] = frozenset()
     ) -> None:
-        """Add metrics to the records of units, with the prefix `effective_` for the units named in
+        """Add metrics to the units' records, with the prefix `effective_` for units named in
         `effective`."""
         if not units:
             return
@@ -370,24 +369,24 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Return the number of successive updates to compare, including the monitored step's update."""
+    """Return the number of consecutive updates to compare, up to that of the monitored step."""
     noise = section.noise_samples if "noise" in section.groups else 0
     spectra = int("spectra" in section.groups)
     return max(2 if "updates" in section.groups else 0, spectra, noise)
 
 
 def inspected_elements(section: MonitorsConfig) -> int:
-    """Return the number of elements inspected at once. A larger matrix is inspected alone.
+    """Return the number of elements to inspect at once. A larger matrix is inspected on its own.
 
-    A rank first gathers and stacks weights, gradients and the previous step's gradients, and later
-    the weights before each compared step and after the last step.
+    A rank gathers and stacks weights, gradients and the previous step's gradients and, later, the
+    weights before each compared step and after the last one.
     """
     arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
     return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the aggregates for the metrics."""
+    """Aggregate the records into metrics."""
     records = list(units.values())
     matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
     return {

@@ -1,4 +1,4 @@
-"""Metrics over all ranks of refused updates, PC layers and missed multiplier solves."""
+"""Metrics of refused updates, PC layers and missed multiplier solves, summed across ranks."""
 
 import math
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from parallel.optimizer.distributed_optimizer import DistributedOptimizer
 from spectral.effective_weight import DOMAIN
 
 SHOWN = 8
-"""Largest number of refused units that a report names."""
+"""Maximum number of refused units named in a report."""
 
 
 class Refusals:
-    """Counter of refused updates, which are updates that are not finite or not bounded.
+    """Counts refused updates, i.e. updates that are not finite or not bounded.
 
-    The counter only reports refusals. The optimizer skips refused updates.
+    Refused updates are skipped by the optimizer; this class only reports them.
 
     Attributes:
-        total: number of reported refusals since the start of the run, over all ranks.
+        total: number of refusals reported since the start of the run, across all ranks.
         worst: (unit, number) of the most consecutive refusals before the last report.
     """
 
@@ -32,17 +32,17 @@ class Refusals:
         self.restore(0.0)
 
     def restore(self, total: float) -> None:
-        """Continue from `total` reported refusals and no unreported refusals."""
+        """Continue from `total` reported refusals, with none unreported."""
         self.total = total
-        self._names: list[str] = []  # names of the entries of the tensors `[names]` below
+        self._names: list[str] = []  # unit names for the tensors `[names]` below
         self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def new(self) -> float:
-        """Return the number of refusals since the last report, over all ranks. Collective."""
+        """Return the number of refusals since the last report, across all ranks. Collective."""
         return over_ranks(self.optimizer, self._new.sum())
 
     def record(self) -> None:
-        """Count the refusals of a step, without waiting for the device."""
+        """Count the refusals in a step, without a host sync."""
         counts = dict(self.optimizer.refused())
         names = set(self._names)
         self._add_names([name for name in counts if name not in names])
@@ -54,7 +54,7 @@ class Refusals:
         self._longest = torch.maximum(self._longest, self._row)
 
     def _add_names(self, names: list[str]) -> None:
-        """Start counting refusals of more units; nearly all units are added in the first step."""
+        """Start counting refusals for more units; nearly all units are added in the first step."""
         if not names:
             return
         self._names += names
@@ -64,16 +64,16 @@ class Refusals:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics since the last report. This waits for the device and for all ranks.
+        """Return the metrics since the last report. Waits for the device and all ranks.
 
         optim/refused         number of refused updates since the start of the run
-        optim/refused/<unit>  number since the last report, for the units with the largest numbers
+        optim/refused/<unit>  number since the last report, for the most affected units
         """
         new, self.worst = self.new(), ("", 0)
         self.total += new
         metrics = {"optim/refused": self.total}
         if new:
-            # (unit, refusals, most consecutive refusals) of the units of this rank
+            # (unit, refusals, most consecutive refusals) for the units on this rank
             counts = zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True)
             mine = [each for each in counts if each[1]]
             rows = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
@@ -85,17 +85,17 @@ class Refusals:
 
 
 def over_ranks(optimizer: DistributedOptimizer, count: Tensor) -> float:
-    """Return the sum of a count `[]` over all ranks. Collective."""
+    """Sum a count `[]` across all ranks. Collective."""
     return float(all_reduce_(count, None, optimizer.model.comm_volume, "metrics").item())
 
 
 class SpectralMetrics:
-    """Counts over all units and ranks. monitors.jsonl contains the metrics of each unit."""
+    """Counts over all units and ranks. The metrics of individual units are in monitors.jsonl."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """`preconditioned` is true if the model has PC layers on any rank."""
+        """`preconditioned` states whether the model has PC layers on any rank."""
         self.optimizer = optimizer
         self.refusals = Refusals(optimizer, groups)
         self._missed = torch.zeros((), device=groups.device)
@@ -105,18 +105,18 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self, active: Tensor) -> None:
-        """Count the step's events on the device. `active` is whether the step was taken."""
+        """Count the step's events on the device. `active` states whether the step was taken."""
         for stack in self.optimizer.stacks:
             if "converged" in stack.report:
                 self._missed += (1 - stack.report["converged"].float()).sum() * active
         self.refusals.record()
 
     def state(self) -> dict[str, float]:
-        """Return counts since the start of the run, over all ranks. Collective.
+        """Return the counts since the start of the run, across all ranks. Collective.
 
-        unconverged  multiplier solves that missed their tolerance
-        refused      refused updates of units
-        outside      corrections of the tracked norm of PC layers
+        unconverged  multiplier solves that did not reach their tolerance
+        refused      refused unit updates
+        outside      corrections to the tracked norm of PC layers
         """
         return {
             "unconverged": self._unconverged + over_ranks(self.optimizer, self._missed.clone()),
@@ -125,15 +125,14 @@ class SpectralMetrics:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from `state`, a result of the method `state`."""
+        """Restore the counts returned by the method `state`."""
         self._missed.zero_()
         self._unconverged = state["unconverged"]
         self.refusals.restore(state.get("refused", 0.0))
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics of solves, refusals and PC layers. This waits for the device and
-        ranks.
+        """Return the metrics of solves, refusals and PC layers. Waits for the device and all ranks.
 
         spectral/unconverged  number of missed solves since the start of the run
         """
@@ -146,8 +145,8 @@ class SpectralMetrics:
         """Return the metrics of PC layers.
 
         pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
-        pc/domain/outside  number of corrections, in logged steps so far, of units outside [0, 1.1]
-        pc/gamma/min, max  smallest and largest gamma of all units
+        pc/domain/outside  number of corrections in logged steps so far, for units outside [0, 1.1]
+        pc/gamma/min, max  smallest and largest gamma over all units
         """
         seen, gammas = self.optimizer.guard_pc()
         floor = seen.new_full((1,), -math.inf)

@@ -1,8 +1,8 @@
 """Updates of a monitored step and of the steps before it.
 
-The update of a step is the weights after the step minus the weights before the step, with
-retraction but without weight decay. The history stores the weights before the monitored step and
-before as many preceding steps as the metrics need.
+A step's update is the weights after the step minus the weights before it, including retraction but
+excluding weight decay. The history stores the weights before the monitored step and before as many
+preceding steps as the metrics require.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Updates:
-    """Matrices of one shape before, between and after successive steps.
+    """Matrices of the same shape before, between and after consecutive steps.
 
-    weights  `[units, rows, cols]` each: before the steps, oldest first, and after the last step
+    weights  `[units, rows, cols]` each: before each step, oldest first, and after the last step
     kept     `[units, 1, 1]` per step: the factor 1 - lr * weight_decay
     """
 
@@ -38,7 +38,7 @@ class Updates:
 
 
 class UpdateHistory:
-    """The weights before each of the last `depth` steps."""
+    """Stores the weights before each of the last `depth` steps."""
 
     def __init__(self, optimizer: DistributedOptimizer, depth: int) -> None:
         self.optimizer = optimizer
@@ -47,11 +47,12 @@ class UpdateHistory:
         self.moments: list[Moment] = []
 
     def forget(self) -> None:
-        """Drop the stored weights, for instance after a rewind."""
+        """Drop the stored weights, e.g. after a rewind."""
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """Store the weights before a step, `steps_left` steps before a monitored step."""
+        """Store the weights before the current step if the next monitored step, `steps_left` steps
+        ahead, needs them."""
         if steps_left >= self.depth:
             self.forget()
             return
@@ -62,15 +63,15 @@ class UpdateHistory:
         """Record the learning rate of the current step.
 
         factor  learning rate divided by its peak
-        active  whether the step was taken
+        active  whether the step was taken, not skipped
         """
         if self.moments:
             self.moments[-1].factor = factor * active
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Yield the updates of the matrices that this rank inspects, and of the PC layers it owns.
+        """Yield the updates of the matrices inspected by this rank and of the PC layers it owns.
 
-        Collective over the ranks of the stage. The weights of a result are dropped when the next
+        Collective over the ranks of the stage. The weights in a result are freed when the next
         result is requested.
         """
         after = weights(self.optimizer, copy=False)
@@ -90,7 +91,7 @@ class UpdateHistory:
             yield self._of(batch.units, matrices, factors)
 
     def learning_rate(self, unit: Unit) -> float:
-        """Return the learning rate of the last step for a unit."""
+        """Return a unit's learning rate in the last step."""
         return self.assign(unit).lr * float(self.moments[-1].factor)
 
     def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:

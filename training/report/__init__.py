@@ -1,4 +1,4 @@
-"""Destinations of a run's metrics: metrics.jsonl, the console, Weights & Biases, TensorBoard.
+"""Write a run's metrics to metrics.jsonl, the console, Weights & Biases and TensorBoard.
 
-These files only write metrics that are computed elsewhere. Start with log_lines.py.
+The metrics themselves are computed elsewhere. Start with log_lines.py.
 """

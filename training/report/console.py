@@ -1,4 +1,4 @@
-"""Console lines of a run, which describe how to stop it, the run, its steps, and next commands."""
+"""Console output of a run: how to stop it, what it trains, its steps, and what to run next."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from training.report.text import duration, short
 
 
 def first_line(config: Config) -> str:
-    """Return the first line, printed before torch is imported: name, folder and how to stop."""
+    """Return the first line, printed before importing torch: name, folder and how to stop."""
     folder = config.run.dir
     stop = quote(f"{folder}/STOP")
     how = "saves and stops"
@@ -26,10 +26,10 @@ def first_line(config: Config) -> str:
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
-    """Yield lines on model, layout, tokens and rules. `config` must state the vocabulary size."""
+    """Yield lines on the model, layout, tokens and rules. `config` must set the vocabulary size."""
     train, optimizer = config.train, config.optimizer
     size = model_size(config.model, train.sequence_length)
-    model = f"{config.model.family} of {short(size.parameters)} parameters"
+    model = f"{config.model.family} with {short(size.parameters)} parameters"
     if size.active_parameters < size.parameters:
         model += f", {short(size.active_parameters)} of them active"
     lengths = ", then ".join(
@@ -38,7 +38,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     )
     total = short(train.samples() * train.sequence_length)
     early = f"; train.exit_step ends the run after step {train.last:,}" if train.exits_early else ""
-    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in all{early}"
+    yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in total{early}"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
         names["embedding"] = "embedding and head, one matrix"
@@ -52,7 +52,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
 
 
 def layout(config: Config, ranks: int) -> str:
-    """Return a phrase with the number of ranks and the sizes above 1 of the parallel axes."""
+    """Describe the number of ranks and all parallel sizes above 1."""
     parallel = config.parallel
     sizes = {
         "data": ranks // (parallel.model_ranks),
@@ -82,8 +82,7 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Return a line with the known values of step, loss, lr, grad norm, tokens/s, ms, MFU and
-    ETA."""
+    """Format a line with step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:
@@ -95,7 +94,7 @@ def console_line(
 
 
 def next_commands(config: Config) -> Iterator[str]:
-    """Yield shell commands that use the finished run."""
+    """Yield shell commands to try on the finished run."""
     folder = quote(config.run.dir)
     yield f"python scripts/plot.py {folder} --html"
     if config.checkpoint.interval == 0:
@@ -113,7 +112,7 @@ def next_commands(config: Config) -> Iterator[str]:
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
-    """Yield a line per sample of text: the set, the end of the prompt and the continuation."""
+    """Yield a line per text sample: the set, the end of the prompt and the continuation."""
     for key, text in metrics.items():
         if key.startswith("sample/") and key.endswith("/text"):
             name = key.split("/")[1]

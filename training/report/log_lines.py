@@ -1,6 +1,6 @@
-"""Writing and reading of a run's .jsonl files, which a crash or a full disk may damage.
+"""Read and write a run's .jsonl files, which may be damaged by a crash or a full disk.
 
-Names of metrics are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
+Metric names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
 `val/bpb`, `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`,
 `optim/skipped_steps`, `perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`,
 `perf/tflops_per_gpu`, `perf/mfu` (percent), `moe/max_vio`, `moe/max_vio/<layer>`,
@@ -24,14 +24,14 @@ from training.errors import Aid
 from training.json_file import parse_json, read_regular
 
 LOGS: Final = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
-"""Files to which a run appends lines."""
+"""Files to which a run appends."""
 
 
 class LogFile:
     """A .jsonl file to which a run appends lines.
 
-    Lines that cannot be written wait, and are written before the next line. The first write opens
-    the file and removes an unfinished last line of a killed run.
+    Lines that cannot be written are held back and written before the next line. The first write
+    opens the file and removes an unfinished last line left by a killed run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,15 +40,15 @@ class LogFile:
         self._file: io.FileIO | None = None
         self._waiting = b""
         self._begun = 0
-        """Number of bytes of the first waiting line that are already in the file."""
+        """Number of bytes of the first pending line that are already in the file."""
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write `line` after the waiting lines."""
+        """Write `line` after all pending lines."""
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write the waiting lines, as many as the disk accepts."""
+        """Write as many pending lines as the disk accepts."""
         with self._aid:
             try:
                 self._write()
@@ -58,10 +58,10 @@ class LogFile:
 
     def _write(self) -> None:
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-            print(f"warning: {self.path} was removed: a new file is created", flush=True)
+            print(f"warning: {self.path} was removed: creating a new file", flush=True)
             self._release()
         if self._file is None:
-            if self.path.exists() and self.path.stat().st_nlink > 1:  # as in hard-link backups
+            if self.path.exists() and self.path.stat().st_nlink > 1:  # e.g. in a hard-link backup
                 replace_file(self.path, self.path.read_bytes())
             drop_unfinished_line(self.path)
             self._file, self._begun = self.path.open("ab", buffering=0), 0
@@ -71,14 +71,14 @@ class LogFile:
             self._waiting, self._begun = self._waiting[whole:], end - whole
 
     def _release(self) -> None:
-        """Close the file, because its handle may be stale; the next line opens the file again."""
+        """Close the file, as its handle may be stale; the next line reopens it."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
     def close(self) -> None:
-        """Write the waiting lines and close the file."""
+        """Write all pending lines and close the file."""
         if self._waiting:
             self.flush()
         if self._waiting:
@@ -91,10 +91,10 @@ class LogFile:
 class LogLines:
     """The readable lines of a .jsonl file.
 
-    lines    the content of each readable line, a mapping with an integer `step`
+    lines    parsed lines, each a mapping with an integer `step`
     raw      the same lines as bytes
-    numbers  line numbers of the same lines, starting at 1
-    damaged  number of complete lines that are not readable
+    numbers  their line numbers, starting at 1
+    damaged  number of complete lines that cannot be parsed
     """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -104,9 +104,9 @@ class LogLines:
 
 
 def read_lines(path: Path) -> LogLines:
-    """Return the readable lines of a file, no lines if the file does not exist.
+    """Read all readable lines of a file; none if the file does not exist.
 
-    Text after the last newline is ignored, because it is an unfinished line.
+    Text after the last newline is an unfinished line and is ignored.
     """
     log, damaged = LogLines(), 0
     complete = read_regular(path).split(b"\n")[:-1] if os.path.lexists(path) else ()
@@ -122,7 +122,7 @@ def read_lines(path: Path) -> LogLines:
 
 
 def drop_later_lines(path: Path, step: int) -> int:
-    """Remove lines of steps after `step`, damaged lines and an unfinished last line. Return the
+    """Remove lines for steps after `step`, damaged lines and an unfinished last line. Return the
     number of damaged lines.
     """
     if not path.exists():
@@ -134,7 +134,7 @@ def drop_later_lines(path: Path, step: int) -> int:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Remove the text after the last newline of a file. A missing file is ignored."""
+    """Truncate a file after its last newline. A missing file is ignored."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -144,10 +144,10 @@ def drop_unfinished_line(path: Path) -> None:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """Return the content of a line, or None if it is damaged."""
+    """Parse a line, or return None if it is damaged."""
     try:
         content = parse_json(raw)
-        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and runs do not write it
+        json.dumps(content, allow_nan=False)  # NaN is not valid JSON, and never written by runs
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None
@@ -155,19 +155,19 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 class MetricsWriter(LogFile):
-    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on rank 0."""
+    """Writes `metrics.jsonl` or `monitors.jsonl` in the run folder, on rank 0."""
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
         super().__init__(Path(run_dir) / name)
         self.flush()  # creates the file
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write one line `{"step": step, ...}`, with null for NaN and infinities."""
+        """Write one line `{"step": step, ...}`, with NaN and infinities replaced by null."""
         self.append({"step": step} | {name: _json_value(value) for name, value in metrics.items()})
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the readable lines of metrics.jsonl in a run folder, in order.
+    """Read all readable lines of metrics.jsonl in a run folder, in order.
 
     Raises FileNotFoundError if the file does not exist.
     """

@@ -1,4 +1,4 @@
-"""Text for a terminal or Markdown: tables, counts, times, and progress lines on stderr."""
+"""Text for terminals and Markdown: tables, counts, durations, and progress lines on stderr."""
 
 import math
 import sys
@@ -12,8 +12,8 @@ from typing import Final
 def table(
     header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table with left-aligned columns. If `numbers` is true, all columns except the first
-    are right-aligned.
+    """Format a table with left-aligned columns. If `numbers` is true, all columns but the first are
+    right-aligned.
 
     An empty header is omitted.
     """
@@ -27,13 +27,13 @@ def table(
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, with a newline after each line."""
+    """Format a Markdown table, with a newline after each line."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def short(count: float) -> str:
-    """Return a count with three digits and a unit, such as 1.84M."""
+    """Format a count with three digits and a unit, e.g. 1.84M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -41,7 +41,7 @@ def short(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` as h:mm:ss, or `?` if `seconds` is not finite."""
+    """Format `seconds` as h:mm:ss, or as `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 FIRST: Final = 10.0
 """Seconds before the first line."""
 GROWTH: Final = 0.1
-"""Time between lines as a share of the elapsed time; at least `FIRST` seconds."""
+"""Interval between lines as a fraction of the elapsed time; at least `FIRST` seconds."""
 
 _open: list[Callable[[], str]] = []
 
@@ -60,8 +60,8 @@ _open: list[Callable[[], str]] = []
 def progress(state: Callable[[], str]) -> Iterator[None]:
     """Print the elapsed time and `state()` to stderr at growing intervals while the block runs.
 
-    If blocks are nested, only the innermost block prints. A block that ends within `FIRST` seconds
-    prints no line.
+    Of nested blocks, only the innermost prints. A block that ends within `FIRST` seconds prints
+    nothing.
     """
     start, ended = time.monotonic(), threading.Event()
 
@@ -83,5 +83,5 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
 
 def pause(passed: float) -> float:
-    """Return the seconds until the next line, given the seconds `passed` since the start."""
+    """Return the seconds to wait for the next line, given the seconds `passed` since the start."""
     return max(FIRST, GROWTH * passed)

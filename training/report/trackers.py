@@ -1,7 +1,7 @@
-"""Trackers of metrics: Weights & Biases and TensorBoard.
+"""Metric trackers: Weights & Biases and TensorBoard.
 
-A tracker cannot stop a run. If it is not installed or fails, it is dropped with a warning. The
-warning is repeated at the end of the run. Only rank 0 has trackers.
+A tracker never stops a run. If it is not installed or fails, it is dropped with a warning, which is
+repeated at the end of the run. Trackers run on rank 0 only.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ Metrics = Mapping[str, float | int | str | None]
 
 
 class Tracker(Protocol):
-    """Receiver of the metrics of each logged step, in order."""
+    """Receives the metrics of each logged step, in order."""
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """Record the metrics of `step`."""
 
     def close(self) -> None:
-        """Write remaining metrics."""
+        """Flush remaining metrics."""
 
 
 class WandbTracker:
-    """Tracker that writes to Weights & Biases under the run's id, which a continued run keeps.
+    """Logs to Weights & Biases under the run id, which is kept when the run resumes.
 
-    The step is a separate metric, `progress/step`, because wandb rejects earlier steps and a run
-    that continues from a checkpoint repeats some steps. An offline run writes a new folder at each
-    start. `wandb sync` replaces earlier folders with later folders, so a later folder also contains
-    the earlier steps.
+    The step is logged as a separate metric, `progress/step`, because wandb rejects steps that go
+    back, and a run resumed from a checkpoint repeats some steps. An offline run writes a new folder
+    at each start. Since `wandb sync` replaces earlier folders with later ones, each folder also
+    contains all earlier steps.
     """
 
     def __init__(self, config: Config, run_id: str, step: int) -> None:
@@ -51,15 +51,15 @@ class WandbTracker:
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")
-        # A substitute for the package may not have this property.
+        # Substitutes for the package may lack this property.
         offline = os.environ.get("WANDB_MODE") == "offline" or getattr(self.run, "offline", False)
         if offline and step > 0:
             self.log_again(config.run.dir, step)
 
     def log_again(self, folder: str, last: int) -> None:
-        """Record the steps up to `last` from the run folder."""
+        """Log the steps up to `last` again, as read from the run folder."""
         print(
-            f"wandb is offline: steps up to {last} are also written to wandb's new folder",
+            f"wandb is offline: also writing steps up to {last} to wandb's new folder",
             flush=True,
         )
         for line in read_metrics(folder):
@@ -67,7 +67,7 @@ class WandbTracker:
                 self.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Record the metrics of `step` that have a value."""
+        """Log the metrics of `step` that have a value."""
         logged = {name: value for name, value in metrics.items() if value is not None}
         self.run.log({**logged, "progress/step": step})
 
@@ -77,18 +77,18 @@ class WandbTracker:
 
 
 def tag(name: str) -> str:
-    """Return a metric's name in TensorBoard: `monitor_rms/mlp` for `monitor/rms/mlp`.
+    """Return the TensorBoard name of a metric: `monitor_rms/mlp` for `monitor/rms/mlp`.
 
-    TensorBoard groups metrics by the first part of their names. Most metrics are from monitors, so
-    each monitor metric gets its own group.
+    TensorBoard groups metrics by the first part of their names. Most metrics come from monitors, so
+    each monitor metric gets a group of its own.
     """
     return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
 
 
 class TensorBoardTracker:
-    """Tracker that writes event files to the folder `tensorboard` of the run folder.
+    """Writes event files to the subfolder `tensorboard` of the run folder.
 
-    When a run continues, events after its checkpoint are hidden.
+    When a run resumes, events logged after its checkpoint are hidden.
     """
 
     def __init__(self, config: Config, step: int) -> None:
@@ -98,7 +98,7 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Record the metrics of `step` that are numbers or text."""
+        """Log the metrics of `step` that are numbers or text."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(tag(name), value, step)
@@ -106,12 +106,12 @@ class TensorBoardTracker:
                 self.writer.add_text(tag(name), value, step)
 
     def close(self) -> None:
-        """Write remaining metrics."""
+        """Flush remaining metrics."""
         self.writer.close()
 
 
 class Trackers:
-    """The working trackers of a config.
+    """The trackers enabled in the config that work.
 
     Attributes:
         dropped: warnings about dropped trackers.
@@ -120,8 +120,8 @@ class Trackers:
     def __init__(
         self, config: Config, *, run_id: str, step: int, warn: Callable[[int, str], None]
     ) -> None:
-        """Start the trackers of a run that continues after `step`; `warn` is called with a step and
-        a text."""
+        """Start the trackers of a run that resumes after `step`; `warn` is called with a step and a
+        message."""
         self.step, self.warn = step, warn
         self.dropped: list[str] = []
         makers: dict[str, Callable[[], Tracker]] = {
@@ -149,12 +149,12 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept(self, name: str) -> Iterator[None]:
-        """Context manager that drops the tracker if a service, disk or package fails."""
+        """Within the context, drop the tracker on any error from its service, disk or package."""
         try:
             yield
         except Exception as error:
             self.working.pop(name, None)
             advice = f": pip install {name}" if isinstance(error, ImportError) else ""
             reason = first_line(error)
-            self.dropped.append(f"warning: {name} receives no more metrics: {reason}{advice}")
+            self.dropped.append(f"warning: no longer logging to {name}: {reason}{advice}")
             self.warn(self.step, self.dropped[-1])
