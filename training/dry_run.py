@@ -245,7 +245,7 @@ def device_named(text: str) -> Device:
     if whole := isinstance(peak, Mapping) and peak.keys() >= {*REQUIRED}:
         figures["peak"] = {**peak, REPLACE: True}  # do not inherit the base's fp8 peak
     complete = whole and figures.keys() >= vars(DEVICES["h100"]).keys()
-    note = "" if complete or "base" in figures else " (other values: h100's)"
+    note = "" if complete or "base" in figures else " (remaining values from h100)"
     base = str(figures.pop("base", "h100"))
     if base not in DEVICES:
         raise InvalidConfigError([f"{text}: base must be {named(base, DEVICES)}"])

@@ -93,19 +93,20 @@ class NonFiniteGuard:
             if len(self._in_a_row) > self.limit:
                 raise self._error(end)
 
-    def check_unit(self, name: str, row: int, step: int, samples: tuple[int, int]) -> None:
+    def check_unit(self, name: str, streak: int, step: int, samples: tuple[int, int]) -> None:
         """Raise NonFiniteError if more than `limit` consecutive updates of a unit were skipped.
 
-        name, row  the unit with the most consecutive skips before `step`, and their number
-        samples    sample range [first, end) used at `step`; earlier steps used no more samples
+        name     unit with the most consecutive skips before `step`
+        streak   number of these skips
+        samples  sample range [first, end) used at `step`; earlier steps used no more samples
         """
-        if row > self.limit:
+        if streak > self.limit:
             first, end = samples
             raise NonFiniteError(
-                f"the update of {name} was not finite or not bounded in {row} consecutive steps "
+                f"the update of {name} was not finite or not bounded in {streak} consecutive steps "
                 f"before step {step}, more than train.max_skipped_steps = {self.limit}",
-                max(1, step - row + 1),
-                (max(0, end - row * (end - first)), end),
+                max(1, step - streak + 1),
+                (max(0, end - streak * (end - first)), end),
             )
 
     def state(self) -> dict[str, Any]:

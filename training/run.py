@@ -328,8 +328,8 @@ def opening_notes(
     if weights is not None:
         yield "initialized", f"initial weights: step {weights.info.step} of {weights.info.path}"
         if not weights.compared:
-            whose = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
-            text = f"the tokenizer of {whose} is unknown, so token ids may have different meanings"
+            owner = "the data" if beginning.facts["tokenizer"]["sha256"] is None else "the weights"
+            text = f"the tokenizer of {owner} is unknown, so token ids may have different meanings"
             yield "warning", f"warning: checkpoint.initialize_from: {text}"
     if start is not None:
         for text in announced(start, config, beginning.facts, beginning.machine):
@@ -339,9 +339,9 @@ def opening_notes(
             where = f"new mixture from sample {phase.sample:,} on; tokens read before it"
             yield "changed", f"data: {where}: {', '.join(counts)}"
     yield from settings_notes(config)
-    asked, held_out = config.validation.samples or 0, trainer.validation
-    if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < asked]:
-        text = f"validation.samples = {asked:,}, but there are fewer sequences: {', '.join(short)}"
+    wanted, held_out = config.validation.samples or 0, trainer.validation
+    if short := [f"{each.name} ({each.samples:,})" for each in held_out if each.samples < wanted]:
+        text = f"validation.samples = {wanted:,}, but there are fewer sequences: {', '.join(short)}"
         yield "validation", text
     for task in trainer.tasks:
         yield "tasks", str(task)

@@ -218,7 +218,7 @@ class RunLog:
             print(text, flush=True)
         if outcome.stopped is not None:
             text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
-            advice = "the same command continues the run"
+            advice = "rerun the same command to resume"
             if self.config.checkpoint.interval == 0:
                 advice = "the run was not saved, because checkpoint.interval is 0"
             self.note("stopped", outcome.step, f"{text}; {advice}")

@@ -44,11 +44,11 @@ class Sampler:
         self.vocab_size = config.model.vocab_size
 
     def sample(
-        self, model: ParallelModel, groups: Groups, alive: Callable[[], None]
+        self, model: ParallelModel, groups: Groups, heartbeat: Callable[[], None]
     ) -> dict[str, str]:
         """Return `sample/<set>/prompt` and `sample/<set>/text` per set, identical on all ranks.
 
-        `alive` is called after every generated token.
+        `heartbeat` is called after every generated token.
         """
         written = self.prompts.clone()
         written[:, self.prompt :] = 0  # hidden by the causal mask
@@ -56,7 +56,7 @@ class Sampler:
             written[:, position] = next_tokens(
                 model, groups, written, position - 1, self.vocab_size, self.firsts
             )
-            alive()
+            heartbeat()
         texts = {}
         for name, row in zip(self.names, written.tolist(), strict=True):
             texts[f"sample/{name}/prompt"] = self._text(row[: self.prompt])

@@ -37,18 +37,20 @@ def announcement(config: Config, after: int) -> str | None:
     if section is None:
         return None
     steps = profiled_steps(section, after, last)
-    asked = range(section.first, section.first + section.steps)
-    whose = ", ".join(map(str, section.ranks))
-    if asked[0] > last:
-        return f"profile: none, because {_named(asked)} are past step {last}, the run's last step"
+    requested = range(section.first, section.first + section.steps)
+    ranks = ", ".join(map(str, section.ranks))
+    if requested[0] > last:
+        return (
+            f"profile: none, because {_named(requested)} are past step {last}, the run's last step"
+        )
     if not steps:
         return (
-            f"profile: none, because {_named(asked)} were taken before this start; to profile "
+            f"profile: none, because {_named(requested)} were taken before this start; to profile "
             "again, increase log.profile.first"
         )
-    less = "" if len(steps) == len(asked) else f" of the requested {_named(asked)}"
-    where = Path(config.run.dir) / FOLDER
-    return f"profile: {_named(steps)}{less}, rank {whose}, in {where}"
+    cut = "" if len(steps) == len(requested) else f" of the requested {_named(requested)}"
+    folder = Path(config.run.dir) / FOLDER
+    return f"profile: {_named(steps)}{cut}, rank {ranks}, in {folder}"
 
 
 def _named(steps: range) -> str:

@@ -158,7 +158,7 @@ def _of_package(path: str, rule: object) -> str:
     names_rule = path.startswith("optimizer.") and path.endswith(".rule")
     if not names_rule and not path.startswith(f"{RULE_SECTION}."):
         return ""
-    from spectral.rules import RULES  # imports torch, which takes seconds
+    from spectral.rules import RULES  # slow, because it imports torch
 
     reason = RULES.left_out.get(str(rule))
     return f"; {reason or 'to use a rule of your own, install its package'}"

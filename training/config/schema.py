@@ -176,7 +176,7 @@ class ParallelConfig(Section):
     context: Ranks = 1
     """Context-parallel size: number of ranks across which each sequence is split."""
     timeout_seconds: Seconds = 600.0
-    """Timeout of collectives, in seconds, after which the run ends with an error."""
+    """Timeout for collectives, in seconds; when it expires, the run ends with an error."""
     sequence: bool | None = None
     """Sequence parallelism: split norm and residual activations along the sequence across
     tensor-parallel ranks; null = true if tensor > 1."""

@@ -35,7 +35,7 @@ class Refusals:
         """Continue from `total` reported refusals, with none unreported."""
         self.total = total
         self._names: list[str] = []  # unit names for the tensors `[names]` below
-        self._new = self._row = self._longest = self._none.new_zeros(0)
+        self._new = self._streak = self._longest = self._none.new_zeros(0)
 
     def new(self) -> float:
         """Return the number of refusals since the last report, across all ranks. Collective."""
@@ -49,9 +49,9 @@ class Refusals:
         if not self._names:
             return
         refused = torch.stack([counts.get(name, self._none) for name in self._names])
-        self._row = (self._row + 1) * (refused > 0)
+        self._streak = (self._streak + 1) * (refused > 0)
         self._new = self._new + refused
-        self._longest = torch.maximum(self._longest, self._row)
+        self._longest = torch.maximum(self._longest, self._streak)
 
     def _add_names(self, names: list[str]) -> None:
         """Start counting refusals for more units; nearly all units are added in the first step."""
@@ -59,8 +59,8 @@ class Refusals:
             return
         self._names += names
         more = self._none.new_zeros(len(names))
-        self._new, self._row, self._longest = (
-            torch.cat([counts, more]) for counts in (self._new, self._row, self._longest)
+        self._new, self._streak, self._longest = (
+            torch.cat([counts, more]) for counts in (self._new, self._streak, self._longest)
         )
 
     def summary(self) -> dict[str, float]:
@@ -78,8 +78,8 @@ class Refusals:
             mine = [each for each in counts if each[1]]
             rows = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
             metrics |= {f"optim/refused/{name}": count for name, count, _ in rows[:SHOWN]}
-            name, _, row = max(rows, key=lambda each: each[2], default=("", 0, 0))
-            self.worst = name, round(row)
+            name, _, streak = max(rows, key=lambda each: each[2], default=("", 0, 0))
+            self.worst = name, round(streak)
         self._new, self._longest = torch.zeros_like(self._new), torch.zeros_like(self._longest)
         return metrics
 

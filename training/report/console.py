@@ -41,7 +41,7 @@ def opening(config: Config, ranks: int) -> Iterator[str]:
     yield f"{model}, on {layout(config, ranks)}; {lengths}, {total} in total{early}"
     names = {"matrix": "matrices", "scalar": "gains"}
     if config.model.tie_embeddings:
-        names["embedding"] = "embedding and head, one matrix"
+        names["embedding"] = "tied embedding and head"
     groups = {names.get(g, g): getattr(optimizer, g) for g in groups_of(config.model)}
     for role in dict.fromkeys([*roles_of(config), *optimizer.roles]):
         if optimizer.settings_for(role) != getattr(optimizer, group_of(role)):

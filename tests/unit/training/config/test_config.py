@@ -368,7 +368,7 @@ def test_a_tied_head_is_stepped_as_the_embedding(minimal: Path) -> None:
     config = load_config(minimal, tied)
     routes = {route.unit: route for route in config_routes(config) if route.role != "gain"}
     assert "head" not in routes and routes["embedding"].lr == 2e-3
-    assert "at 0.002 for embedding and head, one matrix; " in "; ".join(opening(config, 1))
+    assert "at 0.002 for tied embedding and head; " in "; ".join(opening(config, 1))
     sizes = [model_size(replace(config.model, tie_embeddings=tie), 32) for tie in (True, False)]
     assert sizes[1].parameters - sizes[0].parameters == 128 * 64
     assert sizes[1].flops_per_token == sizes[0].flops_per_token

@@ -27,7 +27,7 @@ def test_a_file_replaces_figures_of_its_base(tmp_path) -> None:
 
 def test_the_name_says_which_figures_are_assumed(tmp_path) -> None:
     device = device_named(described(tmp_path, "{name: My GPU, memory_bytes: 1000}"))
-    assert device.name == "My GPU (other values: h100's)"
+    assert device.name == "My GPU (remaining values from h100)"
     whole = {key: value for key, value in vars(DEVICES["a100"]).items()}
     assert device_named(described(tmp_path, json.dumps(whole))) == DEVICES["a100"]
 
