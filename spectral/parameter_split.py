@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE_LR = 1e-3
 """Default learning rate of AdamW for parameters without a spectral rule."""
+VECTOR = Seen(None, "a vector", decays=False)
 
 
 class Row(NamedTuple):
@@ -144,7 +145,8 @@ def split_parameters(
             given[weight.name] = answer
     if example is not None:
         unknown = {w.name: w.parameter for w in weights if w.name not in given}
-        given |= watch(module, unknown, example)
+        vectors = {w.name: w.parameter for w in weights if given.get(w.name) == VECTOR}
+        given |= watch(module, unknown, vectors, example)
     else:
         given |= KnownWeights(module).answers([w for w in weights if w.name not in given])
     groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
@@ -260,7 +262,7 @@ def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Se
             f"values for {' and '.join(units)}"
         )
     if weight.parameter.ndim < 2:
-        return Seen(None, "a vector", decays=False)
+        return VECTOR._replace(reason="elementwise") if id(weight.parameter) in apart else VECTOR
     if is_embedding(weight.module):
         return Seen(None, "an embedding")
     if id(weight.parameter) in apart:
@@ -268,4 +270,4 @@ def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Se
     if divisions:
         return Seen(divisions.pop(), "units")
     line = weight.parameter.numel() <= max(weight.parameter.shape)
-    return Seen(None, "a vector", decays=False) if line else None
+    return VECTOR if line else None

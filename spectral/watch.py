@@ -27,7 +27,7 @@ sets to a division.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial, reduce
 from itertools import chain, permutations
 from math import prod
@@ -89,13 +89,16 @@ ENDS = re.compile(r".*(loss|entropy|histc).*")
 """Operations whose results do not enter a layer."""
 
 
-def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict[str, Seen]:
+def watch(
+    model: nn.Module, weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor], example: Any
+) -> dict[str, Seen]:
     """Run one forward pass and return the division of each weight that the pass shows.
 
     Args:
         model: the model. Its parameters, gradients, buffers, modes and attributes (including lists,
             mappings and generators) are restored afterwards.
         weights: parameters of two dimensions or more.
+        vectors: parameters that must not be matrices for a product.
         example: the model's arguments (a tensor, a tuple or a mapping), or a function that runs the
             pass.
 
@@ -114,6 +117,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     if not callable(example):  # the pass may write to the example
         example = copied(example, {p.untyped_storage() for p in model.parameters()}, {})
     watched = Watch(weights, model.parameters(), filter(is_strided, tensors_in(example)))
+    watched.vectors.update((p.untyped_storage(), name) for name, p in vectors.items())
     with undisturbed(model):
         for module in model.modules():
             if isinstance(module, parametrize.ParametrizationList):
@@ -133,7 +137,7 @@ def watch(model: nn.Module, weights: Mapping[str, Tensor], example: Any) -> dict
     watched.end_with(tensors_in(result))
     uses = [record for record in watched.numbers.records if isinstance(record, Use)]
     taken = {None, *(use for use in uses if use.sets.keys() & {INNER, LAYER})}
-    seen, problems = {}, []
+    seen, problems = {}, [f"{name}: {problem}" for name, problem in watched.flat.items()]
     for use in uses:
         try:
             seen[use.name] = use.verdict(taken)
@@ -218,6 +222,8 @@ class Watch(TorchDispatchMode):
         self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
         self.extremes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by maxima
         self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
+        self.vectors: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # names of vectors
+        self.flat = dict[str, str]()  # uses of vectors as matrices
         for name, weight in weights.items():
             if weight in self.weights:
                 raise ValueError(
@@ -276,6 +282,8 @@ class Watch(TorchDispatchMode):
             self.live.update((t.untyped_storage(), any(live)) for t in results)
         if SHAPES.match(name):
             return
+        for t in operands if self.vectors else ():
+            self._watch_vector(name, t, operands, results)
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
         if tracked or any(t.untyped_storage() in self.activations for t in operands):
@@ -329,6 +337,22 @@ class Watch(TorchDispatchMode):
             return  # it only scales the weight
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
+
+    def _watch_vector(
+        self, name: str, t: Tensor, operands: list[Tensor], results: list[Tensor]
+    ) -> None:
+        """Record that a product uses a vector or its copy as a matrix."""
+        vector = self.vectors.get(t.untyped_storage())
+        if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
+            return  # repeated, as a token for each entry of a batch
+        if name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
+            shape = "x".join(map(str, t.shape[-2:]))
+            self.flat[vector] = (
+                f"a product uses parts of this vector as a matrix, such as {shape}: store each "
+                "matrix as a parameter [out, in], or pass the vector as elementwise"
+            )
+        elif name in COPIES and sum(other.numel() > 1 for other in operands) == 1:
+            self.vectors.update((result.untyped_storage(), vector) for result in results)
 
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]
@@ -387,13 +411,18 @@ class Watch(TorchDispatchMode):
                     scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
                     axes = [] if axes and all(scaled) else axes  # only one factor per matrix
                 self.numbers.consume(side.columns, axes, PRODUCT)
+                scores = axes == side.moving and other.vectors(side)
+                if side.columns is not None and scores and self._sums(side.columns):
+                    self.numbers.consume(side.columns, [], PRODUCT)  # a score for each head
             distinct = self._distinct(full) or distinct
         elif name in ("add", "sub") and len(whole) > 1 and len(distinct) == 1:
             streams = all(self._is_stream(operands[i], name) for i in whole)
             for use in self.numbers.beneath(distinct[0]) if streams else ():
                 use.joined.add(None)
-        if name == "mul":
+        if name == "mul" and len(sides) == 2:
             self.factors[out.untyped_storage()] = sides
+        elif name in COPIES and len(full) == 1 and operands[0].untyped_storage() in self.factors:
+            self.factors[out.untyped_storage()] = self.factors[operands[0].untyped_storage()]
         joined = partial(self.numbers.joined, terms=name in ("add", "sub", "rsub"))
         self.columns.write(out, reduce(joined, distinct))
 
@@ -410,7 +439,11 @@ class Watch(TorchDispatchMode):
 
     def _is_statistic(self, columns: Tensor) -> bool:
         """Return whether all elements have the number of one sum, such as a vector's norm."""
-        return columns.numel() == 1 and isinstance(self.numbers.record(columns.max()), Sums)
+        return columns.numel() == 1 and self._sums(columns)
+
+    def _sums(self, columns: Tensor) -> bool:
+        """Return whether some columns are sums."""
+        return isinstance(self.numbers.record(columns.max()), Sums)
 
     def _is_stream(self, tensor: Tensor, name: str) -> bool:
         """Return whether an addition to a tensor shows that a layer is not a head.
@@ -478,10 +511,15 @@ class Watch(TorchDispatchMode):
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
         axes = {axis % columns.ndim for axis in given}
         sums = name == "sum"
-        sides = self.factors.get(source.untyped_storage(), []) if sums else []
-        products = axes and len(sides) == 2 and len(sides[0].shape) == source.ndim
-        if products and self._inner(sides, axes):
-            return
+        sides, factors = self.factors.get(source.untyped_storage(), []), [columns]
+        if sides and len(sides[0].shape) == source.ndim:  # not a view
+            if sums and axes and self._inner(sides, axes):
+                return
+            known = [s.columns for s in sides if s.columns is not None]
+            factors = known if all(axes <= {*s.moving} for s in sides) else []
+        for factor in factors if sides and name in ("sum", "mean") else ():
+            if self._is_headwise(factor, axes):
+                self.numbers.consume(factor, axes, PRODUCT)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
             self.extremes[out.untyped_storage()] = columns
@@ -519,16 +557,27 @@ class Watch(TorchDispatchMode):
 
     def _is_outer(self, columns: Tensor, constant: list[int], axes: set[int]) -> bool:
         """Return whether one term of the sums changes along `axes` but not along `constant`."""
+        moving = [steps.keys() for steps in self._steps(columns)]
+        return any(axes <= own and own.isdisjoint(constant) for own in moving)
+
+    def _is_headwise(self, columns: Tensor, axes: set[int]) -> bool:
+        """Return whether a sum of products over `axes` adds consecutive columns, but not all.
+
+        These are inner products of heads, such as those of the two nodes of each edge of a graph.
+        """
+        steps = [steps for steps in self._steps(columns) if len(steps) > 1]
+        return any({min(own, key=own.__getitem__)} == axes for own in steps)
+
+    def _steps(self, columns: Tensor) -> Iterator[dict[int, float]]:
+        """Yield the smallest change of columns and of their terms along each axis that changes."""
         terms, seen = [columns], set[int]()
         for term in terms:
-            moving = {a for a in range(term.ndim) if bool((term != term.narrow(a, 0, 1)).any())}
-            if axes <= moving and moving.isdisjoint(constant):
-                return True
+            moving = [a for a in range(term.ndim) if bool((term != term.narrow(a, 0, 1)).any())]
+            yield {axis: float(term.diff(dim=axis).abs().min()) for axis in moving}
             record = self.numbers.record(term.max())
             if isinstance(record, Sums) and record.start not in seen and term.min() >= record.start:
                 seen.add(record.start)
                 terms += record.pairs[term.long().cpu() - record.start].unbind(-1)
-        return False
 
     def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
         """Return the columns of a tensor that is summed along axes."""
@@ -593,8 +642,13 @@ class Watch(TorchDispatchMode):
             own = kind
             if columns.ndim > 1 and columns.shape[axis] == 1:  # the sum is over tokens
                 axis, own = 2 * columns.ndim - 3 - axis, LAYER if layer else PRODUCT
+                if weight is not None:
+                    self._use(sides[weight]).mixed |= self.numbers.beneath(columns)
                 if weight is None and out.ndim == columns.ndim:
                     kept.append(columns)
+            for use in self.numbers.beneath(columns) if not layer else ():
+                for mixed in use.mixed:
+                    mixed.hidden = mixed.hidden or "a layer over tokens before attention"
             used = self._mixed(columns, axis, kind)
             if axis not in chain(*used) and out.ndim == columns.ndim:
                 kept.append(self._folded(columns, [axis]))

@@ -51,6 +51,7 @@ class Use:
     idle: bool = False  # a product with the weight had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
+    mixed: set["Use"] = field(default_factory=set)  # weights whose outputs it mixes over tokens
     returned: bool = False  # its outputs are the model's outputs
     in_loss: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
@@ -106,7 +107,7 @@ class Use:
         if not self.used:
             raise ValueError("the forward pass did not use it")
         if CHOICE in self.sets:
-            return Seen(None, "an operation chooses among its columns: a router")
+            return Seen(None, "an operation chooses among its columns")
         if self.hidden:
             raise ValueError(f"{self.hidden} hides the use of the weight's outputs")
         if self.looked_up:
