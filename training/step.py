@@ -212,7 +212,7 @@ class Trainer:
         }
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the trainer's state as JSON, without tensors. Synchronizes with the device.
+        """Return the trainer's state, without tensors, for JSON. Synchronizes with the device.
 
         Raises DisagreementError if watched weights have changed between steps.
         """

@@ -134,8 +134,8 @@ def as_batch(
     """Turn token windows `[b, s + 1]`, or `[b, 2, s + 1]` with document borders, into a batch.
 
     The batch holds this context-parallel rank's inputs and next-token labels `[b, s / context]`, on
-    the device. If the first tokens of documents are excluded from the loss, `counted` masks the
-    labels that are included.
+    the device. If the first tokens of documents are excluded from the loss, `counted` marks the
+    labels to include.
     """
     move = partial(on_device, device=groups.device)
     context = {"rank": groups.context.rank, "size": groups.context.size}

@@ -44,13 +44,13 @@ def file_sha256(path: str | Path) -> str:
 
 
 class BlockHashes:
-    """Verify each block of PREFIX.bin once against its hash in PREFIX.blocks, itself verified.
+    """Verifies each block of PREFIX.bin once against its hash in PREFIX.blocks.
 
     prefix  path of both files, without suffix
     size    size of PREFIX.bin in bytes
     read    function that maps (offset, count) to bytes of PREFIX.bin, `[count]` uint8
 
-    The methods raise DataError if a block does not match its hash.
+    PREFIX.blocks must have been verified. The methods raise DataError if a block does not match.
     """
 
     def __init__(

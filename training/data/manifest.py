@@ -172,7 +172,7 @@ def shared_text(
 
 
 def _shared(first: Path, second: Path) -> str | None:
-    """Return why two sets contain the same text, or None if they do not as far as is known."""
+    """Return why two sets contain the same text, or None if there is no evidence that they do."""
     if first.resolve() == second.resolve() or _same_file(f"{first}.bin", f"{second}.bin"):
         return f"both sets are {first}"
     manifests = [manifest_of(prefix) for prefix in (first, second)]

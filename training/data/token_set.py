@@ -359,7 +359,7 @@ def check_vocabulary(sets: Sequence[TokenSet], vocab_size: int) -> None:
 
 
 def no_file(name: str, prefix: str, suffix: str) -> str:
-    """Return the error about a set without a file, with other sets in the folder."""
+    """Return the error message for a missing file of a set, suggesting sets in the same folder."""
     path = Path(prefix)
     folder = path if path.is_dir() else path.parent
     sets = sorted(str(each.with_suffix("")) for each in folder.glob("*.idx"))[:4]

@@ -301,7 +301,7 @@ class Monitors:
         """Add the condition number of each whole matrix to the records of its units."""
         for names, matrix in self.whole_matrices.add(units, weights):
             value = figures.weight_figures(matrix[None])["condition_number"].item()
-            # The units of a matrix are either all effective or all not.
+            # Either all units of a matrix are effective or none are.
             prefix = "effective_" if effective.intersection(names) else ""
             for name in names:
                 self.records[name][f"{prefix}matrix_condition_number"] = value

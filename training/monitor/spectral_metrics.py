@@ -1,4 +1,4 @@
-"""Metrics of refused updates, PC layers and missed multiplier solves, summed across ranks."""
+"""Metrics of refused updates, PC layers and missed multiplier solves, reduced across ranks."""
 
 import math
 from collections.abc import Mapping
