@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.comm import groups as process_groups
 from scripts import convert_hf
-from scripts.average import dropped, main
+from scripts.average import chosen, dropped, main
 from scripts.huggingface.card import card
 from scripts.weights_only import Mean
 from tests.fuzzed import FLIP, damage
@@ -95,6 +95,15 @@ def test_a_moving_average_is_that_of_torch(runs: Path, tmp_path: Path, capsys) -
     found = tensors_of(read_checkpoint(tmp_path / "mean"), key)[key]
     torch.testing.assert_close(found.double(), running, rtol=2**-22, atol=1e-12)
     assert "0.5625 * step 1 + 0.1875 * step 2 + 0.25 * step 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "averaged", "rest"),
+    [([3, 1], None, [1, 3], "step 2"), (None, 2, [2, 3], "step 1")],
+)
+def test_the_last_in_an_average_is_the_newest(steps, last, averaged, rest, runs, tmp_path) -> None:
+    infos, left_out = chosen(runs / "sphere", tmp_path / "mean", steps, last)
+    assert ([info.step for info in infos], left_out) == (averaged, [rest])
 
 
 @pytest.mark.slow

@@ -107,11 +107,16 @@ def test_what_a_graph_would_not_see_is_an_error(name):
     step()
 
 
-def test_a_group_that_is_removed_is_an_error():
+def test_a_group_that_is_removed_or_added_is_an_error():
     optimizer = library_optimizer(Muon)
     step = CapturedStep(optimizer)
     step()
-    optimizer.param_groups.pop()
+    last = optimizer.param_groups.pop()
+    with pytest.raises(RuntimeError, match="parameters of group 1 must not move or change"):
+        step()
+    step.release()
+    step()
+    optimizer.param_groups.append(last)
     with pytest.raises(RuntimeError, match="parameters of group 1 must not move or change"):
         step()
 
