@@ -1,4 +1,4 @@
-"""Tasks around the steps: stop requests, saving, heartbeat, pace and the run folder.
+"""Everything around the steps: stop requests, saving, heartbeat, pace and the run folder.
 
-No file uses the model's tensors. Start with lifecycle.py.
+Nothing here touches the model's tensors. Start with lifecycle.py.
 """

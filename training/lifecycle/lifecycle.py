@@ -1,6 +1,6 @@
 """Saving, stop requests and heartbeat of a run.
 
-A stop request is Ctrl-C, a signal, a STOP file, or the SLURM time limit. Hanging ranks write stack
+Stop requests are Ctrl-C, signals, a STOP file, and the SLURM time limit. Hung ranks dump stack
 traces.
 """
 
@@ -27,22 +27,22 @@ from training.lifecycle.terminal import Interrupts
 
 STACKS: Final = "stacks"
 PAUSE: Final = 10.0
-"""Seconds between updates of the heartbeat."""
+"""Seconds between heartbeat updates."""
 
 
 class Watchdog:
-    """Watchdog of one rank. `beat` records progress.
+    """Per-rank watchdog, fed by `beat`.
 
-    Rank 0 updates `heartbeat.json`, which contains step, time (seconds since 1970) and process id.
-    After `hang_seconds` without progress, a thread of each rank writes Python stack traces to
-    `stacks/rank_00000.txt` and so on. Later the timeout of the process groups ends the run. If a
-    file cannot be written, the run continues.
+    Rank 0 updates `heartbeat.json` with step, time (seconds since 1970) and process id. After
+    `hang_seconds` without progress, a thread on each rank dumps Python stack traces to
+    `stacks/rank_00000.txt` and so on. The process group timeout then ends the run. If a file cannot
+    be written, the run continues.
     """
 
     def __init__(
         self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
     ) -> None:
-        """`timeout_seconds` is the timeout of the process groups; stacks are written earlier."""
+        """`timeout_seconds` is the process group timeout; stacks are dumped before it expires."""
         self.folder = Path(run_dir)
         self.rank = rank
         self.limit: float | None = None
@@ -71,7 +71,7 @@ class Watchdog:
             hung = os.fstat(self._file.fileno()).st_size
             if not hung:
                 self.stacks.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # other ranks have files in the folder
+                with contextlib.suppress(OSError):  # not empty: other ranks' files
                     self.stacks.parent.rmdir()
             elif self.rank == 0:
                 print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
@@ -80,7 +80,7 @@ class Watchdog:
         """Record progress after `step` steps."""
         now = time.monotonic()
         if self.limit and self._file is not None and now - self._armed > self.limit / 10:
-            # Not called after every step, because each call starts a thread.
+            # Not on every step, because each call starts a thread.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > PAUSE:
@@ -91,8 +91,8 @@ class Watchdog:
 
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that schedulers and shells send before SIGKILL; SIGXCPU reports that the CPU time limit
-is exceeded."""
+"""Signals sent by schedulers and shells before SIGKILL; SIGXCPU means that the CPU time limit has
+been exceeded."""
 INTERRUPT: Final = 4
 FAILED: Final = 5
 REASONS: Final = {
@@ -105,7 +105,7 @@ REASONS: Final = {
 
 
 class StopRequests:
-    """Stop requests of this rank. Only rank 0 reads requests other than signals."""
+    """Stop requests on this rank. Requests other than signals are only checked on rank 0."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class StopRequests:
         first: bool,
         interrupts: Interrupts | None,
     ) -> None:
-        """If `first` is true, this rank checks the STOP file and the time limit. `interrupts`
+        """If `first` is true, this rank checks for the STOP file and the time limit. `interrupts`
         handles Ctrl-C."""
         self.interrupts = interrupts
         self.stop_file = Path(run_dir) / STOP
@@ -136,7 +136,7 @@ class StopRequests:
             problem = "is not set" if end is None else f"is not a time in seconds: {end!r:.40}"
             print(f"warning: SLURM_JOB_END_TIME {problem}: the run ignores the SLURM time limit")
         self.error: Exception | None = None
-        """Error between steps on this rank; the run saves and then ends with this error."""
+        """Error between steps on this rank; the run saves and then exits with it."""
         self._signalled = False
         self._before: dict[int, Any] = {}
 
@@ -154,21 +154,21 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """Return this rank's stop request as a key of `REASONS`, or 0 if there is no request."""
+        """Return this rank's stop request as a key of `REASONS`, or 0 if there is none."""
         if self.error is not None:
             return FAILED
         if self.interrupts is not None and self.interrupts.requested:
             return INTERRUPT
         if self._signalled:
             return 3
-        if self.first and os.path.exists(self.stop_file):  # False if the disk does not respond
+        if self.first and os.path.exists(self.stop_file):  # False if the disk is unavailable
             return 2
         if self.first and self.deadline is not None and time.time() >= self.deadline:
             return 1
         return 0
 
     def obeyed(self) -> None:
-        """Remove the STOP file, so that the run can continue later."""
+        """Remove the STOP file, so that the run can be resumed later."""
         if self.first:
             with Aid(f"{STOP}, which later starts ignore, could not be removed"):
                 self.stop_file.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ P = ParamSpec("P")
 class Lifecycle:
     """Saving, stopping and heartbeat of a run, called after every step on every rank.
 
-    If an event such as a signal reaches one rank, all ranks react to it in the same step.
+    If an event such as a signal reaches any rank, all ranks react to it at the same step.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Lifecycle:
 
     @property
     def reason(self) -> str | None:
-        """Reason for the requested stop, None if no stop is requested."""
+        """Reason for stopping; None if no stop has been requested."""
         return REASONS.get(self._stop)
 
     @property
@@ -211,9 +211,9 @@ class Lifecycle:
         return self._stop > 0
 
     def deferring(self, call: Callable[P, None]) -> Callable[P, None]:
-        """Return a function that runs `call` and stores its first error, which `save_last` raises.
+        """Wrap `call` to store its first error, which is raised by `save_last`.
 
-        Use it for work between steps, so that the run saves before it ends with the error.
+        Use this for work between steps, so that the run saves before it exits with the error.
         """
 
         def deferred(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -225,7 +225,7 @@ class Lifecycle:
         return deferred
 
     def after_step(self, step: int) -> None:
-        """Advance a save that all ranks have written, and exchange stop requests.
+        """Advance a save written by all ranks, and exchange stop requests.
 
         Raises CheckpointError after the last failed attempt to save.
         """
@@ -234,7 +234,7 @@ class Lifecycle:
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
         answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
-        if answer is None:  # no exchange was running
+        if answer is None:  # no exchange was pending
             return
         stop, failed, busy = answer
         if failed:
@@ -246,7 +246,7 @@ class Lifecycle:
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Return whether any rank has a stop request. A collective, for use between steps."""
+        """Return whether any rank has a stop request. Collective, for use between steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
@@ -257,15 +257,15 @@ class Lifecycle:
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """Begin a save after the previous save is complete."""
+        """Start a save, after waiting for the previous one to complete."""
         self.wait()
         self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless it is already saved, and clear the stop request.
 
-        Raises CheckpointError if the state is not finite. Otherwise raises this rank's deferred
-        error, if any.
+        Raises CheckpointError if the state is not finite, otherwise this rank's deferred error, if
+        any.
         """
         if self.config.checkpoint.interval > 0:
             self.wait()
@@ -282,14 +282,14 @@ class Lifecycle:
             raise self.stops.error
 
     def wait(self) -> None:
-        """Wait until a running save is complete."""
+        """Wait for a save in progress to complete."""
         self.saver.wait(self._failed_anywhere, lambda: self.watchdog.beat(self.step))
         self._asked_about_save = False
 
     def _failed_anywhere(self, failed: bool) -> bool:
         """Return whether `failed` is true on any rank.
 
-        The call drops the pending exchange of `after_step`, so it also exchanges stop requests.
+        This drops the pending exchange started by `after_step`, so it also exchanges stop requests.
         """
         stop, failures, _ = self.agreement.now([self.stops.wanted(), int(failed), 0])
         self._stop = self._stop or stop

@@ -1,6 +1,6 @@
-"""Speed of a run, and two causes of a slow run: persistently slow ranks and garbage collection.
+"""Throughput of a run, and two causes of slowdowns: stragglers and garbage collection.
 
-By default, Python's garbage collector starts after a number of allocations. This happens at
+By default, Python's garbage collector runs after a certain number of allocations. This happens at
 different steps on different ranks, and all other ranks wait each time. This module makes all ranks
 collect at the same steps.
 """
@@ -26,10 +26,11 @@ from training.data.order import Progress, TrainingData
 
 
 class Pace:
-    """Times of the steps since the last report, excluding pauses.
+    """Step times since the last report, excluding pauses.
 
-    A step takes the same time on all ranks, because ranks wait for each other. A rank's local time
-    is the time until the first sum over all ranks: reading data, forward pass and backward pass.
+    A step takes equally long on all ranks, because they wait for each other. A rank's local time is
+    the time until the first all-reduce over all ranks: data loading, forward pass and backward
+    pass.
     """
 
     def __init__(self, config: Config, groups: Groups, data: TrainingData) -> None:
@@ -39,22 +40,22 @@ class Pace:
         self.data = data
         self.peak_flops = peak_flops(device_name(groups.device))
         self.clock = Clock(groups.device)
-        """Clock of this rank's local times."""
-        places = from_all((socket.gethostname(), groups.pipeline.rank))
-        hosts, stages = zip(*places, strict=True)
+        """Measures this rank's local times."""
+        hosts_and_stages = from_all((socket.gethostname(), groups.pipeline.rank))
+        hosts, stages = zip(*hosts_and_stages, strict=True)
         self._stragglers = Stragglers(hosts, stages)
         self.stragglers: list[str] = []
-        """A sentence for each new straggler in the last call of `figures`."""
+        """Messages about new stragglers found by the last call to `figures`."""
         self.restart(Progress())
 
     def restart(self, progress: Progress) -> None:
-        """Time the steps that follow `progress`."""
+        """Start timing the steps after `progress`."""
         self._mark = time.perf_counter()
         self._marked = progress.step, progress.tokens
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time spent in this context."""
+        """Context manager to exclude a block of code from the step time."""
         began = time.perf_counter()
         yield
         self._mark += time.perf_counter() - began
@@ -62,7 +63,7 @@ class Pace:
     def figures(self, progress: Progress) -> dict[str, float]:
         """Return throughput, memory and remaining time, measured since the last call.
 
-        Waits for the device and for all ranks.
+        Synchronizes with the device and all ranks.
         """
         train, (step, tokens) = self.config.train, self._marked
         count, read = progress.step - step, progress.tokens - tokens
@@ -91,11 +92,11 @@ class Pace:
 def performance(
     *, tokens: float, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
-    """Return the `perf/` metrics of one step, or means over several steps.
+    """Return the `perf/` metrics for one step, or means over several steps.
 
-    tokens           tokens per step over all devices
+    tokens           tokens per step across all devices
     seconds          seconds per step
-    flops_per_token  FLOPs of the forward and backward passes, without recomputation
+    flops_per_token  forward and backward FLOPs, excluding recomputation
     peak             peak FLOP/s of one device; None omits `perf/mfu`
     """
     rate = tokens / seconds
@@ -110,7 +111,7 @@ def performance(
 
 
 class Clock:
-    """Sum of time intervals on the device. Only `total` waits for a GPU."""
+    """Accumulates time intervals on the device. Only `total` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -135,7 +136,8 @@ class Clock:
             self._seconds += time.perf_counter() - self._began
 
     def total(self) -> float:
-        """Wait for the device. Return the total seconds of all intervals since the last call."""
+        """Return the total time in seconds of all intervals since the last call. Waits for the
+        device."""
         for begin, end in self._intervals:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -148,14 +150,14 @@ RATIO: Final = 1.2
 """A rank is slow if its local time exceeds this multiple of its pipeline stage's median."""
 
 STEPS: Final = 50
-"""Number of consecutive slow steps after which a rank is reported."""
+"""Number of consecutive slow steps after which a rank is reported as a straggler."""
 
 
 class Stragglers:
-    """Counter of consecutive slow steps of each rank.
+    """Counts consecutive slow steps on each rank.
 
-    The ranks of a tensor-parallel group or a pipeline wait for each other in forward and backward
-    passes, so all of them become slow at the same time.
+    The ranks of a tensor-parallel group or pipeline wait for each other during forward and backward
+    passes, so they all become slow together.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int]) -> None:
@@ -167,13 +169,13 @@ class Stragglers:
     def new(self, seconds: Sequence[float], steps: int) -> Iterator[str]:
         """Yield a message for each rank that has become a straggler.
 
-        seconds  mean local time of every rank in the last steps
+        seconds  mean local time of every rank over the last steps
         steps    number of these steps
         """
         medians = {}
         for stage in set(self.stages):
-            there = [s for s, other in zip(seconds, self.stages, strict=True) if other == stage]
-            medians[stage] = median(there)
+            in_stage = [s for s, other in zip(seconds, self.stages, strict=True) if other == stage]
+            medians[stage] = median(in_stage)
         for rank, (local, stage) in enumerate(zip(seconds, self.stages, strict=True)):
             before = self._slow[rank]
             self._slow[rank] = before + steps if local > RATIO * medians[stage] else 0
@@ -186,14 +188,14 @@ class Stragglers:
 
 
 INTERVAL: Final = 10
-"""Steps between garbage collections."""
+"""Number of steps between garbage collections."""
 
 
 @contextlib.contextmanager
 def collected_at_steps() -> Iterator[None]:
-    """Within this context, collect garbage only in `collect`, and exclude existing objects.
+    """Context manager to collect garbage only in `collect`, ignoring existing objects.
 
-    If objects are already frozen, the context neither freezes nor unfreezes objects.
+    If objects are already frozen, it neither freezes nor unfreezes any.
     """
     automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()

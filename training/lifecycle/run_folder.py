@@ -1,8 +1,8 @@
-"""The run folder, which only one run at a time uses, and the files that control and describe a run.
+"""The run folder, used by one run at a time, and the files that control and describe a run.
 
-lock     locked by the run that uses the folder; contains the run's host and process id
-STOP     created by a user or a script to stop the run, which then saves and removes the file
-DONE     created after the last step of the run
+lock     locked by the run using the folder; contains its host and process id
+STOP     created by a user or script to stop the run, which then saves and removes the file
+DONE     created after the run's last step
 started  id of the command that started the run
 heartbeat.json   step, time and process id of the run, updated every few seconds
 """
@@ -30,15 +30,15 @@ NO_ID: Final = "none"
 
 
 class FolderError(InputError):
-    """Error for a run folder that cannot be used."""
+    """Raised when a run folder cannot be used."""
 
 
 @contextlib.contextmanager
 def locked(run_dir: str | Path) -> Iterator[None]:
-    """Lock `run_dir` within a context. Create it if it does not exist.
+    """Context manager that locks `run_dir`, creating it if it does not exist.
 
-    The operating system releases the lock whenever the process ends. Raises FolderError if another
-    run has locked the folder, or if the folder is not writable or contains links.
+    The operating system releases the lock when the process exits for any reason. Raises FolderError
+    if the folder is locked by another run, is not writable, or contains links.
     """
     folder = Path(run_dir)
     try:
@@ -72,7 +72,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 def began(pid: int) -> str | None:
     """Return the start time of a process on this host, as boot id and clock ticks.
 
-    Returns None if there is no such process, and on systems other than Linux.
+    Returns None if there is no such process, or if the system is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -83,7 +83,7 @@ def began(pid: int) -> str | None:
 
 
 class HeldFolder:
-    """A locked run folder, kept open so that no new folder gets its inode number."""
+    """A locked run folder, kept open so that its inode number is not reused."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir)
@@ -95,19 +95,19 @@ class HeldFolder:
         os.close(self._folder)
 
     def check(self) -> None:
-        """Raise FolderError if the folder was moved, or if another run has created a new lock after
-        this run's lock was removed by hand."""
+        """Raise FolderError if the folder was moved, or if this run's lock was removed manually and
+        another run has created a new one."""
         if not self._is_there():
             raise FolderError(
                 f"run.dir {self.path} was moved or removed while the run used it: the run can no "
                 "longer save"
             )
-        with contextlib.suppress(OSError):  # the run continues if the disk does not respond
+        with contextlib.suppress(OSError):  # continue if the disk is unavailable
             if self._lock_number() not in (None, self._lock):
                 raise FolderError(f"run.dir {self.path} lost its lock and is used by another run")
 
     def _is_there(self) -> bool:
-        """Return whether the folder is still at its path; True if the disk does not respond."""
+        """Return whether the folder is still at its path. True if the disk is unavailable."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -116,8 +116,8 @@ class HeldFolder:
             return True
 
     def _lock_number(self) -> int | None:
-        """Return the inode number of the lock file, or None if it is missing. The file is not
-        opened, because closing it would release the lock."""
+        """Return the lock file's inode number, or None if the file is missing. It is not opened,
+        because closing it would release the lock."""
         try:
             return os.stat(self.path / LOCK).st_ino
         except FileNotFoundError:
@@ -134,12 +134,12 @@ def in_use(run_dir: str | Path) -> bool:
 
 
 def _take(file: TextIO) -> bool:
-    """Lock a file until it is closed. Return False if another process has locked the file.
+    """Lock a file until it is closed. Return False if it is locked by another process.
 
     Raises FolderError if the file system does not support locks.
     """
     try:
-        # lockf locks for this process; child processes would inherit a lock of flock.
+        # lockf locks belong to this process; flock locks would be inherited by child processes.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -149,9 +149,9 @@ def _take(file: TextIO) -> bool:
 
 
 def mark_started(run_dir: str | Path) -> None:
-    """Remove the files STOP and DONE of an earlier start, and write the id of this command.
+    """Remove the files STOP and DONE from an earlier start, and write the id of this command.
 
-    A STOP file that is newer than the lock is kept, because it is meant for the current start.
+    A STOP file newer than the lock is kept, because it is meant for the current start.
     """
     stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
@@ -164,7 +164,7 @@ def starts_again(run_dir: str | Path) -> bool:
     """Return whether torchrun or SLURM has restarted a command that already started in `run_dir`.
 
     A restarted command must not apply `--resume none` or `--resume STEP` again. torchrun counts
-    restarts per node, so the result may differ between ranks.
+    restarts per node, so the result may differ across ranks.
     """
     counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("TORCHELASTIC", "SLURM"))
     file = Path(run_dir) / STARTED
@@ -174,8 +174,8 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """Return the id of this command: the SLURM job id, else torchrun's run id, else torchrun's
-    process id, else ""."""
+    """Return the id of this command: the SLURM job id, torchrun's run id or torchrun's process id,
+    whichever exists first, or ""."""
     command = os.environ.get("TORCHELASTIC_RUN_ID", "")
     command = f"process {os.getppid()} of {socket.gethostname()}" if command == NO_ID else command
     return os.environ.get("SLURM_JOB_ID", command)

@@ -1,9 +1,9 @@
-"""The terminal of a run: Ctrl-C, and output after the terminal is closed.
+"""A run's terminal: Ctrl-C, and output after the terminal is closed.
 
-Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run.
-A second Ctrl-C kills it. A rank receives SIGTERM when its launcher ends. A run continues if its
-terminal or pipe is closed. During training it also continues if the disk of its log is full. This
-module imports only fast modules, because a run handles Ctrl-C from the very start.
+Before training, Ctrl-C ends the process. During training, the first Ctrl-C saves and stops the run,
+and a second one kills it. A rank receives SIGTERM when its launcher exits. A run survives the
+closing of its terminal or pipe and, during training, a full log disk. This module only imports
+modules that load fast, so that a run handles Ctrl-C right from the start.
 """
 
 import errno
@@ -18,17 +18,17 @@ from types import FrameType
 from typing import Any, Final
 
 GONE: Final = (errno.EIO, errno.EPIPE)
-"""Errors of writing to a terminal or a pipe whose other end is closed."""
+"""Errors on writing to a terminal or pipe whose other end is closed."""
 
 
 class LastingFile(io.FileIO):
-    """A file that drops output if its reader is gone. During `training` it drops all output that
+    """A file that drops output if its reader is gone. During `training`, it drops any output that
     cannot be written."""
 
     training = False
 
     def write(self, data: Any) -> int:
-        """Write to the file like FileIO.write."""
+        """Write to the file, like FileIO.write."""
         try:
             return super().write(data)
         except OSError as error:
@@ -38,11 +38,11 @@ class LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Replace stdout and stderr with streams that escape characters that cannot be encoded. The
-    streams drop output if its reader is gone."""
+    """Replace stdout and stderr with streams that escape unencodable characters and drop output if
+    the reader is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # A notebook uses its own stream, and a stream with a closed descriptor is None.
+        # Notebooks use their own streams, and a stream with a closed descriptor is None.
         if isinstance(stream, io.TextIOWrapper):
             by_line = stream.line_buffering or stream.write_through
             file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
@@ -53,27 +53,27 @@ def outlive_readers() -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr without Python's streams, which the main thread may have locked."""
-    with suppress(OSError):  # there is no reader
+    """Write a line to stderr, bypassing Python's streams, which the main thread may have locked."""
+    with suppress(OSError):  # the reader is gone
         os.write(2, f"{text}\n".encode())
 
 
 CODE: Final = 130
-"""Exit code of a run that Ctrl-C ended: 128 plus the signal number, as in shells."""
+"""Exit code of a run ended by Ctrl-C: 128 plus the signal number, as in shells."""
 SECOND: Final = "ended by a second Ctrl-C; earlier checkpoints are complete"
 LAUNCHER: Final = "SPECTRAIN_LAUNCHER"
-"""Environment variable with the process id of the launcher of `--ranks`."""
+"""Environment variable with the process id of the `--ranks` launcher."""
 PR_SET_PDEATHSIG: Final = 1
-"""Linux prctl option that sets the signal a process receives when its parent ends."""
+"""Linux prctl option for the signal that a process receives when its parent exits."""
 
 
 class Interrupts:
-    """Handler for SIGINT and for the signal that follows a second Ctrl-C.
+    """Handles SIGINT, and the signal that follows a second Ctrl-C.
 
     A launcher (torchrun or `--ranks`) forwards the first SIGINT to its ranks, which may also
     receive it directly. After a second Ctrl-C, the launcher sends SIGTERM to its ranks. Without a
-    launcher, the process receives a second SIGINT. A thread handles the signals, so that a process
-    that waits in a collective also ends.
+    launcher, the process receives a second SIGINT. Signals are handled by a thread, so that a
+    process blocked in a collective exits, too.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Interrupts:
         self._first_rank = os.environ.get("RANK", "0") == "0"
 
     def listen(self) -> None:
-        """Install the SIGINT handler. The main thread calls this once."""
+        """Install the SIGINT handler. Call this once, from the main thread."""
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)
@@ -95,13 +95,13 @@ class Interrupts:
         _stop_with_launcher()
 
     def training_begins(self, *, saves: bool) -> None:
-        """Make the first SIGINT set `requested` instead of ending the process, and drop output that
-        cannot be written. `saves` is false if the run saves no checkpoints."""
+        """From now on, let the first SIGINT set `requested` instead of ending the process, and drop
+        output that cannot be written. `saves` is false if the run saves no checkpoints."""
         self._saves = saves
         self._training = LastingFile.training = True
 
     def _read(self, receiver: int) -> None:
-        """Handle signals, whose numbers are read from the pipe as bytes."""
+        """Handle signals, whose numbers arrive as bytes on the pipe."""
         while True:
             number = os.read(receiver, 1)[0]
             if self.requested and number == self._second:
@@ -129,12 +129,12 @@ class Interrupts:
 
 
 def _stop_with_launcher() -> None:
-    """Make Linux send SIGTERM to this rank when its launcher ends.
+    """Make Linux send SIGTERM to this rank when its launcher exits.
 
-    A killed launcher does not forward a signal, so its ranks would continue to train, as they do on
-    other systems.
+    A killed launcher forwards no signal, so its ranks would keep training, as they do on other
+    systems.
     """
-    if not os.environ.get(LAUNCHER, "").isdecimal():  # `check_launched` rejects such values
+    if not os.environ.get(LAUNCHER, "").isdecimal():  # rejected later by `check_launched`
         return
     launcher = os.environ.pop(LAUNCHER)
     if sys.platform != "linux":
@@ -142,19 +142,19 @@ def _stop_with_launcher() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # the launcher has already ended
+    if os.getppid() != int(launcher):  # the launcher has already exited
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing, because the thread handles the signal."""
+    """No-op: the signal is handled by the thread."""
 
 
 def _hold() -> None:
     """Block SIGINT in this thread while it forks.
 
-    A child that does not yet ignore SIGINT would write to its parent's pipe, and one Ctrl-C would
-    count as two.
+    Until it ignores SIGINT, a child would write to its parent's pipe, and one Ctrl-C would count as
+    two.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
@@ -165,7 +165,7 @@ def _release() -> None:
 
 
 def _ignore() -> None:
-    """Ignore SIGINT, which the parent process handles."""
+    """Ignore SIGINT, which is handled by the parent process."""
     if signal.getsignal(signal.SIGINT) is _noted:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,6 @@
 """The machine of a run: its device, process groups, environment variables and installed packages.
 
-No file depends on a model or a step. The device and the environment are set before CUDA starts.
-Events and checkpoints of the run describe the machine. Start with device.py, then start.py.
+Nothing here depends on the model or the step. The device and environment are set up before CUDA is
+initialized. The run's events and checkpoints include a description of the machine. Start with
+device.py, then start.py.
 """

@@ -1,4 +1,4 @@
-"""Kernels and backends of a config, and checks that a device can run them."""
+"""Selects the kernels and backends for a config, and checks that the device supports them."""
 
 import importlib.util
 import os
@@ -25,18 +25,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a name from the config, or None if the name is None."""
+    """Return the dtype for a name from the config, or None for None."""
     return None if name is None else DTYPES[name]
 
 
 def exchange_dtype(config: Config) -> torch.dtype:
-    """Return the dtype in which ranks exchange momentum and updates of split matrices."""
+    """Return the dtype in which momentum and updates of sharded matrices are exchanged."""
     return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
 
 
 def check_backends(config: Config, device: torch.device) -> None:
-    """Raise ConfigError, with all problems, if the installed packages or the device do not support
-    the config. Raise DeviceError if Triton kernels cannot be launched on the device."""
+    """Raise ConfigError, listing all problems, if the config is not supported by the installed
+    packages or the device, and DeviceError if the device cannot launch Triton kernels."""
     checks = chain(package_checks(config, device), device_checks(config, device))
     if lines := list(problems(config, checks)):
         raise ConfigError("\n".join(lines))
@@ -44,7 +44,7 @@ def check_backends(config: Config, device: torch.device) -> None:
 
 
 def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the packages and compilers of the configured kernels are installed."""
+    """Check that the packages and compilers required by the configured kernels are installed."""
     model, train, engine = config.model, config.train, "model.attention_backend"
     for key, value, package, installed, other in (
         ("train.fused_loss", "liger", "liger-kernel", has_liger, "null"),
@@ -58,23 +58,23 @@ def package_checks(config: Config, device: torch.device) -> Iterator[Check]:
         ),
     ):
         missing = attrgetter(key)(config) == value and not installed()
-        rule = f"needs {package}, which is not installed: pip install it, or set {key}={other}"
+        rule = f"requires {package}, which is not installed: pip install it, or set {key}={other}"
         yield key, missing, rule
     compiler = missing_compiler(device) if train.compile == "inductor" else None
-    yield "train.compile", compiler, f"needs {compiler}: install it, or set train.compile=null"
+    yield "train.compile", compiler, f"requires {compiler}: install it, or set train.compile=null"
     if model.attention_kernel != "auto":
         try:
             flash_attention(model.attention_kernel)
         except ImportError as error:
             rule = (
-                f"needs a package that cannot be imported ({last_line(error)}): see "
-                "docs/running.md for its installation, or set model.attention_kernel=auto"
+                f"requires a package that cannot be imported ({last_line(error)}): see "
+                "docs/running.md for how to install it, or set model.attention_kernel=auto"
             )
             yield "model.attention_kernel", True, rule
 
 
 def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
-    """Check that the device supports the configured kernels, CUDA graph and memory snapshot."""
+    """Check that the device supports the configured kernels, CUDA graphs and memory snapshots."""
     train, kind, kernel = config.train, device.type, config.model.attention_kernel
     graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
     rule = f"must be false on device {kind}, which has no CUDA graphs"
@@ -90,7 +90,7 @@ def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
         majors = FLASH_CAPABILITIES[kernel]
         there = kind == "cuda" and torch.cuda.get_device_capability(device)[0] in majors
         capability = ", ".join(f"{major}.x" for major in majors)
-        needed = f"{kernel} needs a GPU of compute capability {capability}"
+        needed = f"{kernel} requires a GPU with compute capability {capability}"
         yield "model.attention_kernel", not there, f"{needed}, got {device_name(device)}"
 
 
@@ -98,9 +98,9 @@ TILE = Tile(64, 32, 4, 3)
 
 
 def check_kernels(device: torch.device) -> None:
-    """Compile and launch one of the optimizer's kernels. Raise DeviceError if it fails.
+    """Compile and launch one of the optimizer's kernels. Raise DeviceError if this fails.
 
-    Without this check, kernels would fail in the first step of the run.
+    Without this check, kernels would only fail at the run's first step.
     """
     if not (listed(device_name(device)) and has_triton()):
         return
@@ -122,9 +122,9 @@ def check_kernels(device: torch.device) -> None:
 
 
 def compile_backend(config: Config, device: torch.device) -> tuple[str | None, str]:
-    """Return torch.compile's backend on a device, or None for eager mode, and a description.
+    """Return the torch.compile backend for a device (None: eager mode) and a description.
 
-    If auto selects no compilation on a GPU, the description states the reason.
+    If auto disables compilation on a GPU, the description states the reason.
     """
     if config.train.compile != "auto":
         return config.train.compile, config.train.compile or "none"
@@ -134,7 +134,7 @@ def compile_backend(config: Config, device: torch.device) -> tuple[str | None, s
         return None, f"none, because {config.model.attention_backend} fuses the operations"
     missing = missing_compiler(device)
     if missing is not None:
-        return None, f"none, because inductor needs {missing}"
+        return None, f"none, because inductor requires {missing}"
     return "inductor", "inductor"
 
 
@@ -144,15 +144,15 @@ def has_liger() -> bool:
 
 
 def fused_loss(config: Config, device: torch.device) -> bool:
-    """Return whether liger-kernel computes the loss on a device."""
+    """Return whether the loss is computed by liger-kernel on a device."""
     if config.train.fused_loss != "auto":
         return config.train.fused_loss == "liger"
     return has_liger() and device.type == "cuda" and config.train.loss_chunk is None
 
 
 def fused_backward(config: Config, device: torch.device) -> bool:
-    """Return whether Triton kernels compute the gradients of gated activations and attention heads
-    on a device."""
+    """Return whether gradients of gated activations and attention heads are computed by Triton
+    kernels on a device."""
     if config.train.fused_backward != "auto":
         return config.train.fused_backward == "triton"
     plain = config.model.attention_backend != "transformer_engine"
@@ -162,7 +162,7 @@ def fused_backward(config: Config, device: torch.device) -> bool:
 def kernel_of(config: Config, groups: Groups) -> str:
     """Return the name of this rank's attention kernel.
 
-    Raises ConfigError if the device is a GPU for which PyTorch has no fused kernel.
+    Raises ConfigError if the device is a GPU and PyTorch has no fused kernel for it.
     """
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
@@ -190,12 +190,12 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
-    """Return a note on the cost of `train.precision` if the device emulates it, else None."""
+    """Return a note on the cost of `train.precision` if the device has to emulate it, else None."""
     if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
         return None
     return (
-        "with train.precision bf16, a CPU without AVX-512 computes products in float32 and rounds "
-        "them, which is slower than train.precision=fp32"
+        "with train.precision bf16, a CPU without AVX-512 runs matmuls in float32 and rounds the "
+        "results, which is slower than train.precision=fp32"
     )
 
 
@@ -206,6 +206,6 @@ def slow_attention(kernel: str, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
     return (
-        "cuDNN's kernel would need about two thirds of this kernel's time on this GPU, but the "
+        "cuDNN's kernel would take about two thirds of this kernel's time on this GPU, but the "
         "installed cuDNN does not support this head dimension"
     )

@@ -1,9 +1,9 @@
-"""The device and environment of a rank: its GPU, environment variables, open files, and versions.
+"""A rank's device and environment: its GPU, environment variables, open file limit, and versions.
 
-With `run.device: auto`, each rank uses a GPU if the machine has GPUs. CUDA, PyTorch's allocator and
-NCCL read their environment variables when they start. Versions include packages, the commit, the
-device, the driver and its libraries. This file must not import megatron-core, because only
-`models.engine.import_engine` suppresses its warnings.
+With `run.device: auto`, each rank uses a GPU if the machine has any. CUDA, PyTorch's allocator and
+NCCL read their environment variables at initialization. Versions cover packages, the commit, the
+device, the driver and its libraries. This file must not import megatron-core, whose warnings are
+only suppressed by `models.engine.import_engine`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from training.errors import ConfigError, InputError
 
 
 def device_type(config: Config) -> Literal["cuda", "cpu"]:
-    """Return the type of this rank's device.
+    """Return this rank's device type.
 
     Raises DeviceError if the configured device is not available.
     """
@@ -38,22 +38,22 @@ def device_type(config: Config) -> Literal["cuda", "cpu"]:
 
 
 NVIDIA: Final = "0x10de"
-"""PCI vendor id of NVIDIA."""
+"""NVIDIA's PCI vendor id."""
 DISPLAY: Final = "0x03"
-"""Prefix of the PCI class of GPUs."""
+"""PCI class prefix of GPUs."""
 
 
 class DeviceError(InputError):
-    """Error for a requested device that is not available."""
+    """Raised when the requested device is not available."""
 
 
 @dataclass(frozen=True)
 class Gpus:
     """Facts about this machine's GPUs.
 
-    built    CUDA version of the PyTorch build, None without CUDA
-    devices  NVIDIA devices of this machine, usable or not
-    problem  reason why CUDA does not start, None if it starts or was not tried
+    built    CUDA version of the PyTorch build; None without CUDA
+    devices  this machine's NVIDIA devices, usable or not
+    problem  why CUDA fails to initialize; None if it initializes or was not tried
     usable   number of CUDA devices
     """
 
@@ -68,16 +68,16 @@ def choose(
 ) -> Literal["cuda", "cpu"]:
     """Return the device type of local rank `local_rank`.
 
-    `auto` selects cuda if CUDA initializes, and cpu without a GPU or if PyTorch is built without
-    CUDA. Raises DeviceError if a requested GPU is not available, if CUDA does not initialize (the
-    driver is too old for this PyTorch, or a container has no access to its GPUs), or if there are
-    more ranks than GPUs.
+    `auto` selects cuda if CUDA initializes, and cpu if there is no GPU or PyTorch is built without
+    CUDA. Raises DeviceError if a requested GPU is not available, if CUDA fails to initialize (the
+    driver is too old for this PyTorch build, or a container has no access to its GPUs), or if there
+    are more ranks than GPUs.
     """
     if gpus.usable:
         if local_rank >= gpus.usable:
             raise DeviceError(
-                f"local rank {local_rank} needs its own GPU, got {gpus.usable} GPUs for all ranks "
-                "of this machine: start fewer ranks, or set run.device=cpu"
+                f"local rank {local_rank} requires its own GPU, but all ranks of this machine have "
+                f"{gpus.usable} GPUs: start fewer ranks, or set run.device=cpu"
             )
         return "cuda"
     if requested == "auto" and (gpus.built is None or not gpus.devices):
@@ -88,7 +88,7 @@ def choose(
 
 
 def reason(gpus: Gpus) -> str:
-    """Return the reason why no GPU can be used."""
+    """Return the reason why no GPU is usable."""
     if gpus.built is None:
         return "this PyTorch is built without CUDA"
     if not gpus.devices:
@@ -98,7 +98,7 @@ def reason(gpus: Gpus) -> str:
 
 
 def gpus_here() -> Gpus:
-    """Return facts about this machine's GPUs. Start CUDA if PyTorch is built with CUDA."""
+    """Return facts about this machine's GPUs. Initializes CUDA if PyTorch is built with it."""
     built = torch.version.cuda
     if built is None:
         return Gpus(None, tuple(nvidia_devices()), None, 0)
@@ -114,8 +114,8 @@ def gpus_here() -> Gpus:
 def nvidia_devices() -> Iterator[str]:
     """Yield the system's NVIDIA devices, usable or not.
 
-    These are the device files of the driver. If there are none, they are the devices on the PCI
-    bus, which are visible even in a container without access to GPUs.
+    These are the driver's device files or, if there are none, the devices on the PCI bus, which are
+    visible even in a container without GPU access.
     """
     nodes = sorted(map(str, Path("/dev").glob("nvidia[0-9]*")))
     if nodes:
@@ -136,17 +136,17 @@ def _first_line(path: Path) -> str:
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """Use PyTorch's deterministic kernels within a context.
+    """Context manager to use PyTorch's deterministic kernels.
 
-    An operation without a deterministic kernel causes only a warning. An error could end a run at
-    an operation that no test without a GPU covers. The setting imports torch's compiler, which
+    Operations without a deterministic kernel only cause a warning. An error could end a run at an
+    operation not covered by any test without a GPU. The setting imports torch's compiler, which
     takes seconds.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Do not fill uninitialised memory: no code reads it, and filling costs a pass over memory.
+    # Do not fill uninitialised memory: it is never read, and filling it costs a pass over memory.
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -156,20 +156,20 @@ def repeatable() -> Iterator[None]:
 
 
 OPEN_FILES: Final = (256, 65536)
-"""Smallest allowed limit of open files per rank, and the largest limit that a rank requests."""
+"""Minimum open file limit per rank, and the maximum that a rank requests."""
 
 WORKERS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 COMPILE_WORKERS: Final = 32
-"""Largest number of compile processes per rank, as in torch."""
+"""Maximum number of compile processes per rank, as in torch."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Current and former name of the environment variable with the allocator's settings."""
+"""Current and former names of the environment variable for allocator settings."""
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files as far as the system allows.
+    """Raise this process's open file limit as far as the system allows.
 
-    Raises ConfigError if the limit is too low for the sockets and files of a rank.
+    Raises ConfigError if the limit is too low for a rank's sockets and files.
     """
     fewest, most = OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -183,15 +183,15 @@ def allow_open_files() -> None:
 
 
 def required_variables(config: Config) -> dict[str, str]:
-    """Return the environment variables that a run on GPUs needs.
+    """Return the environment variables required for a run on GPUs.
 
-    expandable segments   allow memory freed in one step to be used for large tensors in another
+    expandable segments   let memory freed in one step be reused for large tensors in another
     one connection        with tensor or context parallelism, kernels must start in launch order, so
-                          that communication overlaps with matrix products; with more queues, a
-                          product might start first
+                          that communication overlaps with matmuls; with more queues, a matmul might
+                          start first
     fixed workspaces      make cuBLAS deterministic, for run.deterministic
-    compile workers       this rank's share of the machine's processors; by default each rank starts
-                          one worker per processor, up to 32
+    compile workers       this rank's share of the machine's processors; by default, each rank
+                          starts one worker per processor, up to 32
     no registration       NCCL must not register the buffers of a CUDA graph, because buffers in
                           expandable segments cannot be registered
     """
@@ -208,7 +208,7 @@ def required_variables(config: Config) -> dict[str, str]:
 
 
 def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `required_variables` that are not set in `environment`."""
+    """Return the variables from `required_variables` that are not set in `environment`."""
     variables = required_variables(config)
     if any(name in environment for name in ALLOCATOR):
         del variables[ALLOCATOR[0]]
@@ -216,23 +216,23 @@ def missing_variables(config: Config, environment: Mapping[str, str]) -> dict[st
 
 
 def prepare(config: Config) -> None:
-    """Set missing environment variables before CUDA starts. Later calls have no effect.
+    """Set missing environment variables before CUDA is initialized. Later calls have no effect.
 
-    Raises ConfigError if a variable overrides the precision of a GPU's matrix products.
+    Raises ConfigError if a variable overrides the precision of GPU matmuls.
     """
     if config.run.device == "cpu":
-        # PyTorch and megatron-core query CUDA in many places; this variable hides all GPUs.
+        # PyTorch and megatron-core query CUDA in many places; this hides all GPUs from them.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
         raise ConfigError(
             "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS would round the operands of all float32 "
-            "products to TF32, even in the optimizer; unset it. For TF32 in the forward pass only, "
+            "matmuls to TF32, even in the optimizer; unset it. For TF32 in the forward pass only, "
             'call torch.set_float32_matmul_precision("high")'
         )
     variables = missing_variables(config, os.environ)
     os.environ.update(variables)
-    if ALLOCATOR[0] in variables:  # PyTorch read the variable when it was imported
+    if ALLOCATOR[0] in variables:  # PyTorch already read the variable on import
         torch._C._accelerator_setAllocatorSettings(variables[ALLOCATOR[0]])
     compiler = sys.modules.get("torch._inductor.config")
     if WORKERS in variables and compiler is not None:  # PyTorch has already read the variable
@@ -240,7 +240,7 @@ def prepare(config: Config) -> None:
 
 
 def settings() -> dict[str, str]:
-    """Return this process's environment variables of CUDA, PyTorch, NCCL and Transformer Engine."""
+    """Return this process's CUDA, PyTorch, NCCL and Transformer Engine environment variables."""
     prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
@@ -258,9 +258,9 @@ def versions() -> Facts:
 
 
 def library_versions() -> Facts:
-    """Return the versions of Python and packages, None for a package that is not installed.
+    """Return the versions of Python and all packages, None for packages that are not installed.
 
-    The version of torch includes the build, as in `2.13.0+cu130`, which the metadata of some wheels
+    The torch version includes the build, e.g. `2.13.0+cu130`, which the metadata of some wheels
     omit.
     """
     versions: Facts = {"python": python_version()}
@@ -284,8 +284,8 @@ def commit() -> str | None:
 
 
 def device_facts(device: torch.device) -> Facts:
-    """Return the name of the device, and for a GPU its memory and the versions of the driver, CUDA,
-    cuDNN and NCCL."""
+    """Return the device name and, for a GPU, its memory and the driver, CUDA, cuDNN and NCCL
+    versions."""
     if device.type != "cuda":
         return {"device": f"{device.type} ({machine()})"}
     facts: Facts = {
@@ -305,7 +305,7 @@ def device_facts(device: torch.device) -> Facts:
 
 
 def driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None if unknown."""
+    """Return the NVIDIA driver version, or None if unknown."""
     with contextlib.suppress(OSError):
         words = DRIVER.read_text(encoding="utf-8").partition("\n")[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
@@ -313,7 +313,7 @@ def driver() -> str | None:
 
 
 def described(device: torch.device) -> str:
-    """Return one line about the device, printed at the start of a run."""
+    """Return a one-line description of the device, printed at the start of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}
     first = facts.pop("device")
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Start of process groups, and comparison of settings, code, versions and data between ranks."""
+"""Starts the process groups, and compares settings, code, versions and data across ranks."""
 
 import hashlib
 import os
@@ -22,18 +22,19 @@ from training.machine.device import (
 )
 
 FOLDERS: Final = ("spectral", "models", "parallel", "training")
-"""Folders whose files must be equal on all ranks."""
+"""Folders whose files must be identical on all ranks."""
 
 
 class RanksDifferError(InputError):
-    """Error for ranks of a run that differ in settings, code, versions or data."""
+    """Raised when ranks differ in settings, code, versions or data."""
 
 
 def start_groups(config: Config, **options: str) -> Groups:
-    """Start the process groups of the config's layout. `parallel.comm.groups.shutdown` ends them.
+    """Start the process groups for the config's layout. Destroy them with
+    `parallel.comm.groups.shutdown`.
 
     Raises RanksDifferError if ranks differ in settings, `options`, code or versions, and
-    ConfigError like `check_restarts` and `allow_open_files`.
+    ConfigError as `check_restarts` and `allow_open_files` do.
     """
     check_restarts()
     allow_open_files()
@@ -48,10 +49,9 @@ def start_groups(config: Config, **options: str) -> Groups:
 
 
 def check_restarts() -> None:
-    """Raise ConfigError if torchrun may restart ranks on several nodes that share one store.
+    """Raise ConfigError if torchrun may restart ranks on multiple nodes that share a store.
 
-    Each node counts its restarts separately, so ranks could wait for each other in different
-    attempts.
+    Each node counts its own restarts, so ranks in different attempts could wait for each other.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -64,13 +64,13 @@ def check_restarts() -> None:
 
 
 def program() -> dict[str, Any]:
-    """Return a hash of the files of each package, and the versions of libraries."""
+    """Return a source hash for each package, and the library versions."""
     facts: dict[str, Any] = {f"code of {name}": source_hash(ROOT / name) for name in FOLDERS}
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
 def source_hash(folder: Path) -> str:
-    """Return a hash of the paths and contents of all Python and JSON files in a folder."""
+    """Hash the paths and contents of all Python and JSON files in a folder."""
     digest = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
         content = path.read_bytes()
@@ -79,7 +79,7 @@ def source_hash(folder: Path) -> str:
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """If facts differ between ranks, raise RanksDifferError on all ranks, with a line per fact.
+    """Raise RanksDifferError on all ranks if facts differ between ranks, with one line per fact.
     Collective."""
     lines = disagreements(facts)
     if lines:

@@ -90,5 +90,5 @@ def test_a_missing_package_or_another_device_is_refused(minimal, monkeypatch) ->
     config = load_config(minimal, ASKED)
     with pytest.raises(ConfigError, match=r"cannot be imported \(.*flash_attn_interface"):
         check_backends(config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="needs a GPU of compute capability 8.x, 9.x, got cpu"):
+    with pytest.raises(ConfigError, match="a GPU with compute capability 8.x, 9.x, got cpu"):
         check_backends(config, torch.device("cpu"))

@@ -30,7 +30,7 @@ def machine(monkeypatch):
     [
         ({}, CPU, None, (None, "none")),
         ({}, GPU, None, ("inductor", "inductor")),
-        ({}, GPU, "gcc", (None, "none, because inductor needs gcc")),
+        ({}, GPU, "gcc", (None, "none, because inductor requires gcc")),
         (ENGINE, GPU, None, (None, "none, because transformer_engine fuses the operations")),
         ({"train__compile": "null"}, GPU, None, (None, "none")),
         ({"train__compile": "aot_eager"}, CPU, None, ("aot_eager", "aot_eager")),
