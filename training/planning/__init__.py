@@ -1,4 +1,4 @@
-"""The output of a dry run: the plan, whether it fits the GPUs, and remedies.
+"""The output of a dry run: the plan, whether it fits the GPUs, and remedies if it does not.
 
 Start with plan_commands.py.
 """

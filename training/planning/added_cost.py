@@ -1,8 +1,8 @@
-"""Estimated time that monitors and task scores add to a run.
+"""Estimates the time that monitors and task evaluation add to a run.
 
-A monitored step computes the singular values of every weight, matrix products for all other
-metrics, and sums during forward and backward passes. A null interval is replaced by an interval
-that costs at most 1% of the run's time.
+A monitored step computes the singular values of every weight, matmuls for all other metrics, and
+sums during the forward and backward passes. A null interval is replaced by one that adds at most 1%
+to the run time.
 """
 
 import math
@@ -27,15 +27,15 @@ from training.evaluation import lengths
 from training.monitor.monitors import DEFAULT_INTERVAL, LayerSampling
 
 SHARE: Final = 0.01
-"""Largest share of a run's time that monitors may add if `monitors.interval` is null."""
+"""Maximum fraction that monitors may add to the run time if `monitors.interval` is null."""
 WIDE: Final = 8
-"""Bytes of a float64."""
+"""Bytes per float64."""
 SCORE_BYTES: Final = 18
 """Bytes moved per attention score: write, scale, mask and maximum."""
 SIZE_BYTES: Final = 130
-"""Bytes moved per layer and element of the residual stream, which is measured four times."""
+"""Bytes moved per layer and residual-stream element, which is measured four times."""
 LAUNCHES: Final = 300
-"""Kernel launches per matrix for all groups of metrics."""
+"""Kernel launches per matrix, for all groups of metrics."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class MonitorCost:
     """Cost of a run's monitors.
 
     interval   steps between monitored steps; 0 if monitors are disabled
-    seconds    estimated additional seconds of a monitored step; None on a CPU
-    step       estimated seconds of a step without monitors
+    seconds    estimated overhead of a monitored step in seconds; None on a CPU
+    step       estimated time in seconds of a step without monitors
     """
 
     interval: int
@@ -53,7 +53,7 @@ class MonitorCost:
 
     @property
     def share(self) -> float:
-        """Time that monitors add, divided by the time of the run without monitors."""
+        """Overhead of the monitors, as a fraction of the run time without them."""
         return (self.seconds or 0.0) / (self.interval * self.step) if self.interval else 0.0
 
     def as_dict(self) -> dict[str, float | None]:
@@ -82,9 +82,9 @@ class MonitorCost:
 
 
 def monitor_cost(config: Config, ranks: int, device: torch.device) -> MonitorCost:
-    """Return the cost of a run's monitors on `ranks` devices of the type of `device`.
+    """Return the cost of a run's monitors on `ranks` devices of the same type as `device`.
 
-    For a GPU type unknown to the planner, the cost is computed for `plan.device`.
+    If the planner does not know the GPU type, the cost is computed for `plan.device`.
     """
     interval = config.monitors.interval
     if interval == 0 or device.type != "cuda":
@@ -102,7 +102,7 @@ def run_hours(config: Config, planned: Plan) -> float:
 
 
 def planned_cost(config: Config, planned: Plan) -> MonitorCost:
-    """Return the cost of a planned run's monitors. Choose the interval if it is null."""
+    """Return the cost of a planned run's monitors, choosing the interval if it is null."""
     interval, step = config.monitors.interval, planned.time.total
     if interval == 0:
         return MonitorCost(0)
@@ -114,7 +114,7 @@ def planned_cost(config: Config, planned: Plan) -> MonitorCost:
 
 
 def monitored_seconds(config: Config, shape: StepShape) -> float:
-    """Return the estimated additional seconds of a monitored step on the busiest rank."""
+    """Return the estimated overhead of a monitored step on the busiest rank, in seconds."""
     groups, ranks = config.monitors.groups, shape.inputs.stage_ranks * shape.inputs.pipeline
     units = [u for u in all_units(config.model, **unit_options(config)) if u.is_matrix]
     rounds = LayerSampling(config, DEFAULT_INTERVAL).rounds
@@ -122,8 +122,8 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
     if "weights" in groups:
         matrices = grouped(units, lambda unit: (unit.parameter, unit.role)).values()
         inspected += [whole_seconds(shape, parts) for parts in matrices if len(parts) > 1]
-    # Each matrix is inspected by one rank, so the busiest rank inspects up to one matrix more than
-    # the mean.
+    # Each matrix is inspected by a single rank, so the busiest rank may inspect one matrix more
+    # than the mean.
     seconds = sum(inspected) / ranks + max(inspected) * (1 - 1 / ranks)
     if "activations" in groups:
         seconds += input_seconds(shape, units) / rounds
@@ -133,7 +133,7 @@ def monitored_seconds(config: Config, shape: StepShape) -> float:
 
 
 def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int) -> float:
-    """Return the seconds that the metrics of one matrix, `[rows, cols]`, take."""
+    """Return the time in seconds to compute the metrics of one matrix `[rows, cols]`."""
     device, groups = shape.device, config.monitors.groups
     rows, cols = unit.shape
     short, long = min(rows, cols), max(rows, cols)
@@ -161,15 +161,16 @@ def inspection_seconds(config: Config, shape: StepShape, unit: Unit, rounds: int
 
 
 def whole_seconds(shape: StepShape, parts: list[Unit]) -> float:
-    """Return the seconds for the singular values of the matrix whose rows are in `parts`."""
+    """Return the time in seconds for the singular values of the matrix formed by the rows of
+    `parts`."""
     rows, cols = sum(unit.shape[0] for unit in parts), parts[0].shape[1]
     short, long = min(rows, cols), max(rows, cols)
     return product_seconds(shape.device, "fp64", short, long, short) + EIGEN_ROW * short
 
 
 def input_seconds(shape: StepShape, units: list[Unit]) -> float:
-    """Return the seconds per step spent on all inputs' Gram matrices and on measuring the residual
-    stream."""
+    """Return the time in seconds per step for the Gram matrices of all inputs and for measuring the
+    residual stream."""
     inputs, tokens = shape.inputs, shape.tokens * shape.microbatches
     widths = {unit.parameter: unit.axes[-1] for unit in units if unit.role != "embedding"}
     products = sum(
@@ -181,7 +182,7 @@ def input_seconds(shape: StepShape, units: list[Unit]) -> float:
 
 
 def score_seconds(shape: StepShape) -> float:
-    """Return the seconds of a step for the largest attention scores, computed in float32."""
+    """Return the time in seconds per step for the largest attention scores, computed in float32."""
     model, inputs, device = shape.model, shape.inputs, shape.device
     heads = model.heads // inputs.tensor * model.layers / inputs.pipeline
     pairs = shape.tokens * shape.microbatches * shape.sequence_length / 2
@@ -190,8 +191,8 @@ def score_seconds(shape: StepShape) -> float:
 
 
 def task_cost(config: Config, planned: Plan) -> str | None:
-    """Return a text about the cost of scoring the config's tasks, or why the cost is unknown.
-    Without tasks, return None."""
+    """Describe the cost of evaluating the config's tasks, or why it is unknown. Returns None if
+    there are no tasks."""
     section, train = config.tasks, config.train
     if not section.files:
         return None

@@ -1,8 +1,8 @@
-"""Search for the fastest layout of a model on a given number of GPUs.
+"""Searches for the fastest layout for a model on a given number of GPUs.
 
-Lower bounds of memory and time of a legal layout are cheap to compute. Layouts are planned in
-ascending order of the time bound until no remaining layout can be among the best. The result is
-therefore the optimum over all legal layouts.
+Lower bounds on a layout's memory and step time are cheap to compute. Layouts are planned in order
+of their time bounds until no remaining layout can be among the best. Therefore the result is
+optimal over all legal layouts.
 """
 
 import math
@@ -26,7 +26,7 @@ from training.dry_run import step_flops, step_shape
 from training.report.text import progress, table
 
 Changes = Mapping[str, Any]
-"""New values by dotted key; each key has two parts, such as `train.recompute`."""
+"""New values by dotted key, always with two parts, e.g. `train.recompute`."""
 
 AXES: Final = (
     "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor",
@@ -34,34 +34,34 @@ AXES: Final = (
 
 
 LEVELS: Final = ("none", "selective", "full")
-"""Values of `train.recompute`, from the fastest to the slowest."""
+"""Values of `train.recompute`, from fastest to slowest."""
 
 LOSS_CHUNK: Final = 16384
-"""Value of `train.loss_chunk` that the planner tries."""
+"""Value of `train.loss_chunk` tried by the planner."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a config: its changes and its plan."""
+    """A variant of a config: its changes and plan."""
 
     changes: Changes
     plan: Plan
 
     @property
     def seconds(self) -> float:
-        """Modelled time of a step."""
+        """Modelled step time."""
         return self.plan.time.total
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """Return `config` with the new values of `changes`."""
+    """Return `config` with `changes` applied."""
     sections = by_section(changes)
     parts = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
     return replace(config, **parts)
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return `changes` as nested mappings, as in a config file."""
+    """Nest `changes` by section, as in a config file."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -70,9 +70,9 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 class Layouts:
-    """Planner for variants of a config. Variants with equal stages share the plan of a stage.
+    """Plans variants of a config. Stage plans are cached and shared between variants.
 
-    gpus     number of GPUs of all variants
+    gpus     number of GPUs, the same for all variants
     """
 
     def __init__(self, config: Config, gpus: int, device: Device) -> None:
@@ -83,31 +83,32 @@ class Layouts:
         self.planned: dict[object, StagePlan] = {}
 
     def legal(self, changes: Changes) -> bool:
-        """Return whether the layout and the batch size of a variant are legal."""
+        """Return whether a variant's layout and batch size are legal."""
         config = changed(self.config, changes)
         return holds(layout_checks(config)) and fits(config, self.gpus)
 
     def sound(self, changes: Changes) -> bool:
-        """Return whether the checks between a variant's sections pass, except for the layout."""
+        """Return whether a variant passes the checks across sections, other than those of the
+        layout."""
         return holds(run_checks(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
-        """Return the shape of a variant's step."""
+        """Return a variant's step shape."""
         return step_shape(changed(self.config, changes), self.gpus, self.device)
 
     def plan(self, changes: Changes) -> Plan:
-        """Return the plan of a variant."""
+        """Plan a variant."""
         shape = self.shape(changes)
         stages = [self._stage(shape, stage) for stage in range(shape.inputs.pipeline)]
         return assemble(shape, stages, step_flops(self.config))
 
     def fitting_plan(self, changes: Changes) -> Plan | None:
-        """Return the plan of a variant, or None if a stage does not fit."""
+        """Plan a variant. Return None if any stage does not fit."""
         shape = self.shape(changes)
         stages: dict[int, StagePlan] = {}
         number = shape.inputs.pipeline
-        # Plan the stages with the largest memory first: the first stage stores the most
-        # activations, and the first and last stages contain the embedding and the head.
+        # Plan the stages that use the most memory first: the first stage stores the most
+        # activations, and the first and last stages hold the embedding and the head.
         for stage in dict.fromkeys((0, number - 1, *range(number))):
             stages[stage] = self._stage(shape, stage)
             if stages[stage].memory.total > self.device.room:
@@ -115,7 +116,7 @@ class Layouts:
         return assemble(shape, [stages[i] for i in range(number)], step_flops(self.config))
 
     def owned_flops(self) -> float:
-        """Return the FLOPs per step of the rules for all owned matrices."""
+        """Return the rules' FLOPs per step for all owned matrices."""
         costs: dict[object, float] = {}
         total = 0.0
         for unit in config_units(self.config):
@@ -128,7 +129,7 @@ class Layouts:
         return total
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
-        # Stages with equal numbers of layers of each kind share a plan without activations.
+        # Stages with the same number of layers of each kind share a plan, excluding activations.
         inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
@@ -152,7 +153,7 @@ BEST: Final = 10
 
 
 def best_layouts(layouts: Layouts) -> list[Variant]:
-    """Return the `BEST` fastest layouts that fit, each with the best micro-batch size,
+    """Return the `BEST` fastest layouts that fit, each with its best micro-batch size,
     recomputation and loss chunk."""
     best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
@@ -177,8 +178,8 @@ def best_layouts(layouts: Layouts) -> list[Variant]:
 
 
 def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
-    """Return (lower bound of the step's seconds, changes) for all layouts that may fit, in
-    ascending order."""
+    """Return (lower bound on the step time, changes) for all layouts that may fit, sorted by the
+    bound in seconds."""
     flops = layouts.owned_flops()
     bounds: list[tuple[float, Changes]] = []
     with progress(lambda: f"comparing lower bounds: {len(bounds):,} layouts may fit so far"):
@@ -190,7 +191,8 @@ def by_bound(layouts: Layouts) -> list[tuple[float, Changes]]:
 
 
 def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
-    """Yield the changes for each legal layout, micro-batch size, recomputation and loss chunk."""
+    """Yield the changes for each legal combination of layout, micro-batch size, recomputation and
+    loss chunk."""
     config, batch = layouts.config, math.gcd(*layouts.config.train.batches)
     chunks = (config.train.loss_chunk or LOSS_CHUNK, None)
     levels = [each for each in LEVELS if layouts.sound({"train.recompute": each})]
@@ -214,7 +216,7 @@ def legal_layouts(layouts: Layouts) -> Iterator[Changes]:
 
 
 def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
-    """Yield sizes of all axes such that ranks that share matrices or sequences are in one node."""
+    """Yield the sizes of all axes that keep ranks sharing matrices or sequences within one node."""
     model, gpus, node = layouts.config.model, layouts.gpus, layouts.device.node_size
     experts = divisors(model.moe.experts) if model.moe is not None else [1]
     parts = divisors(node) if model.moe is not None else [1]
@@ -231,7 +233,7 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
 
 
 def search_table(variants: list[Variant]) -> str:
-    """Return a table with one row per layout: sizes, time, memory and largest cost."""
+    """Return a table with one row per layout: sizes, time, memory and main bottleneck."""
     rows = []
     for each in variants:
         time = asdict(each.plan.time)
@@ -260,12 +262,12 @@ def search_table(variants: list[Variant]) -> str:
 def overlay(
     layouts: Layouts, best: Variant, base: str, name: str, device: str, overrides: Sequence[str]
 ) -> str:
-    """Return the text of a config named `name` that extends the file `base` by the layout of
+    """Return the text of a config named `name` that extends the file `base` with the layout of
     `best`.
 
-    The config includes the `overrides` of the command line, so that it describes the same run.
+    It includes the `overrides` given on the command line, so that it describes the same run.
 
-    device     value for `plan.device`: a device's name or YAML file
+    device     value for `plan.device`: a device name or YAML file
     """
     config = layouts.config
     changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}

@@ -1,5 +1,5 @@
-"""The commands that plan a run, `pretrain.py --dry-run` and `pretrain.py --fit`, and the cheapest
-changes that make a run fit its devices."""
+"""Implements the planning commands, `pretrain.py --dry-run` and `pretrain.py --fit`, and finds the
+cheapest changes that make a run fit its devices."""
 
 import json
 import os
@@ -36,10 +36,10 @@ from training.report.text import table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
-    """Print the plan of a run, and write it to `json_file` if it is not None.
+    """Print the plan of a run, and write it to `json_file` if given.
 
-    If `gpus` is None, the plan uses torchrun's number of ranks if it is above 1, otherwise
-    `plan.gpus` or, if null, the smallest legal number.
+    `gpus` defaults to torchrun's world size if it is above 1, otherwise to `plan.gpus` or, if null,
+    to the smallest legal number.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -65,10 +65,10 @@ def fit(
     overrides: Sequence[str],
     write: str | None,
 ) -> None:
-    """Print the fastest layouts of a run, and write the best layout to `write` as a config that
+    """Print the fastest layouts for a run, and write the best one to `write` as a config that
     extends `base` and includes `overrides`.
 
-    Raises ConfigError if no layout is legal or no layout fits.
+    Raises ConfigError if no layout is legal or none fits.
     """
     config = with_vocabulary(config)
     warn(config)
@@ -77,7 +77,7 @@ def fit(
     best = best_layouts(layouts)
     if not best:
         if next(legal_layouts(layouts), None) is None:
-            # The error lists legal numbers of GPUs; micro-batch 1 allows the most numbers.
+            # The error lists legal GPU counts; micro-batch 1 allows the most.
             check(changed(config, {"train.micro_batch": 1}), layouts.gpus)
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: use more or larger GPUs"
@@ -101,7 +101,8 @@ def fit(
 
 
 def warn(config: Config) -> None:
-    """Print a run's warnings and errors about the config's data and initial weights to stderr.
+    """Print the warnings and errors that a run would raise about its data and initial weights to
+    stderr.
 
     The vocabulary size may still be null.
     """
@@ -117,7 +118,7 @@ def warn(config: Config) -> None:
 
 
 def own_gpus(config: Config) -> int:
-    """Return the default number of GPUs of a plan."""
+    """Return the default number of GPUs for a plan."""
     started = world_size()
     if started > 1:
         return started
@@ -125,7 +126,7 @@ def own_gpus(config: Config) -> int:
 
 
 def remedies(layouts: Layouts) -> list[Variant]:
-    """Return single changes that save memory, in ascending order of step time."""
+    """Return single changes that save memory, sorted by step time."""
     before = layouts.plan({}).memory.total
     variants: list[Variant] = []
     for changes in _candidates(layouts):
@@ -137,7 +138,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
 
 
 def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
-    """Combine changes in order until the run fits. Return None if the run never fits."""
+    """Combine changes in order until the run fits. Return None if it never does."""
     for remedy in variants:
         if remedy.plan.fits:
             return remedy
@@ -170,7 +171,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
-    """Return a table of the memory saving and cost of each change, and a combination that fits."""
+    """Return a table of the memory savings and cost of each change, and a combination that fits."""
     variants = remedies(layouts)
     rows = [
         (
@@ -193,5 +194,5 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
 
 
 def assignment(changes: Changes) -> str:
-    """Return `changes` as command-line overrides."""
+    """Format `changes` as command-line overrides."""
     return " ".join(f"{key}={'null' if v is None else v}" for key, v in changes.items())

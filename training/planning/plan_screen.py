@@ -1,4 +1,4 @@
-"""The plan of a run as text, with one row per kind of units."""
+"""Formats the plan of a run as text, with one row per kind of unit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,19 +22,19 @@ from training.report.console import layout
 from training.report.text import table
 
 SHOWN_STAGES: Final = 8
-"""Number of pipeline stages up to which each stage has a column; of more stages, only the first,
-the heaviest and the last stage have columns."""
+"""Maximum number of pipeline stages to show in full; otherwise only the first, heaviest and last
+stages have columns."""
 SMALL: Final = 0.005
-"""Share of a rank's sent bytes below which kinds of traffic are combined in one row."""
+"""Fraction of the bytes sent by a rank below which kinds of traffic are merged into one row."""
 
 UNEVEN: Final = 0.01
-"""Share of a step above which a plan reports the wait for the busiest rank."""
+"""Fraction of the step time above which the plan reports the wait for the busiest rank."""
 UNCOUNTED: Final = "FLOPs of rule {}, which has no `cost`; a rehearsal (--rehearse) counts them"
-"""Note on work that the estimated times do not include."""
+"""Note on work not included in the modelled times."""
 
 
 def describe(config: Config, planned: Plan) -> str:
-    """Return the text of a plan: sizes, memory, traffic and time, and whether the run fits."""
+    """Format a plan: sizes, memory, traffic and time, and whether the run fits."""
     several = len(config.data.train) > 1 or config.data.phases
     sections = {
         "units": unit_table(config_routes(config)),
@@ -50,7 +50,7 @@ def describe(config: Config, planned: Plan) -> str:
 
 
 def run_table(config: Config, planned: Plan) -> str:
-    """Return layout, batch, tokens and FLOPs."""
+    """Return a table of layout, batch, tokens and FLOPs."""
     train, parallel = config.train, config.parallel
     length = attended_length(config)
     size = model_size(config.model, length)
@@ -88,7 +88,7 @@ def run_table(config: Config, planned: Plan) -> str:
 
 
 def ramp_rows(config: Config, planned: Plan) -> Iterator[tuple[str, str]]:
-    """Yield one row per stage of the batch ramp."""
+    """Yield a row for each stage of the batch ramp."""
     *stages, _ = batch_seconds(config, planned)
     for i, (each, seconds) in enumerate(stages):
         text = f"{each.batch} sequences in the {each.steps:,} steps after step {each.first:,}, "
@@ -104,18 +104,18 @@ MEMORY: Final = {
     "buffers": "optimizer buffers (estimate)",
     "total": "total",
 }
-"""Labels of the kinds of memory."""
+"""Label for each kind of memory."""
 
 
 def memory_table(planned: Plan) -> str:
-    """Return a table of the memory of each kind and the total, with a column per pipeline stage."""
+    """Return a table of memory by kind and in total, with a column per pipeline stage."""
     sizes = [asdict(each.memory) | {"total": each.memory.total} for each in planned.stages]
     kinds = [kind for kind in MEMORY if any(each[kind] for each in sizes)]
     return by_stage(planned, {MEMORY[k]: [f"{s[k] / GIB:.2f}" for s in sizes] for k in kinds})
 
 
 def traffic_table(planned: Plan) -> str:
-    """Return a table of sent MiB by kind of communication, with a column per pipeline stage."""
+    """Return a table of MiB sent, by kind of communication, with a column per pipeline stage."""
     sent = [{each.kind: each.size for each in stage.traffic} for stage in planned.stages]
     totals = [sum(sizes.values()) for sizes in sent]
     large = {
@@ -136,7 +136,7 @@ def traffic_table(planned: Plan) -> str:
 
 
 def balance_table(planned: Plan) -> str:
-    """Return a table of the balance of work and state, with a column per pipeline stage."""
+    """Return a table of how balanced work and state are, with a column per pipeline stage."""
     stages = planned.stages
     rows = {
         "load of the rules": [f"{each.imbalance:.3f}" for each in stages],
@@ -146,8 +146,8 @@ def balance_table(planned: Plan) -> str:
 
 
 def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool = True) -> str:
-    """Return a table with a row per quantity and a column per pipeline stage. The heaviest stage is
-    marked."""
+    """Return a table with a row per quantity and a column per pipeline stage, marking the
+    heaviest."""
     count, heaviest = len(planned.stages), planned.heaviest.stage
     shown = range(count) if count <= SHOWN_STAGES else sorted({0, heaviest, count - 1})
     names = [f"{stage}{'*' * (stage == heaviest)}" for stage in shown]
@@ -156,7 +156,7 @@ def by_stage(planned: Plan, rows: Mapping[str, Sequence[str]], *, header: bool =
 
 
 def time_table(config: Config, planned: Plan) -> str:
-    """Return a table of the modelled step's parts and the run's total time."""
+    """Return a table of the modelled step time, broken down, and the run's total time."""
     time = planned.time
     parts = {
         "forward and backward": time.forward + time.backward,
@@ -193,7 +193,7 @@ def time_table(config: Config, planned: Plan) -> str:
 
 
 def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
-    """Yield a line if ranks wait for the busiest rank's rules for more than 1% of the step."""
+    """Yield a line if ranks wait more than 1% of the step for the busiest rank's update rules."""
     busiest = max(planned.stages, key=lambda stage: stage.load_max)
     seconds = rule_seconds(shape, busiest.load_max - busiest.load_mean)
     share = seconds / planned.time.total
@@ -205,7 +205,7 @@ def unevenness(planned: Plan, shape: StepShape) -> Iterator[str]:
 
 
 def verdict(planned: Plan) -> str:
-    """Return a message about whether all stages fit their devices."""
+    """Return a message stating whether all stages fit their devices."""
     room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
     room += f" {RESERVE:.0%} reserve)"
     heaviest = planned.heaviest
@@ -221,17 +221,17 @@ def verdict(planned: Plan) -> str:
 FIGURES: Final = {
     "lr": ".3g", "weight_decay": ".3g", "radius": ".4g", "scale": ".4g", "pc": "", "penalty": "g",
 }  # fmt: skip
-"""Fields of a route, with their formats."""
+"""Route fields to show, with their formats."""
 
 
 def unit_table(routes: Sequence[Route]) -> str:
     """Return a table with one row per combination of role, shape, rule and `FIGURES`.
 
-    The row with the most units of a role is first.
+    For each role, rows are sorted by descending number of units.
     """
 
     def kind(route: Route) -> tuple[Any, ...]:
-        shape = route.shape if len(route.shape) > 1 else ()  # vectors of all sizes share a row
+        shape = route.shape if len(route.shape) > 1 else ()  # all vectors share a row
         values = {name: getattr(route, name) for name in FIGURES}
         figures = ("" if v is None else format(v, FIGURES[name]) for name, v in values.items())
         return route.role, shape, route.rule, *figures
@@ -251,7 +251,7 @@ def unit_table(routes: Sequence[Route]) -> str:
 
 
 def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
-    """Return layers, number, shapes and elements of units of one role."""
+    """Return the layers, number, shapes and elements of units with the same role."""
     shapes = sorted({route.shape for route in routes})
     ends = dict.fromkeys("x".join(map(str, shape)) for shape in (shapes[0], shapes[-1]))
     elements = sum(prod(route.shape) for route in routes)
@@ -259,7 +259,7 @@ def units(routes: Sequence[Route]) -> tuple[str, str, str, str]:
 
 
 def where(routes: Sequence[Route]) -> str:
-    """Return a phrase with the role of the units, and their first and last layer."""
+    """Return the role of the units, with their first and last layer."""
     parts = [route.unit.split(".") for route in routes]
     layers = [int(each[1]) for each in parts if each[0] == "layers"]
     role = routes[0].role
@@ -267,7 +267,7 @@ def where(routes: Sequence[Route]) -> str:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of the tensors in a checkpoint: float32 weights and the rules' state."""
+    """Return the bytes of tensors in a checkpoint: float32 weights and optimizer state."""
     assign = config_assignments(config)
     total = 0
     for unit in config_units(config):
@@ -283,7 +283,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def checkpoints_text(config: Config) -> str:
-    """Return a text about a run's checkpoints: size, interval, number and disk space."""
+    """Describe a run's checkpoints: size, interval, number and disk space."""
     section, steps = config.checkpoint, config.train.last
     if section.interval == 0:
         return "none: checkpoint.interval is 0"
