@@ -1,7 +1,7 @@
-"""Rehearsals: a rank's real training code runs on a simulated GPU, on any machine.
+"""Rehearsals, which run a rank's real training code on a simulated GPU, on any machine.
 
-GPU tensors have shapes but no values, and process groups have any size but no peers. Launches,
-collectives, memory, stream order and host waits are recorded instead of calling CUDA, NCCL and
-Triton. Code outside this folder does not depend on rehearsals. All replacements of functions are
-made in this folder and last until the process ends. Start with rehearse.py.
+GPU tensors have shapes but no values, and process groups have any size but no peers. Instead of
+calling CUDA, NCCL and Triton, rehearsals record launches, collectives, memory, stream order and
+host syncs. No code outside this folder depends on rehearsals. All patches are applied by this
+folder and last until the process exits. Start with rehearse.py.
 """

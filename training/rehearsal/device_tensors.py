@@ -31,7 +31,7 @@ from training.rehearsal.trace import Launch, Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Shape functions of operations whose shape functions in PyTorch are missing or wrong."""
+"""Shape functions for operations for which PyTorch's are missing or wrong."""
 
 
 def efficient_attention_backward(
@@ -40,7 +40,7 @@ def efficient_attention_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return gradients with the shapes of `query`, `key` and `value`.
 
-    PyTorch's shape function does not accept all arguments of the kernel.
+    PyTorch's shape function does not accept all of the kernel's arguments.
     """
     if bias is not None:
         raise NotImplementedError("attention with a bias on the scores cannot be rehearsed")
@@ -48,26 +48,26 @@ def efficient_attention_backward(
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros in host memory that is allocated at the first access.
+    """Return zeros in host memory that is only allocated on first access.
 
-    Copies from the device that are never read therefore need no memory.
+    Therefore device-to-host copies that are never read take no memory.
     """
     kind = "c" if dtype.is_complex else "u"
     return torch.from_numpy(np.zeros(tuple(shape), f"{kind}{dtype.itemsize}")).view(dtype)
 
 
 def value_of(dtype: torch.dtype) -> Any:
-    """Return the value that the host reads from any device tensor of `dtype`: True, 1 or 1.0."""
+    """Return the value read by the host from any device tensor of `dtype`: True, 1 or 1.0."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
 
 
 class PinnedMemory:
-    """Record of pinned host memory, which is copied to and from the device without waiting."""
+    """Tracks pinned host memory, for which copies to and from the device are asynchronous."""
 
     def __init__(self) -> None:
-        self._ranges: dict[int, int] = {}  # first address to the address after the last
+        self._ranges: dict[int, int] = {}  # start address to end address (exclusive)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Mark the memory of `tensor` as pinned until it is freed, and return `tensor`."""
@@ -79,17 +79,17 @@ class PinnedMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is pinned."""
-        place = tensor.data_ptr()
-        return any(first <= place < end for first, end in self._ranges.items())
+        address = tensor.data_ptr()
+        return any(first <= address < end for first, end in self._ranges.items())
 
 
 class DeviceTensors(FakeTensorMode):
     """Mode that records operations on device tensors instead of running them.
 
-    Operations that use only host tensors are run.
+    Operations that only involve host tensors are run.
 
-    Raises the same errors as a device: operands on two devices, or a host read while a graph is
-    recorded.
+    Raises the same errors as a real device: operands on different devices, or a host read during
+    graph capture.
     """
 
     avoid_device_init = True
@@ -99,7 +99,7 @@ class DeviceTensors(FakeTensorMode):
         self.trace = trace
         self.pinned = PinnedMemory()
         self.integers = WeakTensorKeyDictionary()
-        """Values of integer tensors copied to the device, such as lengths on which FLOPs depend."""
+        """Values of integer tensors copied to the device, such as lengths that FLOPs depend on."""
         self._inside = False
         self._handled: dict[OpOverload, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._scalar,
@@ -108,7 +108,7 @@ class DeviceTensors(FakeTensorMode):
             aten._to_copy.default: self._to_copy,
             aten.copy_.default: self._copy,
         }
-        # Skip the initialisation of the device.
+        # Skip device initialisation.
         put(fake_tensor, "init_gpu_context", lambda device: None)
 
     def dispatch(
@@ -129,7 +129,7 @@ class DeviceTensors(FakeTensorMode):
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
-        """Within a context, compute only the shapes of results, without recording."""
+        """Context manager to compute the shapes of results only, without recording anything."""
         before = self._inside, self.trace.muted
         self._inside = self.trace.muted = True
         try:
@@ -138,13 +138,13 @@ class DeviceTensors(FakeTensorMode):
             self._inside, self.trace.muted = before
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on host tensors; record pinning instead of pinning memory."""
+        """Run an operation on host tensors, recording pinned memory instead of pinning it."""
         if not kwargs.pop("pin_memory", False):
             return func(*args, **kwargs)
         return self.pinned.pin(func(*args, **kwargs))
 
     def install(self) -> None:
-        """Replace tensor methods that bypass the dispatcher, until this process ends."""
+        """Replace tensor methods that bypass the dispatcher, until this process exits."""
 
         def tolist(tensor: Tensor) -> Any:
             self._read("tolist", tensor)
@@ -170,12 +170,12 @@ class DeviceTensors(FakeTensorMode):
     def _traced(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Record the launch of an operation, and return its result."""
+        """Record the launch of an operation and return its result."""
         kind = kind_of(func)
         out = self._faked(func, types, args, kwargs)
         results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
         reads, writes = arguments(kind, args, kwargs)
-        # In-place operations on lists return nothing.
+        # In-place operations on tensor lists return nothing.
         if kind.silent or all(x.numel() == 0 for x in (*results, *writes)):
             self.trace.touch(results)
             return out
@@ -196,7 +196,7 @@ class DeviceTensors(FakeTensorMode):
     def _faked(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the result of an operation on PyTorch's fake tensors."""
+        """Run an operation on PyTorch's fake tensors."""
         self._inside = True
         try:
             return super().dispatch(func, types, args, kwargs)
@@ -226,7 +226,7 @@ class DeviceTensors(FakeTensorMode):
             return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
-        # The host does not wait for a copy into PyTorch's pinned memory.
+        # Copies into PyTorch's pinned memory do not block the host.
         self._to_host(source, waits=not later)
         copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
         return self.pinned.pin(copy) if later else copy
@@ -244,12 +244,12 @@ class DeviceTensors(FakeTensorMode):
         return target
 
     def _read(self, name: str, *tensors: Tensor) -> None:
-        """Record a host read, which waits for the current stream."""
+        """Record a host read, which synchronizes with the current stream."""
         self.trace.launch(Launch.moving(name, tensors))
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """Record the end of a copy to the device; for pageable memory, the host waits."""
+        """Record a copy to the device, which blocks the host if the memory is pageable."""
         if not later or not self.pinned.holds(source):
             self.trace.synchronize("copy to the device", self.trace.stream)
 

@@ -1,4 +1,4 @@
-"""Replacement of `torch.cuda` that records streams, events and waits."""
+"""A replacement for `torch.cuda` that records streams, events and waits."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
 def install(trace: Trace) -> None:
-    """Replace the functions and classes of `torch.cuda` until this process ends."""
+    """Replace the functions and classes of `torch.cuda` until this process exits."""
     index = trace.rank % trace.device.node_size
     parts = (_device(trace, index), _memory(trace), GENERATORS, _streams(trace, index))
     for name, thing in (item for part in parts for item in part.items()):
@@ -21,7 +21,7 @@ def install(trace: Trace) -> None:
         put(torch.cuda.random, name, function)
     generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core calls set_state
     put(torch.cuda, "default_generators", (generator,) * trace.device.node_size)
-    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # errors of collectives contain it
+    put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # included in errors of collectives
     put(torch.profiler, "record_function", lambda name, *_: trace.within(name))
 
 
@@ -69,7 +69,7 @@ def _memory(trace: Trace) -> Functions:
 
 
 def _streams(trace: Trace, index: int) -> dict[str, Any]:
-    """Return replacements for streams, events and graphs."""
+    """Return replacements for streams, events and CUDA graphs."""
 
     class Stream:
         """A stream of the simulated device."""
@@ -100,7 +100,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             trace.synchronize("stream.synchronize", self.stream_id)
 
     class Event:
-        """An event, recorded on one stream, for which other streams can wait."""
+        """An event, recorded on one stream, that other streams can wait for."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.number = next(trace.numbers)
@@ -118,7 +118,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             return 1.0
 
     class Graph:
-        """A CUDA graph, which contains the launches made during its capture."""
+        """A CUDA graph of the launches recorded during its capture."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.recording: Recording | None = None

@@ -1,6 +1,6 @@
-"""A stub of the CUDA driver for PyTorch's C++ code, built once per environment.
+"""A CUDA driver stub for PyTorch's C++ code, built once per environment.
 
-This module imports neither torch nor the project, because `load` must run before both.
+This module imports neither torch nor the project, because `load` must run before both are imported.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 
 class GuardError(RuntimeError):
-    """Error for a machine or process that cannot rehearse."""
+    """Raised when a machine or process cannot run rehearsals."""
 
 
 def load() -> None:
     """Simulate a CUDA device for PyTorch's C++ code in this process, and import torch.
 
-    Raises GuardError if torch is already imported, or a C++ compiler is missing or fails.
+    Raises GuardError if torch is already imported, or if the C++ compiler is missing or fails.
     """
     if "torch" in sys.modules:
         raise GuardError("a rehearsal must run in a new process, but torch is already imported")
@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the path of the library. Compile the library first if it does not exist."""
+    """Return the path of the library, compiling it first if it does not exist."""
     library = cache() / f"guard-{key()}.so"
     if not library.exists():
         _compile(library)
@@ -47,15 +47,15 @@ def built() -> Path:
 
 
 def key() -> str:
-    """Return a hash of the library's source, the version and folder of torch, and the flags."""
+    """Return a hash of the library source, torch's version and folder, and the compiler flags."""
     facts = "".join([version("torch"), str(torch_folder()), *FLAGS])
     return hashlib.sha256(SOURCE.read_bytes() + facts.encode()).hexdigest()[:16]
 
 
 def cache() -> Path:
-    """Return the folder of the compiled library: in the user's cache, or a temporary folder.
+    """Return the folder for the compiled library, in the user's cache or a temporary folder.
 
-    A new temporary folder is created if other users can write to the existing temporary folder.
+    If the existing temporary folder is writable by other users, a new one is created.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (home / "spectrain", Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"):
@@ -67,36 +67,36 @@ def cache() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder (not a link) that this user owns and that other users
-    cannot write to."""
+    """Return whether a path is a folder (not a link) that is owned by this user and not writable by
+    others."""
     facts = folder.lstat()
     private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     return stat.S_ISDIR(facts.st_mode) and private and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:
-    """Return the folder of torch without importing torch."""
+    """Return torch's folder without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def compiler() -> str:
-    """Return the C++ compiler: the environment variable CXX, else g++.
+    """Return the C++ compiler: environment variable CXX if set, otherwise g++.
 
     Raises GuardError if the compiler does not exist.
     """
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name) is None:
         raise GuardError(
-            f"the first rehearsal needs a C++ compiler, but {name} does not exist: install g++ "
+            f"the first rehearsal requires a C++ compiler, but {name} does not exist: install g++ "
             "(apt-get install g++), or set CXX to another compiler"
         )
     return name
 
 
 def _compile(library: Path) -> None:
-    """Compile the source, and move the result to `library` atomically."""
+    """Compile the source, and atomically move the result to `library`."""
     torch = torch_folder()
     headers = [torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -1,8 +1,8 @@
-"""Imitation of kernels and tensor types that differ on a GPU.
+"""Mimics kernels and tensor types that differ on a GPU.
 
-Without a GPU, PyTorch does not choose the attention kernel of a GPU, and a build without CUDA runs
-a norm as five operations. Launches of Spectrain's Triton kernels and of liger-kernel's loss kernels
-are recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
+Without a GPU, PyTorch does not choose the same attention kernel as on a GPU, and builds without
+CUDA run a norm as five operations. Launches of Spectrain's Triton kernels and liger-kernel's loss
+kernels are recorded. If requested, each specialisation of Spectrain's kernels is compiled once.
 """
 
 import importlib
@@ -29,12 +29,12 @@ from training.rehearsal.trace import Launch, Trace, size_of
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
 LOWER_RIGHT = 2
-"""The kernels' code for a causal mask aligned to the last query and key."""
+"""The kernels' constant for a causal mask aligned to the last query and key."""
 
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask aligned to the last query and key, used because fake tensors do not support
+    """A causal mask aligned to the last query and key, because fake tensors do not support
     PyTorch's mask type."""
 
     queries: int
@@ -42,9 +42,9 @@ class LowerRight:
 
 
 def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> None:
-    """Replace attention and its kernel choice, norms, compiled functions, Triton kernels, expert
-    routing and `Module.to` until this process ends. If `compiled` is true, compile each
-    specialisation of Spectrain's Triton kernels for the simulated device."""
+    """Replace attention and its kernel selection, norms, compiled functions, Triton kernels, expert
+    routing and `Module.to` until this process exits. If `compiled` is true, each specialisation of
+    Spectrain's Triton kernels is compiled for the simulated device."""
     kernels = FusedAttention(newer=trace.device.capability >= (9, 0))
     put(F, "scaled_dot_product_attention", kernels.attention)
     put(torch, "_fused_sdp_choice", kernels.choice)
@@ -58,20 +58,20 @@ def install(trace: Trace, mode: DeviceTensors, *, compiled: bool = False) -> Non
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether flash attention supports the inputs, which must have a 16-bit dtype and equal
-    head dimensions of at most 256."""
+    """Return whether flash attention supports the inputs: a 16-bit dtype and the same head
+    dimension, at most 256, for all of them."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The kernels of fused attention. `newer` is true for Hopper and later generations."""
+    """Fused attention kernels. `newer` is true for Hopper and later generations."""
 
     newer: bool
 
     def choice(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
-        """Return the number of the kernel in `SDPBackend`."""
+        """Return the kernel's value in `SDPBackend`."""
         if not takes_flash(query, key, value):
             return int(SDPBackend.EFFICIENT_ATTENTION.value)
         flash = SDPBackend.CUDNN_ATTENTION if self.newer else SDPBackend.FLASH_ATTENTION
@@ -87,8 +87,8 @@ class FusedAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the result of the fused kernel for queries `[batch, heads, s, d]`, keys and values
-        `[batch, groups, t, d]`. Raises RuntimeError if no kernel supports the inputs."""
+        """Run the fused kernel for queries `[batch, heads, s, d]`, keys and values `[batch, groups,
+        t, d]`. Raises RuntimeError if no kernel supports the inputs."""
         lower_right = isinstance(attn_mask, LowerRight)
         if attn_mask is not None and not lower_right:
             raise RuntimeError("no fused kernel supports a mask tensor")
@@ -124,9 +124,9 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class FusedFunction:
-    """A function that launches one kernel forward and one kernel backward.
+    """A function that launches one kernel forward and one backward.
 
-    per_row   whether a number per row is saved for the backward pass
+    per_row   whether one number per row is saved for the backward pass
     """
 
     name: str
@@ -135,11 +135,11 @@ class FusedFunction:
 
 
 def install_fused(trace: Trace, mode: DeviceTensors) -> None:
-    """Replace `torch.compile`, and `rms_norm` on the device, until this process ends.
+    """Replace `torch.compile`, and `rms_norm` on the device, until this process exits.
 
-    A fused function reads its arguments and writes its results once. Its backward pass reads the
-    saved arguments and the gradients of the results, and writes the gradients of the arguments.
-    These include gains, because inductor sums over rows and columns in one kernel. The tensors
+    A fused function reads its arguments once and writes its results once. Its backward pass reads
+    the saved arguments and the gradients of the results, and writes the gradients of the arguments.
+    These include gains, because inductor reduces over rows and columns in one kernel. The tensors
     returned by `read_again` are read twice.
     """
 
@@ -153,7 +153,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
             rows = (*reads[0].shape[:-1], 1)
             numbers = [reads[0].new_empty(rows, dtype=torch.float32)] if fused.per_row else []
             trace.launch(Launch.moving(fused.name, reads, writes + numbers))
-            ctx.fused, ctx.places = fused, [isinstance(x, Tensor) for x in arguments]
+            ctx.fused, ctx.is_tensor = fused, [isinstance(x, Tensor) for x in arguments]
             ctx.save_for_backward(*reads, *numbers)
             return results
 
@@ -161,7 +161,7 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
         def backward(ctx: Any, *gradients: Any) -> Any:
             kept = iter(ctx.saved_tensors)
             needed = ctx.needs_input_grad[1:]
-            arguments: list[Any] = [next(kept) if place else None for place in ctx.places]
+            arguments: list[Any] = [next(kept) if tensor else None for tensor in ctx.is_tensor]
             differentiated = [x for x, need in zip(arguments, needed, strict=True) if need]
             made = {id(x): torch.empty_like(x) for x in differentiated}
             reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
@@ -192,8 +192,8 @@ def install_fused(trace: Trace, mode: DeviceTensors) -> None:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        """Replace `torch.nn.functional.rms_norm`, which is fused if gain and input have the same
-        dtype."""
+        """Stand in for `torch.nn.functional.rms_norm`, which is fused if gain and input have the
+        same dtype."""
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
             return plain(x, list(normalized_shape), weight, eps)
         normed: Tensor = Fused.apply(norm, x, weight)  # type: ignore[no-untyped-call]
@@ -210,18 +210,18 @@ def is_gated(function: Callable[..., Any]) -> bool:
 
 
 def read_again(gradient: Tensor, wide: Tensor) -> list[Tensor]:
-    """Return the tensors that inductor's backward pass of a gated activation reads twice.
+    """Return the tensors read twice by inductor's backward pass of a gated activation.
 
-    To concatenate the gradients of gate and up, the backward pass reads two tensors a second time:
-    the result's `gradient` `[..., d]`, and the gate, which is half of `wide` `[..., 2 d]`.
+    To concatenate the gradients of gate and up, it reads two tensors a second time: the `gradient`
+    `[..., d]` of the result, and the gate, which is half of `wide` `[..., 2 d]`.
     """
     return [gradient, wide.chunk(2, -1)[0]]
 
 
 def install_experts(trace: Trace) -> None:
-    """Make mixture-of-experts layers send equal numbers of rows to all experts.
+    """Make MoE layers route the same number of rows to every expert, until this process exits.
 
-    In a real run, the numbers depend on weights. The replacement lasts until this process ends.
+    In a real run, these numbers depend on the weights.
     """
 
     def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:
@@ -245,10 +245,11 @@ def shares(total: int, parts: int) -> list[int]:
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Replace `module.to(device)`, which cannot convert a real parameter to a fake one in place.
+    """Stand in for `module.to(device)`, which cannot convert a real parameter to a fake one in
+    place.
 
-    The attributes of a parameter, such as Megatron's marks of tensor-parallel parameters, are
-    copied, unless the new fake parameter already has them.
+    Parameter attributes, such as Megatron's tensor-parallel attributes, are copied, unless the new
+    fake parameter already has them.
     """
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
@@ -263,12 +264,12 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class HostArgumentError(RuntimeError):
-    """Error for a host tensor passed to a device kernel."""
+    """Raised when a host tensor is passed to a device kernel."""
 
 
 def install_triton(trace: Trace, *, compiled: bool) -> None:
-    """Record launches of Spectrain's Triton kernels until this process ends. If `compiled` is true,
-    compile each specialisation for the simulated device."""
+    """Record launches of Spectrain's Triton kernels until this process exits. If `compiled` is
+    true, each specialisation is compiled for the simulated device."""
     if not has_triton():
         return
     from spectral.kernels import launches
@@ -280,7 +281,7 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
                 raise HostArgumentError(
-                    f"{launch.name} at {place()} needs device tensors, got one on {tensor.device}"
+                    f"{launch.name} at {place()} expects device tensors, got one on {tensor.device}"
                 )
         if compiled and launch.specialisation not in compiled_kinds:
             compiled_kinds.add(launch.specialisation)
@@ -288,7 +289,7 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
         kind = OPERANDS.get((read or written)[0].dtype, "fp32")
-        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # products on tensor cores
+        thrice = launch.arguments.get("PRECISION") == "tf32x3"  # runs on tensor cores
         work = Work(
             sum(size_of(x) for x in (*read, *written, *launch.changed)),
             launch.flops * (3 if thrice else 1),
@@ -302,7 +303,7 @@ def install_triton(trace: Trace, *, compiled: bool) -> None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Replacement of a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
+    """Stand-in for a Triton kernel, called as `kernel[grid](NAME=value, ...)`.
 
     made      names of tensors that the kernel only writes
     changed   names of tensors that the kernel reads and writes
@@ -317,7 +318,7 @@ class Kernel:
         return self.launch
 
     def launch(self, **arguments: Any) -> None:
-        """Record a launch that reads or writes each tensor in `arguments` once."""
+        """Record a launch that accesses each tensor in `arguments` once."""
         tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         read = [x for name, x in tensors.items() if name not in self.made]
         written = [tensors[name] for name in (*self.made, *self.changed)]
@@ -325,12 +326,12 @@ class Kernel:
 
 
 def liger_kernels() -> ModuleType:
-    """Return the module of liger-kernel's loss, whose import takes seconds."""
+    """Return liger-kernel's loss module, which takes seconds to import."""
     return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
 
 
 def install_liger(trace: Trace) -> None:
-    """Record launches of liger-kernel's loss until this process ends."""
+    """Record launches of liger-kernel's loss until this process exits."""
     made = ("EXP_ptr", "pred_ptr", "sum_exp_ptr")
     for part, names in (("forward", {"made": made}), ("backward", {"changed": ("EXP_ptr",)})):
         name = f"liger_vocab_parallel_ce_{part}_kernel"

@@ -1,10 +1,10 @@
-"""Comparison of the collectives of all ranks. A run hangs if collectives or their order differ.
+"""Compares collectives across all ranks. A run hangs if collectives or their order differ.
 
 Within a group, the calls of all ranks must have the same operation, dtype and size, in the same
-order. In an all-to-all, the number of elements that rank a expects from rank b must be the number
-that b sends to a. Between two ranks, sends must match receives, batch by batch. All calls must
-finish under the rules of NCCL. A group runs one call at a time. A call waits until its peers have
-started the same call.
+order. In an all-to-all, the number of elements that rank a expects from rank b must match the
+number that b sends to a. Between two ranks, sends must match receives, batch by batch. All calls
+must be able to complete under NCCL's rules: a group runs one call at a time, and a call waits until
+its peers have started the same call.
 """
 
 from collections import defaultdict
@@ -19,8 +19,8 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 
 
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return a message about the first mismatch of each group and of each pair of ranks, or about
-    deadlocks if there is no mismatch."""
+    """Return a message about the first mismatch in each group and each pair of ranks or, if there
+    are no mismatches, about deadlocks."""
     sentences: list[str] = []
     for channel, members in channels(calls).items():
         sentences += _of_group(channel, members, calls)
@@ -29,15 +29,15 @@ def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 Event = tuple[int, int, str]
-"""(Rank, number of a call, kind); kind "stream": the current stream reaches the call, kind "call":
-the call runs. A batch has the number of its first call."""
+"""(rank, call number, kind). Kind "stream": the current stream reaches the call; kind "call": the
+call runs. A batch is numbered by its first call."""
 
 
 def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Yield a message about each rank with a call that never starts. The calls must match.
+    """Yield a message for each rank with a call that never starts. The calls must match.
 
-    A group runs its calls in sequence. A call starts after the work for which the current stream
-    has waited, and ends when all its peers have started the same call.
+    A group runs its calls in sequence. A call starts after the work that the current stream has
+    waited for, and completes once all of its peers have started the same call.
     """
     needs: dict[Event, set[Event]] = {}
     peers: dict[Event, set[Event]] = defaultdict(set)
@@ -69,7 +69,7 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Yield (event, preceding events, key shared with peers or None) for the events of a rank."""
+    """Yield (event, preceding events, key shared with peers or None) for a rank's events."""
     first: dict[object, int] = {}  # first call of each batch
     last: dict[str, Event] = {}  # last event of each group
     counts: dict[object, int] = defaultdict(int)
@@ -91,7 +91,7 @@ def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
-    """Return the known ranks of each used group, by name."""
+    """Return the known ranks of each group in use, by name."""
     groups = {call.channel: call.group for of_rank in calls.values() for call in of_rank}
     return {name: tuple(r for r in group if r in calls) for name, group in groups.items()}
 
@@ -99,7 +99,7 @@ def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
 def _of_group(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe a group's first collective that differs between the group's ranks."""
+    """Describe the first collective of a group that differs across its ranks."""
     first = members[0]
     sequences = {
         rank: [c for c in calls[rank] if c.channel == channel and c.peer is None]
@@ -121,7 +121,8 @@ def _of_group(
 
 
 def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
-    """Describe the first pair of ranks in an all-to-all whose sent and expected sizes differ."""
+    """Describe the first pair of ranks in an all-to-all whose sent and expected sizes do not
+    match."""
     if next(iter(calls.values())).kind != "all_to_all":
         return None
     for (source, sent), (target, received) in product(calls.items(), repeat=2):
@@ -138,7 +139,7 @@ def _of_all_to_all(calls: Mapping[int, Call]) -> str | None:
 def _of_pairs(
     channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    """Describe for each pair of ranks the first batch whose sends and receives do not match."""
+    """Describe, for each pair of ranks, the first batch whose sends and receives do not match."""
     nothing: list[Call] = []
     for one, other in combinations(members, 2):
         sides = _batches(calls[one], channel, other), _batches(calls[other], channel, one)
@@ -154,14 +155,14 @@ def _of_pairs(
 
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
-    """Return the sends to a peer and receives from the peer, grouped by batch."""
+    """Return the sends to and receives from a peer, grouped by batch."""
     exchanged = enumerate(c for c in calls if c.channel == channel and c.peer == peer)
     batches = grouped(exchanged, lambda numbered: numbered[1].batch or -1 - numbered[0])
     return [[call for _, call in batch] for batch in batches.values()]
 
 
 def _described(call: Call | None) -> str:
-    """Return a text of the fields that must be equal on all ranks."""
+    """Format the fields that must be equal on all ranks."""
     if call is None:
         return "nothing"
     return " ".join(filter(None, (f"{call.kind} of {call.numel} {call.dtype}", call.detail)))

@@ -1,4 +1,4 @@
-"""Costs of PyTorch operations on a device: launches, moved bytes, FLOPs and host waits."""
+"""Costs of PyTorch operations on a device: launches, bytes moved, FLOPs and host syncs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ SILENT: Final = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
     "lift", "_unsafe_view", "set_", "resize_", "is_same_size",
 }  # fmt: skip
-"""Operations that launch no kernel although they are not views."""
+"""Operations that launch no kernel even though they are not views."""
 
 HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
 )  # fmt: skip
-"""Operations on `[batch, s, heads, d]` whose FLOP formula expects `[batch, heads, s, d]`."""
+"""Operations on `[batch, s, heads, d]` whose FLOP formulas expect `[batch, heads, s, d]`."""
 
 FLASH: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 )  # fmt: skip
-"""FlashAttention 2, which reaches a smaller share of the peak than cuDNN does on Hopper and newer
+"""FlashAttention 2, which achieves a smaller fraction of the peak than cuDNN on Hopper and newer
 GPUs."""
 
 VARYING: Final = "torch_attn"
-"""Namespace of FlashAttention 2's operations on documents, whose lengths are tensor values. The
-operations exist only after the import of a module that loads torch's compiler."""
+"""Namespace of FlashAttention 2's variable-length operations, which take document lengths as
+tensors. They only exist after importing a module that loads torch's compiler."""
 
 CAUSAL: Final = (
     *FLASH,
@@ -50,26 +50,26 @@ CAUSAL: Final = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward,
     *HEADS_INSIDE,
 )
-"""Fused attention, which Spectrain always uses with a causal mask."""
+"""Fused attention, always used with a causal mask in Spectrain."""
 
 PRODUCTS: Final = (
     torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
 )  # fmt: skip
-"""Products of their last two tensor arguments."""
+"""Matmuls of their last two tensor arguments."""
 
 GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
-"""Operations that read as many elements of their first argument as they return."""
+"""Operations that read only as many elements of their first argument as they return."""
 
 OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
-"""In-place operations that do not read the memory they write."""
+"""In-place operations that do not read the memory they write to."""
 
 LIST_TENSORS: Final = 110, 64, 48, 36, 30
-"""Largest number of tensors per launch of an operation on 1, 2, ... lists of tensors, as in
-PyTorch's multi_tensor_apply."""
+"""Maximum number of tensors per launch of an operation on 1, 2, ... tensor lists, as in PyTorch's
+multi_tensor_apply."""
 LIST_CHUNK: Final = 65536
-"""Number of elements per block of an operation on lists of tensors."""
+"""Number of elements per block of an operation on tensor lists."""
 LIST_BLOCKS: Final = 320
-"""Largest number of blocks per launch of an operation on lists of tensors."""
+"""Maximum number of blocks per launch of an operation on tensor lists."""
 
 OPERANDS: Final = {
     torch.float64: "fp64",
@@ -79,7 +79,7 @@ OPERANDS: Final = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Key of `Device.peak` by dtype of the operands."""
+"""Key of `Device.peak`, by operand dtype."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Kind:
     """Properties of an operation, from its schema.
 
     silent    whether the operation launches no kernel
-    written   positions and names of the arguments that the operation writes
+    written   positions and names of the arguments written by the operation
     """
 
     name: str
@@ -120,7 +120,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments(
     kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads, and the arguments that it writes."""
+    """Return the tensors read and the arguments written by an operation."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -132,7 +132,7 @@ def arguments(
 
 
 def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation moves if it reads each argument and writes each result
+    """Return the bytes moved by an operation if it reads each argument and writes each result
     once."""
     written = sum(size_of(x) for x in writes)
     if kind.name in GATHERS:
@@ -144,31 +144,30 @@ IN_PLACE: Final = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""In-place products without a FLOP formula in PyTorch, each with an operation whose formula
-applies."""
+"""In-place matmuls without a FLOP formula in PyTorch, with the operation whose formula applies."""
 
 
 FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
     torch.ops.aten.linalg_cholesky_ex: lambda x: x.numel() * x.shape[-1] / 3,
     torch.ops.aten.linalg_solve_triangular: lambda factor, b: float(b.numel() * factor.shape[-1]),
 }
-"""Functions from tensor arguments to FLOPs, for operations without a FLOP formula in PyTorch:
-Cholesky factorisations of x `[..., n, n]`, and triangular systems with right-hand sides
-`[..., n, columns]`."""
+"""FLOPs as functions of tensor arguments, for operations without a FLOP formula in PyTorch:
+Cholesky factorisations of x `[..., n, n]`, and triangular solves with right-hand sides `[..., n,
+columns]`."""
 
 EIGENVALUES: Final = (
     torch.ops.aten._linalg_eigh, torch.ops.aten._linalg_svd, torch.ops.aten.linalg_eig,
 )  # fmt: skip
-"""Eigenvalue and singular value decompositions, which process columns in sequence and after which
-the host checks for errors."""
+"""Eigenvalue and singular value decompositions, which process columns sequentially and are followed
+by a host-side error check."""
 
 
 def share_of(
     device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
 ) -> float | None:
-    """Return the share of the peak that an operation with matrix products reaches.
+    """Return the fraction of the peak achieved by an operation with matmuls.
 
-    None means the share of a large product.
+    None stands for the fraction achieved by a large matmul.
     """
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if function.namespace == VARYING:
@@ -192,15 +191,15 @@ def share_of(
 
 
 def waiting_of(function: OpOverload, reads: Sequence[Tensor]) -> float:
-    """Return the seconds of an eigenvalue or singular value decomposition, which processes columns
-    in sequence. For other operations, return 0."""
+    """Return the time in seconds of an eigenvalue or singular value decomposition, which processes
+    columns sequentially, or 0 for other operations."""
     if function.overloadpacket not in EIGENVALUES:
         return 0.0
     return EIGEN_ROW * reads[0].numel() / max(reads[0].shape[-2:])
 
 
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of an operation with matrix products, 0 for other operations."""
+    """Return the FLOPs of an operation with matmuls, or 0 for other operations."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in FACTORISATIONS:
         return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))
@@ -210,17 +209,17 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
         return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
     if packet in PRODUCTS:
-        # The formulas accept only tensors, not the dtype of the result.
+        # The formulas only accept tensors, not a result dtype.
         args, kwargs = [x for x in args if isinstance(x, Tensor)], {}
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
-    # Fused kernels skip the half of the scores that the causal mask hides.
+    # Fused kernels skip the masked half of the scores.
     part = 0.5 if packet in CAUSAL or function.namespace == VARYING else 1.0
     return 0.0 if formula is None else part * float(formula(*args, **kwargs, out_val=out))
 
 
 def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
-    """Return the dtype of a product's operands, as a key of `Device.peak`."""
+    """Return the operand dtype of an operation, as a key of `Device.peak`."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     for tensor in reads[-2:] if packet in PRODUCTS else reads:
         if tensor.dtype in OPERANDS:
@@ -229,10 +228,10 @@ def operands_of(function: OpOverload, reads: Sequence[Tensor]) -> str:
 
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
-    """Return the approximate number of kernels that an operation launches.
+    """Return the approximate number of kernels launched by an operation.
 
-    A launch on lists of tensors has a limited number of tensors and of blocks. If dtypes differ,
-    each tensor has its own launch, except in copies.
+    Launches on tensor lists are limited in the number of tensors and blocks. If dtypes differ, each
+    tensor gets its own launch, except in copies.
     """
     lists = [
         value
@@ -247,9 +246,9 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
         return len(lists[0])
     if kind.name.startswith("_fused_"):
-        lists = lists[:-1]  # the last list contains step counts
+        lists = lists[:-1]  # the last list holds step counts
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
-    most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
-    launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
-    # Two more kernels zero the norms first, and sum the norms over blocks afterwards.
+    per_launch = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
+    launches = max(-(-len(lists[0]) // per_launch), -(-chunks // LIST_BLOCKS))
+    # Two more kernels zero the norms beforehand and sum them over blocks afterwards.
     return launches + 2 if kind.name == "_foreach_norm" else launches

@@ -1,4 +1,4 @@
-"""The simulated device of a rehearsing process, created by importing this module.
+"""Creates the simulated device of a rehearsal process on import.
 
 The device must exist before torch is imported. Each fork of the process rehearses one rank.
 """
@@ -10,14 +10,14 @@ from training.rehearsal import fake_driver
 
 
 def prepare() -> None:
-    """Create the device, and import the modules that all ranks need, which takes seconds."""
+    """Create the device, and import the modules used by all ranks, which takes seconds."""
     warnings.filterwarnings("ignore")
     gc.disable()  # imports create no garbage
     fake_driver.load()
     import torch
 
     torch.set_num_threads(1)
-    # Functions that are compiled when imported are rehearsed operation by operation.
+    # Functions compiled on import are rehearsed operation by operation.
     setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.machine.backends import has_liger
     from training.rehearsal import rank  # noqa: F401
@@ -25,12 +25,12 @@ def prepare() -> None:
 
     if has_liger():
         liger_kernels()
-    gc.freeze()  # excludes objects that are shared with forks from garbage collection
+    gc.freeze()  # exclude objects shared with forks from garbage collection
     gc.enable()
 
 
 def uncompiled(function: object = None, **options: object) -> object:
-    """Replace `torch.compile`: return the function unchanged."""
+    """Stand in for `torch.compile`, returning the function unchanged."""
     return (lambda each: each) if function is None else function
 
 

@@ -1,7 +1,7 @@
-"""Process groups of any size without peers. Collectives are recorded and complete immediately.
+"""Process groups of any size, without peers. Collectives are recorded and complete immediately.
 
-Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives its
-own values. `install` replaces functions that need different values from other ranks.
+Ranks exchange plain values when a run starts and when it is saved. A rehearsed rank receives copies
+of its own values. `install` replaces functions that would need other ranks' values to differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,11 @@ from training.rehearsal.program import place, put, replace_everywhere
 from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Typed as `Any`, because its annotations describe overloads that `torch.distributed` does not
-call."""
+"""Typed as `Any`, because its annotations describe overloads not called by `torch.distributed`."""
 
 
 class BackendError(RuntimeError):
-    """Error for a tensor on a device that the collective's backend does not support."""
+    """Raised when a tensor is on a device not supported by the collective's backend."""
 
 
 class NoBackend:
@@ -35,7 +34,7 @@ class NoBackend:
 
 
 class Work(dist.Work):
-    """A running collective, which references its tensors until `wait` is called."""
+    """A collective in flight, which holds references to its tensors until `wait` is called."""
 
     def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -52,9 +51,9 @@ class Work(dist.Work):
 class RehearsedGroup(ProcessGroup):
     """A process group of any size in which only this rank exists.
 
-    Collectives of NCCL groups require device tensors. They run on the group's stream if they are
-    asynchronous, else on the current stream. Collectives of gloo groups require host tensors. Their
-    results are computed as if all ranks had the same values.
+    Collectives of NCCL groups require device tensors. They run on the group's stream if
+    asynchronous, otherwise on the current stream. Collectives of gloo groups require host tensors.
+    Their results are computed as if all ranks had the same values.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
@@ -65,8 +64,8 @@ class RehearsedGroup(ProcessGroup):
         self.stream = next(trace.numbers)
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
-        """Return the group of `ranks` for `torch.distributed.new_group`, or None if this rank is
-        not in `ranks`."""
+        """Create the group of `ranks` for `torch.distributed.new_group`. Returns None if this rank
+        is not in `ranks`."""
         this_rank = self.ranks[self.rank()]
         if this_rank not in ranks:
             return None
@@ -129,8 +128,8 @@ class RehearsedGroup(ProcessGroup):
         return dist.get_backend(self) == "nccl"
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of elements sent to or received from each rank; if `rows` is empty, the
-        numbers are equal."""
+        """Return the number of elements sent to or received from each rank. If `rows` is empty,
+        elements are split evenly."""
         if not rows:
             return [tensor.numel() // self.size()] * self.size()
         if sum(rows) != tensor.shape[0]:
@@ -142,7 +141,7 @@ class RehearsedGroup(ProcessGroup):
     def _run(
         self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], opts: Any, **call: Any
     ) -> Work:
-        """Record a collective; `call` contains other fields of its `Call`."""
+        """Record a collective. `call` holds the remaining fields of its `Call`."""
         on_device, tensors = self._of_device, [*reads, *writes]
         for tensor in tensors:
             if tensor.is_cuda != on_device:
@@ -169,10 +168,10 @@ class RehearsedGroup(ProcessGroup):
         if not asynchronous:
             self.trace.call(noted, reads, writes, self.trace.stream)
             return Work(lambda: None, [])
-        return self._beside(noted, reads, writes)
+        return self._asynchronous(noted, reads, writes)
 
-    def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
-        """Run the collective on the group's stream, after the work of the current stream."""
+    def _asynchronous(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
+        """Run the collective on the group's stream, after all work on the current stream."""
         order = self.trace.order
         began, ended = next(self.trace.numbers), next(self.trace.numbers)
         order.record(began, self.trace.stream)
@@ -195,7 +194,7 @@ def operation(reduction: Any) -> str:
 
 
 def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
-    """Return the parts of `whole` that a gather writes, without `piece` if it is in `whole`."""
+    """Return the parts of `whole` written by a gather, excluding `piece` if it is in `whole`."""
     same = whole.untyped_storage()._cdata == piece.untyped_storage()._cdata
     if not same or not whole.is_contiguous():
         return [whole]
@@ -205,7 +204,7 @@ def others(whole: Tensor, piece: Tensor) -> list[Tensor]:
 
 
 def install(trace: Trace, world: int) -> None:
-    """Make `torch.distributed` create rehearsed groups until this process ends."""
+    """Make `torch.distributed` create rehearsed groups until this process exits."""
 
     def init_process_group(backend: str = "nccl", **_: Any) -> None:
         group = RehearsedGroup(trace.rank, range(world), trace, "world")
@@ -232,17 +231,17 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
-    # Code that aborts groups checks for this class, which is missing in builds without CUDA.
+    # Code that aborts groups checks for this class, which does not exist in builds without CUDA.
     vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
     _install_exchanges(trace)
 
 
 def _install_exchanges(trace: Trace) -> None:
-    """Replace exchanges of plain values until this process ends."""
+    """Replace exchanges of plain values until this process exits."""
 
     def note(name: str, group: Any = None) -> None:
-        """Record an exchange. Over NCCL, the device sends the values, and the host waits for their
-        sizes."""
+        """Record an exchange. Over NCCL, values are sent from the device, and the host waits for
+        their sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:
@@ -267,7 +266,7 @@ def _install_exchanges(trace: Trace) -> None:
         note("broadcast_object_list", group)
 
     def first_rank(call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, because every rehearsed rank acts as the first rank."""
+        """Return the result of `call`: every rehearsed rank acts as the first rank."""
         note("broadcast_object_list")
         return call()
 
@@ -275,17 +274,17 @@ def _install_exchanges(trace: Trace) -> None:
         for function in (all_gather_object, gather_object, broadcast_object_list):
             put(module, function.__name__, function)
     replace_everywhere(state_writer.first_rank, first_rank)
-    # Skip the check that all ranks together write all tensors.
+    # Skip the check that the ranks together write all tensors.
     put(StatePlanner, "create_global_plan", lambda self, plans: (plans, None))
     put(StatePlanner, "stage", _without_files(StatePlanner.stage))
-    # Skip the check that all ranks together request all tensors of a checkpoint.
+    # Skip the check that the ranks together request all tensors of a checkpoint.
     replace_everywhere(check_fits, lambda *_, **__: None)
-    # Skip metrics that combine matrices inspected by other ranks.
+    # Skip metrics that combine matrices inspected on different ranks.
     put(figures, "pair", lambda units: None)
 
 
 def _without_files(real: Callable[..., SavePlan]) -> Callable[..., SavePlan]:
-    """Wrap `stage` to return an empty plan after the copy, so that no writer process starts."""
+    """Wrap `stage` to return an empty plan after the copy, so that no writer process is started."""
 
     def stage(self: StatePlanner, *arguments: Any) -> SavePlan:
         real(self, *arguments)

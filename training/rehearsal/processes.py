@@ -1,6 +1,6 @@
-"""Parallel rehearsals, each in its own process.
+"""Runs rehearsals in parallel, each in its own process.
 
-The processes are forks of multiprocessing's fork server, which imports all modules once.
+The processes are forked from multiprocessing's fork server, which imports all modules once.
 """
 
 import multiprocessing
@@ -24,31 +24,32 @@ if TYPE_CHECKING:  # imports torch, which must be imported after the device is c
     from training.rehearsal.rank import Job, RankReport
 
 DEVICE: Final = "training.rehearsal.process_device"
-"""Module whose import prepares a rehearsing process."""
+"""Module that prepares a rehearsal process on import."""
 
 
 class RehearsalError(RuntimeError):
-    """Error for a rehearsing process that ended without a report."""
+    """Raised when a rehearsal process exits without a report."""
 
 
-def perform(jobs: Sequence["Job"], side_by_side: int | None = None) -> list["RankReport"]:
+def perform(jobs: Sequence["Job"], max_processes: int | None = None) -> list["RankReport"]:
     """Run every job in its own process, and return the reports in order.
 
-    At most `side_by_side` processes run at a time, by default one per processor.
+    At most `max_processes` processes run at a time, by default one per processor.
 
-    Raises GuardError if this machine cannot rehearse, RehearsalError if a job ends without a
-    report.
+    Raises GuardError if this machine cannot run rehearsals, and RehearsalError if a job exits
+    without a report.
     """
-    reports = performed([pickle.dumps(job) for job in jobs], side_by_side)
+    reports = performed([pickle.dumps(job) for job in jobs], max_processes)
     return [pickle.loads(report) for report in reports]
 
 
-def performed(jobs: Sequence[bytes], side_by_side: int | None = None) -> list[bytes]:
-    """Return the pickled reports of pickled jobs, whose modules this process does not import."""
+def performed(jobs: Sequence[bytes], max_processes: int | None = None) -> list[bytes]:
+    """Run pickled jobs and return their pickled reports, without importing the jobs' modules in
+    this process."""
     fake_driver.built()
     context = multiprocessing.get_context("forkserver")
     start_server()
-    most = side_by_side or len(os.sched_getaffinity(0))
+    limit = max_processes or len(os.sched_getaffinity(0))
     running: dict[int, tuple[ForkServerProcess, Path]] = {}
     with tempfile.TemporaryDirectory(prefix="rehearsals-") as folder:
         paths = [Path(folder) / f"{i}.out" for i in range(len(jobs))]
@@ -56,7 +57,7 @@ def performed(jobs: Sequence[bytes], side_by_side: int | None = None) -> list[by
         try:
             with progress(lambda: places(paths)):
                 while waiting or running:
-                    while waiting and len(running) < most:
+                    while waiting and len(running) < limit:
                         job, path = waiting.popleft()
                         process = context.Process(target=rehearse, args=(job, path))
                         process.start()
@@ -71,8 +72,7 @@ def performed(jobs: Sequence[bytes], side_by_side: int | None = None) -> list[by
 
 
 def places(paths: Sequence[Path]) -> str:
-    """Return a text with the number of jobs whose report is in `paths`, and the progress of the
-    other jobs."""
+    """Describe the number of jobs whose report is in `paths`, and the progress of all others."""
     done = sum(path.exists() for path in paths)
     here = [path.with_suffix(".at") for path in paths if not path.exists()]
     texts = [path.read_text(encoding="utf-8") for path in here if path.exists()]
@@ -80,8 +80,8 @@ def places(paths: Sequence[Path]) -> str:
 
 
 def start_server() -> None:
-    """Start this process's fork server, with the project's root in the server's PYTHONPATH, if the
-    server is not running."""
+    """Start this process's fork server, if it is not running, with the project root in its
+    PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     forkserver.set_forkserver_preload([DEVICE])
@@ -93,7 +93,7 @@ def start_server() -> None:
 
 
 def check(process: ForkServerProcess, path: Path) -> None:
-    """Raise RehearsalError, with the output of `process`, if the process's exit code is not 0."""
+    """Raise RehearsalError, with the output of `process`, if its exit code is nonzero."""
     process.join()
     if process.exitcode:
         printed = path.with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
@@ -103,9 +103,9 @@ def check(process: ForkServerProcess, path: Path) -> None:
 
 
 def rehearse(job: bytes, path: Path) -> None:
-    """Rehearse one job, write its report to `path`, and end this process.
+    """Rehearse one job, write its report to `path`, and exit.
 
-    The process also ends when its parent process ends.
+    The process also exits when its parent process does.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -123,5 +123,5 @@ def rehearse(job: bytes, path: Path) -> None:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     finally:
-        # Skip Python's cleanup: fake tensors and their modes end with the process.
+        # Skip Python's cleanup: fake tensors and their modes go away with the process.
         os._exit(status)

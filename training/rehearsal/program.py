@@ -1,4 +1,4 @@
-"""Lines of the rehearsed program that cause events, and functions replaced in all its modules."""
+"""Locates the source lines of events in the rehearsed program, and patches its functions."""
 
 import sys
 from functools import cache
@@ -12,8 +12,8 @@ ENGINE = "/megatron/core/"
 
 
 def place() -> str:
-    """Return `file:line` of the innermost frame in the project (except rehearsals) or
-    megatron-core, `?` if there is none."""
+    """Return `file:line` of the innermost frame in the project (excluding rehearsals) or
+    megatron-core, or `?` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = name_of(frame.f_code.co_filename)
@@ -25,8 +25,8 @@ def place() -> str:
 
 @cache
 def name_of(path: str) -> str | None:
-    """Return the name of a file in the project (except rehearsals) or megatron-core, None for other
-    files."""
+    """Return the name of a file in the project (excluding rehearsals) or megatron-core, or None for
+    other files."""
     if path.startswith(str(HERE)):
         return None
     if ENGINE in path:
@@ -43,25 +43,25 @@ OWN: Final = "training.rehearsal."
 def put(owner: object, name: str, thing: object) -> None:
     """Replace an existing attribute of a module or class with `thing`.
 
-    Raises AttributeError if the attribute does not exist, for instance because it has moved.
+    Raises AttributeError if the attribute does not exist, e.g. because it was moved.
     """
     getattr(owner, name)
     setattr(owner, name, thing)
 
 
 def replace_everywhere(old: object, new: object) -> None:
-    """Replace a function with `new` in all modules of the project that have imported the function.
+    """Replace the function `old` with `new` in all project modules that have imported it.
 
-    Raises LookupError if only modules of the rehearsal have imported it.
+    Raises LookupError if it has only been imported by rehearsal modules.
     """
-    places = [
+    uses = [
         (module, key)
         for name, module in list(sys.modules.items())
         if name.split(".")[0] in PACKAGES
         for key, value in list(vars(module).items())
         if value is old
     ]
-    if all(module.__name__.startswith(OWN) for module, _ in places):
+    if all(module.__name__.startswith(OWN) for module, _ in uses):
         raise LookupError(f"no module of the project defines {old!r}")
-    for module, key in places:
+    for module, key in uses:
         setattr(module, key, new)

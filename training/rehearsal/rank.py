@@ -1,6 +1,6 @@
-"""Rehearsal of one rank in this process, which cannot be used for other work afterwards.
+"""Rehearses one rank in this process, which cannot be used for anything else afterwards.
 
-The rehearsed run is a few steps of the config. The last step includes all periodic work.
+The rehearsal runs the config for a few steps. The last step includes all periodic work.
 """
 
 import os
@@ -33,16 +33,16 @@ from training.run import train
 from training.step import Trainer
 
 PLAIN_STEP = 2
-"""The step that represents steps without periodic work (plain steps)."""
+"""The step used to represent steps without periodic work (plain steps)."""
 
 MICROBATCHES = 4
-"""Largest number of micro-batches per step that a rehearsal without a pipeline runs. Further
-micro-batches are assumed to be equal."""
+"""Maximum number of micro-batches per step in a rehearsal without pipeline parallelism. Further
+micro-batches are assumed to be the same."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A config, changed for a rehearsal. Its last step is monitored, validated and saved.
+    """A config, modified for a rehearsal. Its last step is monitored, validated and saved.
 
     microbatches   number of micro-batches per step and rank in the real run
     rehearsed      number of rehearsed micro-batches per step and rank
@@ -54,7 +54,7 @@ class Scenario:
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
-    """Return the scenario of `config` on `world` ranks. All output is written to `folder`."""
+    """Return the scenario for `config` on `world` ranks. All output goes to `folder`."""
     config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
@@ -86,11 +86,11 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 
 
 def with_known_kernels(config: Config) -> Config:
-    """Return `config` with kernels that rehearsals support.
+    """Return `config` with kernels supported by rehearsals.
 
-    Backend aot_eager replaces inductor. If liger-kernel is not installed on this machine, the loss
-    is rehearsed operation by operation. If triton is not installed, backward passes are also
-    compiled.
+    The aot_eager backend replaces inductor. If liger-kernel is not installed on this machine, the
+    loss is rehearsed operation by operation. If triton is not installed, backward passes are
+    compiled, too.
     """
     compiled = compiled_on_gpu(config) and config.train.compile != "aot_eager"
     train = replace(config.train, compile="aot_eager" if compiled else None)
@@ -99,13 +99,13 @@ def with_known_kernels(config: Config) -> Config:
         train = replace(train, fused_backward="triton" if kernels else None)
     if not has_liger():
         train = replace(train, fused_loss=None)
-    # PyTorch's attention kernel moves as many bytes, has the same FLOPs, and needs no package.
+    # PyTorch's attention kernel has the same bytes and FLOPs, and requires no package.
     return replace(config, train=train, model=replace(config.model, attention_kernel="auto"))
 
 
 def last_step(config: Config) -> int:
-    """Return the last step, which is monitored. It follows at least one plain step and, with a CUDA
-    graph, one replay."""
+    """Return the last step, which is monitored. It comes after at least one plain step and, with a
+    CUDA graph, one replay."""
     compared = 0 if config.monitors.interval == 0 else steps_compared(config.monitors)
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)
@@ -115,12 +115,12 @@ def last_step(config: Config) -> int:
 class RankReport:
     """The report of one rank.
 
-    error    first error with its place, None if there was no error
-    counts   counts by step and part of the run
-    marks    counts so far at the start of each forward pass of the plain step
-    findings messages about unordered accesses and float32 products in TF32
+    error    first error and where it occurred; None if there was none
+    counts   counts by step and phase
+    marks    cumulative counts at the start of each forward pass in the plain step
+    findings messages about unordered accesses and float32 matmuls in TF32
     calls    collectives in program order
-    side_pools        bytes that the allocator reserves for streams other than the default stream
+    side_pools        bytes reserved by the allocator for streams other than the default stream
     """
 
     rank: int
@@ -136,7 +136,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Job:
-    """The rehearsal of one rank of a config.
+    """A rehearsal of one rank.
 
     compiled   whether Triton kernels are also compiled for the device
     """
@@ -148,7 +148,7 @@ class Job:
     compiled: bool = False
 
     def perform(self, say: Callable[[str], None] = lambda _: None) -> RankReport:
-        """Rehearse the rank in this process. `say` is called with progress messages."""
+        """Rehearse the rank in this process, reporting progress through `say`."""
         trace = Trace(self.device, self.rank)
         mode = install(trace, self.world, compiled=self.compiled)
         report = RankReport(self.rank, self.world)
@@ -172,7 +172,7 @@ class Job:
 
 
 def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
-    """Replace the GPU and the other ranks until this process ends."""
+    """Replace the GPU and all other ranks until this process exits."""
     os.environ |= {
         "RANK": str(trace.rank),
         "WORLD_SIZE": str(world),
@@ -185,13 +185,13 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     fake_cuda.install(trace)
     process_groups.install(trace, world)
     fake_kernels.install(trace, mode, compiled=compiled)
-    # Initial values have no effect on the report; only their copy to the device does.
+    # Initial values do not affect the report; only their copy to the device does.
     replace_everywhere(initial_weights.draws, undrawn)
     return mode
 
 
 def run(rehearsed: Scenario, trace: Trace) -> None:
-    """Start the process groups, and run the scenario."""
+    """Start the process groups and run the scenario."""
     config = rehearsed.config
     layout = groups.initialize(config.parallel.layout, device_type="cuda")
     real = build_trainer
@@ -207,8 +207,7 @@ def run(rehearsed: Scenario, trace: Trace) -> None:
 
 
 def place_in_run(trace: Trace, rehearsed: Scenario) -> str:
-    """Return a phrase with the rank, the step, the part of the run, and the number of the forward
-    pass."""
+    """Describe the progress of a rehearsal: rank, step, phase, and number of the forward pass."""
     text = f"rank {trace.rank}: step {trace.step} of {rehearsed.config.train.last}, {trace.phase}"
     if trace.phase == STEP:
         passes = len(trace.marks.get(trace.step, ()))
@@ -223,7 +222,7 @@ def undrawn(units: Sequence[Unit], *_: Any, **__: Any) -> Iterator[torch.Tensor]
 
 
 def described(error: BaseException) -> str:
-    """Return a text with the error's type and message, and the innermost line of the project or
+    """Format an error with its type, message, and innermost source line in the project or
     megatron-core."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{name}:{f.lineno}" for f in frames if (name := name_of(f.filename)) is not None]

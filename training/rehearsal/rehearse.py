@@ -1,4 +1,4 @@
-"""A rehearsal, from the config to the report of all rehearsed ranks, as text and as JSON."""
+"""Runs a rehearsal, from the config to a report on all rehearsed ranks, as text and JSON."""
 
 import argparse
 import json
@@ -24,21 +24,21 @@ from training.report.text import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
-"""Share of the backward pass in the computing time of a micro-batch."""
+"""Fraction of a micro-batch's compute time spent in the backward pass."""
 
 
 @dataclass
 class Report:
-    """The report of a rehearsal. For several ranks, every value is the maximum over the ranks.
+    """The report of a rehearsal. With several ranks, all values are maxima over ranks.
 
-    error      first error with its place, None if the run would succeed
-    phases     counts of a step without periodic work (forward_backward and optimizer), of the
-               additional work of a monitored and logged step (monitors), of a validation with two
-               micro-batches of each set, and of a save
-    planned_memory_bytes, planned_seconds   memory and time of a step according to the plan
+    error      first error and where it occurred; None if the run would succeed
+    phases     counts for a step without periodic work (forward_backward and optimizer), for the
+               additional work in a monitored and logged step (monitors), for a validation with two
+               micro-batches from each set, and for a save
+    planned_memory_bytes, planned_seconds   memory and step time according to the plan
     modelled_seconds   modelled time of a step without periodic work
     mfu        model FLOPs divided by the device's peak FLOPs in `modelled_seconds`
-    micro_batch_elementwise_bytes   bytes that a micro-batch moves in addition to its products
+    micro_batch_elementwise_bytes   bytes moved by a micro-batch outside matmuls
     """
 
     gpus: int
@@ -69,7 +69,7 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the JSON file."""
+        """Return the contents of the JSON file."""
         phases = self.phases.items()
         figures = {k: v for k, v in vars(self).items() if k not in ("setup", "microbatches")}
         return (
@@ -93,7 +93,7 @@ class Report:
 def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
-    """Return the report of all rehearsed ranks. `mismatches` is from `matching.mismatches`."""
+    """Combine the reports of all rehearsed ranks. `mismatches` comes from `matching.mismatches`."""
     report = Report(world, [each.rank for each in reports], device)
     report.phases = {name: Counts() for name in PHASES}
     for each in reports:
@@ -115,10 +115,10 @@ def combined(
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
-    """Return the modelled time of a step on the slowest rank, including the wait for other stages.
+    """Return the modelled step time on the slowest rank, including the wait for other stages.
 
-    As in a plan (parallel/plan/step_time.py), the last micro-batch's backward pass overlaps with
-    gradient reduction, and the first micro-batch's forward pass with the gather of weights.
+    As in a plan (parallel/plan/step_time.py), gradient reduction overlaps with the last
+    micro-batch's backward pass, and weight gathering with the first micro-batch's forward pass.
     """
     slowest, chunks = 0.0, 1
     passes: dict[int, float] = {}
@@ -142,15 +142,15 @@ def step_seconds(reports: Sequence[RankReport]) -> float:
 def first_error(
     reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
 ) -> str | None:
-    """Return the first failure: an error, lack of memory, unordered accesses or a hang."""
+    """Return the first failure: an error, out of memory, unordered accesses or a hang."""
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
     if report.peak_memory_bytes > report.device.room:
         sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
-        place = max(sizes, key=lambda name: sizes[name])
+        phase = max(sizes, key=lambda name: sizes[name])
         return (
-            f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, but "
+            f"out of memory in {phase}: {gib(report.peak_memory_bytes)} GiB of tensors, but "
             f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
             f"{RESERVE:.0%} is reserved"
         )
@@ -160,7 +160,7 @@ def first_error(
 
 
 def phases_of(report: RankReport) -> dict[str, Counts]:
-    """Return the counts of one rank by phase."""
+    """Return one rank's counts by phase."""
     if report.scenario is None:
         return {}
     last = report.scenario.config.train.last
@@ -180,16 +180,16 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
         "checkpoint": counts(last, "checkpoint"),
     }
     for name in ("forward_backward", "optimizer"):
-        # In later steps, memory includes tensors that the monitors store for comparison.
+        # From step 2 on, memory includes tensors kept by the monitors for comparison.
         phases[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
     return phases
 
 
 def micro_batch(report: RankReport, counts: Counts) -> Counts:
-    """Return the counts of one micro-batch.
+    """Return the counts for one micro-batch.
 
-    The counts are the difference between the last two rounds of forward passes. If there is only
-    one round, they are `counts` divided by the number of micro-batches.
+    These are the difference between the last two rounds of forward passes or, if there is only one
+    round, `counts` divided by the number of micro-batches.
     """
     scenario = report.scenario
     assert scenario is not None
@@ -201,7 +201,7 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 
 def described(report: Report) -> str:
-    """Return the report as text: a table of phases, memory, time, host waits, and a verdict."""
+    """Format the report as text: a table of phases, memory, time, host syncs, and a verdict."""
     rows = [row(name, counts) for name, counts in report.phases.items()]
     lines = [
         f"rehearsed rank {listed(report.ranks)} of {report.gpus} on {report.device.name}",
@@ -232,7 +232,7 @@ def described(report: Report) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return the first `SHOWN` ranks as text."""
+    """Format a list of ranks, truncated to the first `SHOWN`."""
     return ", ".join(map(str, ranks[:SHOWN])) + ", ..." * (len(ranks) > SHOWN)
 
 
@@ -243,7 +243,7 @@ HEADER: Final = (
 
 
 def row(name: str, counts: Counts) -> tuple[str, ...]:
-    """Return the table row of a phase."""
+    """Return the table row for a phase."""
     return (
         name,
         gib(counts.peak_memory_bytes),
@@ -258,13 +258,13 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
 
 
 def waits(title: str, counters: Iterable[Counter[str]]) -> list[str]:
-    """Return lines about the host waits in plain steps, by place."""
+    """Return lines about the host syncs in plain steps, by source line."""
     counts = sum(counters, Counter())
     return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
 
 def gib(size: float) -> str:
-    """Return `size` in GiB as text with two decimals."""
+    """Format `size` in GiB with two decimals."""
     return f"{size / 2**30:.2f}"
 
 
@@ -276,12 +276,13 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> Report:
-    """Rehearse `config` on `world` simulated GPUs of one kind.
+    """Rehearse `config` on `world` simulated GPUs of the same type.
 
-    If `ranks` is None, the first rank of each pipeline stage is rehearsed. If all ranks are
-    rehearsed, their collectives are compared. If `compiled` is true, Triton kernels are compiled.
-    Raises GuardError if this machine cannot rehearse, and RehearsalError if a process ended without
-    a report."""
+    `ranks` defaults to the first rank of each pipeline stage. If all ranks are rehearsed, their
+    collectives are compared. If `compiled` is true, Triton kernels are compiled. Raises GuardError
+    if this machine cannot run rehearsals, and RehearsalError if a process exited without a
+    report.
+    """
     ranks = chosen(config, None, world) if ranks is None else ranks
     planned = plan_run(with_known_kernels(config), world, device)
     reports = perform([Job(config, world, rank, device, compiled) for rank in ranks])
@@ -296,11 +297,11 @@ def rehearse(
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    """Rehearse, print the report and write it as JSON. Return exit code 0 if the run would succeed,
-    else 1.
+    """Rehearse, print the report and write it as JSON. Return the exit code: 0 if the run would
+    succeed, else 1.
 
-    Raises ConfigError if the config, number of GPUs, rank or device is not valid, or if the machine
-    cannot rehearse.
+    Raises ConfigError if the config, number of GPUs, rank or device is invalid, or if the machine
+    cannot run rehearsals.
     """
     given, config = config, on_mock_tokens(config)
     check(config, options.gpus)
@@ -324,8 +325,8 @@ def run(config: Config, options: argparse.Namespace) -> int:
 
 
 def chosen(config: Config, rank: int | None, world: int) -> list[int]:
-    """Return the ranks to rehearse: `rank`, all ranks for -1, the first rank of each pipeline stage
-    for None."""
+    """Return the ranks to rehearse: `rank`, or all ranks for -1, or the first rank of each pipeline
+    stage for None."""
     if rank is None:  # the pipeline is the outermost axis of Megatron's ranks
         return list(range(0, world, world // config.parallel.pipeline))
     if rank >= world:

@@ -1,15 +1,15 @@
-"""Detection of unordered memory accesses by several streams.
+"""Detects unordered memory accesses across streams.
 
-Each stream has a vector clock: for every stream, the last access that is known to end before the
-first stream's next work. An event copies the clock of the recording stream to the waiting stream.
-These clocks must order any two accesses of the same bytes if one access is a write.
+Each stream has a vector clock, which stores, for every stream, the last access known to complete
+before its own next work. An event passes the clock of the recording stream to the waiting stream.
+The clocks must order any two accesses to the same bytes if one of them is a write.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
-"""Number of the last access that is known to have ended, by stream."""
+"""Number of the last access known to have completed, by stream."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class Part:
     last: int
 
     def meets(self, other: "Part") -> bool:
-        """Return whether this part and `other` overlap."""
+        """Return whether this part overlaps `other`."""
         return self.first < other.last and other.first < self.last
 
     def covers(self, other: "Part") -> bool:
-        """Return whether `other` is inside this part."""
+        """Return whether this part contains `other`."""
         return self.first <= other.first and other.last <= self.last
 
 
 @dataclass(frozen=True)
 class Access:
-    """One access of memory: stream, number, operation and place."""
+    """One memory access: stream, number, operation and source line."""
 
     stream: int
     number: int
@@ -41,8 +41,8 @@ class Access:
 
 @dataclass
 class Memory:
-    """State of one storage: the stream that allocated it, and the accesses of its parts. Accesses
-    that later accesses cover are dropped."""
+    """State of one storage: the stream that allocated it, and the accesses to its parts. Accesses
+    covered by later ones are dropped."""
 
     stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
@@ -50,19 +50,19 @@ class Memory:
 
 
 class StreamOrder:
-    """Order of all accesses of a process. `findings` describes unordered pairs."""
+    """Tracks the order of all accesses in a process. `findings` describes unordered pairs."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []
         self._clocks: dict[int, Clock] = {}
-        self._host: Clock = {}  # accesses that the host has waited for
+        self._host: Clock = {}  # accesses the host has waited for
         self._events: dict[int, Clock] = {}
         self._memory: dict[int, Memory] = {}
         self._number = 0
 
     def clock(self, stream: int) -> Clock:
-        """Return the clock of a stream. A new stream starts after the work for which the host has
-        waited."""
+        """Return the clock of a stream. A new stream starts after all work the host has waited
+        for."""
         return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
@@ -70,12 +70,13 @@ class StreamOrder:
         self._events[event] = dict(self.clock(stream))
 
     def wait(self, event: int, stream: int) -> None:
-        """Make `stream` wait for `event`. An event that was never recorded has no effect."""
+        """Make `stream` wait for `event`. Waiting for an event that was never recorded is a
+        no-op."""
         self._join(self.clock(stream), self._events.get(event, {}))
 
     def synchronize(self, stream: int | None = None) -> None:
         """Record that the host waits for `stream`, or for all streams if it is None. All later work
-        is ordered after the work for which the host waits."""
+        is ordered after the work waited for."""
         streams = [*self._clocks] if stream is None else [stream]
         for each in streams:
             self._join_all(self.clock(each))
@@ -85,12 +86,12 @@ class StreamOrder:
         self._join_all(self._events.get(event, {}))
 
     def _join_all(self, waited: Clock) -> None:
-        """Order all streams, including new streams, after the work for which the host waited."""
+        """Order all streams, including new ones, after the work the host has waited for."""
         for clock in (self._host, *self._clocks.values()):
             self._join(clock, waited)
 
     def allocate(self, storage: int, stream: int) -> None:
-        """Start tracking memory that the host has allocated while `stream` was current."""
+        """Start tracking memory allocated by the host while `stream` was current."""
         self._memory[storage] = Memory(stream)
 
     def access(
@@ -119,9 +120,9 @@ class StreamOrder:
         clock[stream] = self._number
 
     def free(self, storage: int) -> None:
-        """Stop tracking memory that the host has freed.
+        """Stop tracking memory freed by the host.
 
-        The stream that allocated the memory may reuse it, so this stream must be ordered after all
+        The stream that allocated it may reuse the memory, so this stream must be ordered after all
         accesses by other streams.
         """
         memory = self._memory.pop(storage)

@@ -1,4 +1,4 @@
-"""Counts of a rank's launches, collectives and host waits in a part of a run."""
+"""Counts a rank's launches, collectives and host syncs in each part of a run."""
 
 import itertools
 import weakref
@@ -19,18 +19,18 @@ from training.rehearsal.stream_order import Part, StreamOrder
 
 @dataclass
 class Counts:
-    """Sums over a part of a run. Places are `name at file:line`.
+    """Sums over a part of a run. Places are given as `name at file:line`.
 
-    launches            number of kernels (including Triton kernels), copies and fills, but not
+    launches            number of kernels (including Triton kernels), copies and fills, excluding
                         collectives
-    collective_bytes    bytes that this rank sends
-    host_reads          number of host waits for a value, by place
-    synchronizations    number of other host waits for the device, by place
-    kernels             number of launches by name
-    kernel_seconds      estimated seconds of launches
-    sending             estimated seconds of collectives by kind: activations, gradients, weights,
-                        exchange (between owners and shards)
-    peak_memory_bytes   peak memory in the part
+    collective_bytes    bytes sent by this rank
+    host_reads          number of host syncs to read a value, by place
+    synchronizations    number of other host syncs, by place
+    kernels             number of launches, by name
+    kernel_seconds      estimated time of launches in seconds
+    sending             estimated time of collectives in seconds, by kind: activations, gradients,
+                        weights, exchange (between owners and shards)
+    peak_memory_bytes   peak memory in this part
     flops               FLOPs of launches
     elementwise_bytes   bytes moved by launches without FLOPs
     """
@@ -50,19 +50,20 @@ class Counts:
 
     @property
     def modelled_seconds(self) -> float:
-        """Estimated seconds of all launches and collectives in sequence."""
+        """Estimated time in seconds of all launches and collectives, run in sequence."""
         return self.kernel_seconds + sum(self.sending.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Estimated seconds without gradient reductions and weight gathers, which overlap."""
+        """Estimated time in seconds, excluding gradient reductions and weight gathers, which
+        overlap."""
         hidden = self.sending.get("gradients", 0.0) + self.sending.get("weights", 0.0)
         return self.modelled_seconds - hidden
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
         """Return the sum of these counts and `times` * `other`.
 
-        The peak memory of `other` is included only if `times` > 0.
+        The peak memory of `other` is only included if `times` > 0.
         """
         total: Counts = merged(self, other, lambda a, b: a + times * b)
         peak = other.peak_memory_bytes if times > 0 else 0
@@ -84,8 +85,8 @@ class Counts:
 
 
 def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
-    """Combine two numbers by `number`, or two records or mappings entry by entry. Drop zeros in
-    counters."""
+    """Combine two numbers with `number`, or two records or mappings entry by entry, dropping zeros
+    in counters."""
     if isinstance(one, Counter):
         return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
     if isinstance(one, dict):
@@ -107,13 +108,14 @@ SETUP = "setup"
 STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
-"""Names passed to `record_function` in training/step.py and loop.py; `STEP` begins a step."""
+"""Names passed to `record_function` in training/step.py and loop.py; `STEP` marks the start of a
+step."""
 MATHEMATICS = (OPTIMIZER, "monitors")
-"""Phases whose float32 products must be IEEE, whatever the precision of the forward pass."""
+"""Phases whose float32 matmuls must be IEEE, whatever the precision of the forward pass."""
 
 
 class CaptureError(RuntimeError):
-    """Error for a call that CUDA does not permit during graph capture."""
+    """Raised for calls that CUDA does not permit during graph capture."""
 
 
 Splits = tuple[int, ...]
@@ -121,25 +123,25 @@ Splits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process group. Some fields must be equal or match on all ranks of the group.
+    """A process group call. Some fields must be equal or match across the ranks of the group.
 
-    group     global ranks of the group, in the order of the group
+    group     global ranks of the group, in group order
     channel   name of the group; several groups may have the same ranks
     kind      all_reduce, all_gather, reduce_scatter, all_to_all, send, receive, or the name of an
               exchange of plain values
     dtype     dtype of the elements
     numel     number of elements; for gathers and scatters, of the whole buffer
-    size      bytes that this rank sends
+    size      bytes sent by this rank
     on_device whether the tensors are on the device
-    detail    operation of a reduction
+    detail    reduction operation
     peer      global rank of the other side of a send or receive
-    batch     number of the batch of a send or receive, None outside a batch
-    out, into in an all-to-all, numbers of elements sent to and received from each rank of the group
-    place     line of the call
+    batch     batch number of a send or receive; None outside a batch
+    out, into in an all-to-all, number of elements sent to and received from each rank of the group
+    place     source line of the call
     step      step of the call, counted from 1; 0 before the first step
     phase     part of the run that makes the call
-    waits     whether the current stream waits for the end of the call
-    after     numbers of the calls for which the current stream has waited since the previous call
+    waits     whether the current stream waits for the call to complete
+    after     numbers of the calls that the current stream has waited for since the previous call
     """
 
     group: tuple[int, ...]
@@ -162,15 +164,15 @@ class Call:
 
 
 ROUNDING = 512
-"""Number of bytes to a multiple of which PyTorch's allocator rounds up a tensor's memory."""
+"""PyTorch's allocator rounds memory up to a multiple of this number of bytes."""
 
 
 class Allocations:
-    """Tracker of storages from their first use until the host frees them.
+    """Tracks storages from their first use until they are freed by the host.
 
-    live, peak   bytes now, and the largest number of bytes since `peak` was reset
-    pools        peak bytes by the stream that was current at the allocation: PyTorch's allocator
-                 has a pool for each stream, whose freed memory other streams cannot use
+    live, peak   current bytes, and peak bytes since `peak` was reset
+    pools        peak bytes by the stream current at allocation: PyTorch's allocator has a pool per
+                 stream, whose freed memory cannot be used by other streams
     """
 
     def __init__(self, order: StreamOrder) -> None:
@@ -183,7 +185,7 @@ class Allocations:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def storage(self, tensor: Tensor, stream: int) -> int:
-        """Return the id of a tensor's storage, and count its bytes until it is freed. `stream` is
+        """Return the id of a tensor's storage, counting its bytes until it is freed. `stream` is
         the current stream."""
         storage = tensor.untyped_storage()
         number = storage._cdata
@@ -210,7 +212,7 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launched operation, with the tensors that it reads and writes, and its cost."""
+    """A launched operation, with the tensors it reads and writes, and its cost."""
 
     name: str
     reads: Sequence[Tensor]
@@ -220,27 +222,26 @@ class Launch:
 
     @classmethod
     def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
-        """Return the launch of a kernel without matrix products that reads or writes each tensor
-        once."""
+        """Create the launch of a kernel without matmuls that accesses each tensor once."""
         return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor. Repeated elements of an expanded tensor count once."""
+    """Return the bytes of a tensor, counting repeated elements of an expanded tensor once."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes())
 
 
 @dataclass
 class Recording:
-    """The launches of a recorded CUDA graph."""
+    """The launches in a captured CUDA graph."""
 
     counts: Counts = field(default_factory=Counts)
-    event: int | None = None  # event at the end of the recording
+    event: int | None = None  # recorded at the end of capture
 
 
 class Trace:
-    """Counts and collectives of one rank, and its device's stream, vector clocks and memory."""
+    """Counts and collectives of one rank, and its device's streams, vector clocks and memory."""
 
     def __init__(self, device: Device, rank: int = 0) -> None:
         self.device = device
@@ -254,21 +255,21 @@ class Trace:
         self._open: list[str] = []
         self.counts: dict[tuple[int, str], Counts] = {(0, SETUP): self._now}
         self.calls: list[Call] = []
-        self.waited: list[int] = []  # indices of calls that were waited for after the last call
-        self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
+        self.waited: list[int] = []  # indices of calls waited for since the last call
+        self.marks: dict[int, list[Counts]] = {}  # by step, at the start of each forward pass
         self.muted = False  # True while launches must not be counted
-        self.imprecise: set[str] = set()  # the optimizer's float32 products in TF32
+        self.imprecise: set[str] = set()  # float32 matmuls of the optimizer that run in TF32
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the current batch of sends and receives
         self.numbers = itertools.count(1)  # numbers of streams and events
-        self.moved: Callable[[], None] = lambda: None  # called when a part of the run begins
+        self.moved: Callable[[], None] = lambda: None  # called when a part of the run starts
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count the work within a context as part `name` of the run.
+        """Context manager to count work as part `name` of the run.
 
-        Work after an outermost context is also counted in this part, until the next context starts.
-        Names outside `PHASES` have no effect.
+        Work after an outermost context still counts toward its part until the next context starts.
+        Names not in `PHASES` are ignored.
         """
         if name not in PHASES:
             yield
@@ -295,11 +296,11 @@ class Trace:
         self.moved()
 
     def keep_peak(self) -> None:
-        """Store the peak memory of the current part. Call this at the end of the run."""
+        """Save the peak memory of the current part. Call this at the end of the run."""
         self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
 
     def launch(self, launch: Launch) -> None:
-        """Record one operation on the current stream."""
+        """Record one launch on the current stream."""
         if self.muted:
             return
         work = launch.work
@@ -317,12 +318,12 @@ class Trace:
         now.flops += work.flops
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
-        """Track the memory of new tensors that are not written by a launch."""
+        """Track the memory of new tensors not written by any launch."""
         for tensor in tensors:
             self.memory.storage(tensor, self.stream)
 
     def end_recording(self) -> None:
-        """Stop recording on the current stream, which all other streams of the graph must have
+        """End the capture on the current stream, which all other streams of the graph must have
         joined."""
         assert self.recording is not None
         self.recording.event = next(self.numbers)
@@ -330,7 +331,7 @@ class Trace:
         self.recording = None
 
     def replay(self, recording: Recording) -> None:
-        """Launch the recording as one graph on the current stream."""
+        """Launch a captured graph on the current stream."""
         if recording.event is not None:
             self.order.wait(recording.event, self.stream)
         graph = Counts().add(recording.counts)
@@ -338,22 +339,23 @@ class Trace:
         self._now = self.counts[self.step, self.phase] = self._now.add(graph)
 
     def read(self, name: str) -> None:
-        """Record that the host waits for the value or size of a tensor on the current stream."""
+        """Record a host sync for the value or size of a tensor on the current stream."""
         self._host_waits(self._now.host_reads, name)
         self.order.synchronize(self.stream)
 
     def synchronize(self, name: str, stream: int | None = None) -> None:
-        """Record that the host waits for a stream, or for the whole device if `stream` is None."""
+        """Record a host sync with a stream, or with the whole device if `stream` is None."""
         self._host_waits(self._now.synchronizations, name)
         self.order.synchronize(stream)
 
     def await_event(self, name: str, event: int) -> None:
-        """Record that the host waits for an event."""
+        """Record a host sync with an event."""
         self._host_waits(self._now.synchronizations, name)
         self.order.host_wait(event)
 
     def _host_waits(self, counter: Counter[str], name: str) -> None:
-        """Count a host wait at this place. Raise CaptureError while a graph is recorded."""
+        """Count a host sync at the current source line. Raises CaptureError during graph
+        capture."""
         if self.recording is not None:
             raise CaptureError(f"{name} at {place()} is not permitted during CUDA graph capture")
         counter[f"{name} at {place()}"] += 1
@@ -361,7 +363,7 @@ class Trace:
     def call(
         self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
     ) -> None:
-        """Record a collective on `stream`. Host collectives have no cost on the device."""
+        """Record a collective on `stream`. Host collectives cost nothing on the device."""
         waits = stream == self.stream or not call.on_device
         self.calls.append(replace(call, waits=waits, after=tuple(self.waited)))
         self.waited.clear()
@@ -381,7 +383,7 @@ class Trace:
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
-        """Return the byte range of each tensor, from its first to its last byte, including gaps."""
+        """Return the byte range of each tensor, from its first to its last byte, gaps included."""
         return [part for x in tensors if (part := self._part(x)) is not None]
 
     def _part(self, tensor: Tensor) -> Part | None:

@@ -114,7 +114,7 @@ def test_a_machine_without_a_compiler_is_refused(minimal, monkeypatch) -> None:
     config = load_config(minimal, ["train.compile=inductor"])
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/compiler",))
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* set train.compile=null"):
+    with pytest.raises(ConfigError, match=r"requires a C\+\+ compiler .* set train.compile=null"):
         check_backends(config, torch.device("cpu"))
     check_backends(load_config(minimal, ["train.compile=aot_eager"]), torch.device("cpu"))
     fused = ["train.compile=inductor", "model.attention_backend=transformer_engine"]
