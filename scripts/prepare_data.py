@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # runs from any folder
 
 from parallel.error_text import described, first_line
-from scripts.command import command, counted, token_count, whole_number
+from scripts.command import command, counted, output_path, token_count, whole_number
 from scripts.data.corpora import read_corpora
 from scripts.data.document_files import ReadOptions
 from scripts.data.hub import hub_tokenizer
@@ -40,7 +40,6 @@ _DEMO_FRACTION = Fraction(1, 20)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data. Return 0 on success, 1 if a worker was killed."""
     options = parse(arguments)
-    options.output = str(Path(options.output).expanduser())
     output = real_path(Path(options.output))
     place = output if options.shard is None else options.shard.folder(output)
     try:
@@ -282,6 +281,10 @@ def _fraction(text: str) -> Fraction:
     return value
 
 
+def _output(text: str) -> str:
+    return str(output_path(os.path.expanduser(text)))
+
+
 def _shard(text: str) -> Shard:
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -303,7 +306,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "hf:DATASET[:CONFIG][:SPLIT]. KEY is the field that contains the text (default: "
         f"--text-key). Several inputs may have the same name. File suffixes: {SUFFIXES}",
     )
-    parser.add_argument("--output", required=True, help="output folder")
+    parser.add_argument("--output", type=_output, required=True, help="output folder")
     parser.add_argument(
         "--overwrite",
         action="store_true",

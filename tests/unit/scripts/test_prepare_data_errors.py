@@ -151,6 +151,18 @@ def alive(pid: str) -> bool:
         return False
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/x", "gs:/bucket", "hf://a/b", "$HOME/x"])
+def test_an_output_that_is_no_local_path_is_refused(place, tmp_path, monkeypatch, capsys) -> None:
+    """The path was made absolute before it was checked."""
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([f"set={source}", "--train-tokenizer", "270", "--output", place])
+    said = capsys.readouterr().err
+    assert "argument --output: must be " in said and f"got '{place}'" in said
+    assert list(tmp_path.iterdir()) == [source]
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
