@@ -23,6 +23,7 @@ from training.checkpoint.stored_checkpoint import (
     ResumeError,
 )
 from training.config import Config
+from training.errors import BrokenCheckpointError
 from training.json_file import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -105,7 +106,10 @@ def chosen_weights(
     `checkpoint.initialize_from`, which must not be null. For arguments and errors, see
     `initial_weights`. Models are not compared if the vocabulary size is unknown."""
     assert config.checkpoint.initialize_from is not None
-    info = read_checkpoint(config.checkpoint.initialize_from)
+    try:
+        info = read_checkpoint(config.checkpoint.initialize_from)
+    except (BrokenCheckpointError, ResumeError) as error:
+        raise type(error)(f"checkpoint.initialize_from: {error}") from None
     digest = (info.path / COMPLETE).read_text(encoding="utf-8").strip()
     saved, configured = (
         model_facts(replace(each, init=config.model.init))

@@ -19,7 +19,6 @@ from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.stored_checkpoint import ResumeError
 from training.config import Config
 from training.data.build_data import build_data
-from training.errors import InputError
 from training.loop import Loop
 from training.run import train
 
@@ -107,7 +106,7 @@ def test_another_model_or_tokenizer_is_refused(configured, world, tmp_path):
 
 
 def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path):
-    with pytest.raises(InputError, match="nowhere"):
+    with pytest.raises(ResumeError, match="^checkpoint.initialize_from: .*nowhere does not exist"):
         train(configured("new", checkpoint__initialize_from=str(tmp_path / "nowhere")), world)
     train(configured("old"), world)
     begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"))
