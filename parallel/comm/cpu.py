@@ -24,7 +24,7 @@ from spectral.kernels.library import is_slow
 
 
 class CpuStream(torch.cpu.Stream):
-    """A stream whose work is always complete."""
+    """A stream on which all work is always complete."""
 
     def synchronize(self) -> None: ...
     def record_event(self, event: object = None) -> object:  # type: ignore[override]

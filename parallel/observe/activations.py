@@ -60,7 +60,7 @@ class Size:
 
 
 class ActivationWatch:
-    """Hooks that measure the forward passes of one step on this rank."""
+    """Hooks that measure this rank's forward passes during one step."""
 
     def __init__(
         self,

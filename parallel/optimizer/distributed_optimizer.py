@@ -84,7 +84,7 @@ class DistributedOptimizer:
 
     @property
     def regions(self) -> list[Region]:
-        """All regions of this rank's shards."""
+        """All regions in this rank's shards."""
         return [region for domain in self.domains for region in domain.regions]
 
     @torch.no_grad()

@@ -94,7 +94,7 @@ class Assignment:
 
 
 Assign = Callable[[Unit], Assignment]
-"""Function that returns the assignment of a unit."""
+"""Function that returns a unit's assignment."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Modelled tokens per second of the whole run."""
+        """Modelled throughput of the whole run in tokens per second."""
         return self.tokens / self.time.total
 
     @property

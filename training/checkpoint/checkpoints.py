@@ -203,7 +203,7 @@ def _unlisted(info: CheckpointInfo) -> Iterator[str]:
         return
     for name in sorted(named):
         if f"{STATE}/{name}" not in info.files:
-            yield f"{info.path}: the tensor index names {name}, which {META} does not list"
+            yield f"{info.path}: the tensor index refers to {name}, which is not listed in {META}"
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:

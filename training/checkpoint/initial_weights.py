@@ -128,8 +128,8 @@ def chosen_weights(
     if another and "tokenizer" not in config.checkpoint.allow_change:
         raise ResumeError(
             f"checkpoint.initialize_from: the tokenizer of {info.path} (sha256 {sha256}) differs "
-            f"from the tokenizer of the data ({tokenizer}), so token ids differ in meaning. To use "
-            "the weights anyway, set checkpoint.allow_change=[tokenizer]"
+            f"from the data's tokenizer ({tokenizer}), so token ids have different meanings. To "
+            "use the weights anyway, set checkpoint.allow_change=[tokenizer]"
         )
     return info, digest, compared
 

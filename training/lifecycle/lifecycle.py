@@ -74,7 +74,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # not empty: other ranks' files
                     self.stacks.parent.rmdir()
             elif self.rank == 0:
-                print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
+                print(f"the run stalled for a while; see the stack traces in {self.stacks.parent}")
 
     def beat(self, step: int) -> None:
         """Record progress after `step` steps."""
@@ -170,7 +170,7 @@ class StopRequests:
     def obeyed(self) -> None:
         """Remove the STOP file, so that the run can be resumed later."""
         if self.first:
-            with Aid(f"{STOP}, which later starts ignore, could not be removed"):
+            with Aid(f"{STOP} could not be removed, but later starts will ignore it"):
                 self.stop_file.unlink(missing_ok=True)
 
 
@@ -239,7 +239,7 @@ class Lifecycle:
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # drop the pending exchange, which would report the failure again
+            self.stop_now()  # drop the pending exchange, which would report this failure again
         elif asked and not busy:
             self.saver.advance()
             self._asked_about_save = False  # the pending exchange still reports the finished save

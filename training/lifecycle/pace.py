@@ -147,7 +147,7 @@ class Clock:
 
 
 RATIO: Final = 1.2
-"""A rank is slow if its local time exceeds this multiple of its pipeline stage's median."""
+"""A rank is slow if its local time exceeds its pipeline stage's median by this factor."""
 
 STEPS: Final = 50
 """Number of consecutive slow steps after which a rank is reported as a straggler."""

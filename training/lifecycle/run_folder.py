@@ -99,8 +99,8 @@ class HeldFolder:
         another run has created a new one."""
         if not self._is_there():
             raise FolderError(
-                f"run.dir {self.path} was moved or removed while the run used it: the run can no "
-                "longer save"
+                f"run.dir {self.path} was moved or removed while the run was using it, so the run "
+                "can no longer save checkpoints"
             )
         with contextlib.suppress(OSError):  # continue if the disk is unavailable
             if self._lock_number() not in (None, self._lock):

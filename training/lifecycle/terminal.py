@@ -116,7 +116,7 @@ class Interrupts:
                 self._say(f"Ctrl-C: the run {how}; a second Ctrl-C stops it immediately")
 
     def _end(self, text: str) -> None:
-        """End this process and its child processes."""
+        """Exit, killing all child processes."""
         self._say(text)
         for child in multiprocessing.active_children():
             child.kill()

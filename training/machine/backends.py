@@ -77,10 +77,10 @@ def device_checks(config: Config, device: torch.device) -> Iterator[Check]:
     """Check that the device supports the configured kernels, CUDA graphs and memory snapshots."""
     train, kind, kernel = config.train, device.type, config.model.attention_kernel
     graph = config.optimizer.distributed.cuda_graph and kind != "cuda"
-    rule = f"must be false on device {kind}, which has no CUDA graphs"
+    rule = f"must be false on device {kind}, which does not support CUDA graphs"
     yield "optimizer.distributed.cuda_graph", graph, rule
     snapshot = config.log.profile is not None and config.log.profile.memory and kind != "cuda"
-    rule = f"must be false on device {kind}, which has no memory snapshots"
+    rule = f"must be false on device {kind}, which does not support memory snapshots"
     yield "log.profile.memory", snapshot, rule
     plain_cpu = kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
     for key, value in (("fused_loss", train.fused_loss), ("fused_backward", train.fused_backward)):
@@ -107,8 +107,8 @@ def check_kernels(device: torch.device) -> None:
     problem = compiler_problem()
     if problem is not None:
         raise DeviceError(
-            f"Triton cannot compile kernels for {device_name(device)} without {problem}; if "
-            "triton is uninstalled, the optimizer uses torch's kernels"
+            f"Triton cannot compile kernels for {device_name(device)} without {problem}; if you "
+            "uninstall triton, the optimizer falls back to torch's kernels"
         )
     from spectral.kernels import symmetric
 

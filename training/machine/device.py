@@ -83,7 +83,7 @@ def choose(
     if requested == "auto" and (gpus.built is None or not gpus.devices):
         return "cpu"
     raise DeviceError(
-        f"run.device is {requested}, but {reason(gpus)}; run.device=cpu trains on CPUs"
+        f"run.device is {requested}, but {reason(gpus)}; to train on CPUs, set run.device=cpu"
     )
 
 

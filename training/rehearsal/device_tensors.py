@@ -259,7 +259,7 @@ class DeviceTensors(FakeTensorMode):
             self.trace.read("copy to the host")
 
     def _stand_in(self, source: Tensor) -> Tensor:
-        """Return a device tensor with the shape and dtype of a host tensor."""
+        """Create a device tensor with the shape and dtype of a host tensor."""
         return self._faked(
             aten.empty_strided.default,
             (),

@@ -69,7 +69,7 @@ def hangs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def _events(rank: int, calls: Sequence[Call]) -> Iterator[tuple[Event, set[Event], object | None]]:
-    """Yield (event, preceding events, key shared with peers or None) for a rank's events."""
+    """Yield (event, preceding events, key shared with peers or None) for each event of a rank."""
     first: dict[object, int] = {}  # first call of each batch
     last: dict[str, Event] = {}  # last event of each group
     counts: dict[object, int] = defaultdict(int)

@@ -125,7 +125,7 @@ def arguments(
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         (writes if key in kind.written else reads).extend(tensors_in(value))
-    if kind.name not in OVERWRITES:  # written positional arguments (not `out=`) are also read
+    if kind.name not in OVERWRITES:  # arguments written in place (other than `out=`) are also read
         for i, value in enumerate(args):
             reads += tensors_in(value) if i in kind.written else []
     return reads, writes

@@ -212,14 +212,13 @@ def described(report: Report) -> str:
         "modelled step, for comparing layouts and rules: "
         f"{1e3 * report.modelled_seconds:.4g} ms (planned: {1e3 * report.planned_seconds:.4g} ms), "
         f"MFU {report.mfu:.1%} (within 25% of published runs)",
-        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB in addition to "
-        "its matrix products",
+        f"a micro-batch moves {report.micro_batch_elementwise_bytes / 1e9:.4g} GB outside matmuls",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:
         lines.append(
-            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the other micro-batches "
-            "are assumed to be equal"
+            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the others are assumed "
+            "to be the same"
         )
     plain = [report.phases[name] for name in (STEP, OPTIMIZER)]
     lines += waits("host reads", [counts.host_reads for counts in plain])

@@ -80,7 +80,7 @@ def test_an_index_that_names_other_files_is_refused(name: str, checkpoint) -> No
     forge(checkpoint, "state/.metadata", pickle.dumps(index))
     info = read_checkpoint(checkpoint)
     found = sorted(problems(info))
-    assert [text for text in found if "names other.distcp" in text or "not a file in" in text]
+    assert [text for text in found if "refers to other.distcp" in text or "not a file in" in text]
     for ranks in (1, 3):
         shares = [slice(rank, None, ranks) for rank in range(ranks)]
         assert sorted(text for share in shares for text in problems(info, share)) == found
