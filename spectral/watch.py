@@ -662,7 +662,7 @@ class Watch(TorchDispatchMode):
             return
         axis = summed[weight] - sides[weight].ndim + 2
         parts = sides[weight].unbind() if sides[weight].ndim == 3 else (sides[weight],)
-        apart = sides[weight].ndim == 2
+        apart = sides[weight].ndim == 2 or len(sides[weight]) == 1
         made = [self._outputs(part, [axis], 1 - axis, apart) for part in parts[:1] + parts[1:][-1:]]
         if not torch.equal(made[0], made[-1]):
             columns = torch.stack([self._outputs(part, [axis], 1 - axis) for part in parts])
@@ -746,7 +746,10 @@ class Watch(TorchDispatchMode):
         if depthwise and columns is not None:
             self._channelwise("convolution", source, out)
         elif columns is not None:
-            for axes in self._mixed(columns, 1, LAYER):
+            # With kernels of one position, groups are separate matrices, as in a batched product.
+            grouped = groups > 1 and weight[0, 0].numel() == 1 and columns.shape[1] > 1
+            columns = columns.unflatten(1, (groups if grouped else 1, -1))
+            for axes in self._mixed(columns, 2, LAYER):
                 self.numbers.consume(columns, axes, LAYER)
         if weight not in self.weights:
             return

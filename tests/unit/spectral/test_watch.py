@@ -622,6 +622,19 @@ def branches_that_are_weighed(m: Any, x: Tensor) -> Any:
     return m.out((m.both(x).unflatten(1, (2, 4)) * weights).sum(1))
 
 
+@case("low 12 8 /4, high /12, out 24 4 -", high=convolution(8, 24, 1, groups=2))
+def two_adapters_in_one(m: Any, x: Tensor) -> Any:
+    """Compute loralib's adapter of a weight that contains queries and values."""
+    return m.out(m.high(m.low(x).mT[..., None])[..., 0].mT)
+
+
+@case("inner 12 8 =, last 2x8x6 -")
+def a_head_of_two_entries_of_a_stack(m: Any, x: Tensor) -> Any:
+    y = m.inner(x)
+    waves = zip((y.sin(), y.cos()), m.last, strict=True)
+    return sum(torch.einsum("btd,de->bte", *pair) for pair in waves)
+
+
 TWO = convolution(8, 12, 3, groups=2, bias=False)
 
 
