@@ -1,18 +1,18 @@
-# Three images with the same pinned packages:
+# Builds three images with the same pinned packages:
 #
 #   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target cuda -t spectrain:cuda --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target transformer-engine -t spectrain:te .
 #
-# PIP_ARGS sets the package index of torch. On x86-64 the default index contains torch with the newest
-# CUDA: the cpu image is then large, and the cuda image may need a newer driver. Use an index with CPU
-# builds for a small cpu image, or with builds for an older CUDA. The third image needs the default
-# index, because Transformer Engine is compiled against torch and its CUDA 13.
+# PIP_ARGS selects the package index for torch. On x86-64, the default index serves torch built for
+# the newest CUDA, which makes the cpu image large and may require a newer driver for the cuda image.
+# To avoid this, use an index of CPU builds or of builds for an older CUDA. The third image requires
+# the default index, because Transformer Engine is compiled against torch and its CUDA 13.
 
-# Python 3.12 gets the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
+# Python 3.12 installs the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
 ARG PYTHON=3.12.12
 FROM python:${PYTHON}-slim-bookworm AS base
-# torch.compile and Triton's launcher need a C++ and a C compiler; the base image contains Python.h.
+# torch.compile and Triton's launcher need a C++ and a C compiler; Python.h is in the base image.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
     && rm -rf /var/lib/apt/lists/* \
@@ -20,8 +20,8 @@ RUN apt-get update \
     && install --directory --owner=spectrain /spectrain /spectrain/data /spectrain/runs
 WORKDIR /spectrain
 COPY requirements/torch.txt requirements/cpu.txt requirements/constraints.txt requirements/
-# `docker run --user` may use an id without an account in this image, so HOME and USER are set for
-# every user. A stopped container has five minutes to save; see docs/running.md.
+# `docker run --user` may pass an id that has no account in this image, so set HOME and USER for all
+# users. A stopped container has five minutes to save; see docs/running.md.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
@@ -48,9 +48,9 @@ USER 1000
 CMD ["python", "pretrain.py", "--help"]
 
 FROM cuda AS transformer-engine
-# nvcc and the headers are pip packages of torch's CUDA version, so no other base image is needed. The
-# kernels are precompiled; only their torch bindings, 33 files, are compiled here, JOBS files at a
-# time.
+# nvcc and the headers come from pip packages that match torch's CUDA version, so no other base image
+# is needed. The kernels are precompiled; only their torch bindings (33 files) are compiled here, JOBS
+# files at a time.
 USER 0
 ARG JOBS=4
 RUN pip install --no-cache-dir "cuda-toolkit[nvcc,cccl]==13.0.3" ninja==1.13.2 \

@@ -1,4 +1,5 @@
-"""Command-line tools. They may import every package; no package imports them.
+"""Command-line tools. They may import any package, but no package may import them.
 
-Each .py file except command.py (shared code) is a command. Folders contain the commands' parts.
+Every .py file is a command, except command.py, which holds shared code. Subfolders hold the modules
+that the commands are made of.
 """

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the average. Print used and unused checkpoints, and how to start from the average."""
+    """Write the average. Print which checkpoints it contains and how to start a run from it."""
     options = parse(arguments)
     with progress(lambda: "importing PyTorch and megatron-core, reading checkpoints"):
         return _average(options)
 
 
 def _average(options: argparse.Namespace) -> int:
-    from models.engine import import_engine  # imported here because the import takes seconds
+    from models.engine import import_engine  # deferred: slow import
 
     import_engine()
     from scripts.weights_only import average
@@ -54,50 +54,50 @@ def _average(options: argparse.Namespace) -> int:
 def chosen(
     run: Path, output: Path, requested: Sequence[int] | None, last: int | None
 ) -> tuple[list["CheckpointInfo"], list[str]]:
-    """Return the checkpoints to average, sorted by step, and descriptions of the other checkpoints.
+    """Return the checkpoints to average, sorted by step, and descriptions of those left out.
 
-    Raises InputError if a requested step has no checkpoint, if the output is in a run's checkpoint
-    folder, or if fewer than two checkpoints remain. Raises BrokenCheckpointError if a requested
-    checkpoint is broken.
+    Raises InputError if a requested step has no checkpoint, if the output is inside a run's
+    checkpoint folder, or if fewer than two checkpoints remain. Raises BrokenCheckpointError if a
+    requested checkpoint is broken.
     """
     from training.checkpoint.checkpoints import FOLDER, read_checkpoint, step_folder, steps
 
     if not (run / FOLDER).is_dir():
-        raise InputError(f"the run must be a folder with {FOLDER}, got {run}{near_name(run)}")
+        raise InputError(f"the run folder must contain {FOLDER}, got {run}{near_name(run)}")
     if real_path(output).parent.name == FOLDER:
-        rule = f"must not be in a run's {FOLDER}, because the run would read it as a checkpoint"
+        rule = f"must not be in a run's {FOLDER}, where the run would mistake it for a checkpoint"
         raise InputError(f"the output {rule}, got {output}")
-    there = steps(run)
-    missing = [step for step in requested or () if step not in there]
+    existing = steps(run)
+    missing = [step for step in requested or () if step not in existing]
     if missing:
-        present = ", ".join(map(str, there)) or "none"
-        raise InputError(f"{run} has no checkpoint of step {missing[0]}; available: {present}")
+        present = ", ".join(map(str, existing)) or "none"
+        raise InputError(f"{run} has no checkpoint at step {missing[0]}; available: {present}")
     infos, broken = [], {}
-    for step in sorted(set(requested or there)):
+    for step in sorted(set(requested or existing)):
         try:
             infos.append(read_checkpoint(step_folder(run, step)))
         except BrokenCheckpointError as error:
             if requested is not None:
                 raise
-            broken[step] = f"step {step}, a broken checkpoint: {error}"
+            broken[step] = f"step {step} (broken): {error}"
     if last is not None and len(infos) < last:
         raise InputError(
-            f"--last must be at most {len(infos)}, the number of checkpoints of {run}, got {last}"
+            f"--last must be at most {len(infos)}, the number of checkpoints in {run}, got {last}"
         )
     infos = infos[-last:] if last is not None else infos
     if len(infos) < 2:
-        raise InputError(f"{run} must contain two or more checkpoints, got {len(infos)}")
+        raise InputError(f"{run} must contain at least two checkpoints, got {len(infos)}")
     explained = {info.step for info in infos} | broken.keys()
-    unchosen = ", ".join(f"step {step}" for step in there if step not in explained)
+    unchosen = ", ".join(f"step {step}" for step in existing if step not in explained)
     return infos, [*broken.values(), *([unchosen] if unchosen else [])]
 
 
 def shares(count: int, decay: float | None) -> Iterator[float]:
-    """Yield each checkpoint's factor in the average. The factors sum to 1.
+    """Yield each checkpoint's weight in the average. The weights sum to 1.
 
-    Without `decay` all factors are equal. With `decay` the average is an exponential moving
-    average. It starts as the first checkpoint and then becomes `decay` times the average plus 1 -
-    `decay` times the next checkpoint.
+    Without `decay`, all weights are equal. With `decay`, the result is an exponential moving
+    average, initialized to the first checkpoint and updated with each later one as
+    `average = decay * average + (1 - decay) * checkpoint`.
     """
     for i in range(count):
         if decay is None:
@@ -107,23 +107,23 @@ def shares(count: int, decay: float | None) -> Iterator[float]:
 
 
 def dropped(last: "CheckpointInfo", norms: Sequence[float], on_sphere: bool) -> Iterator[str]:
-    """Yield notes on the state that the average omits, and on the norms of averaged matrices."""
+    """Yield notes on the state that the average drops, and on the norms of averaged matrices."""
     yield (
         "the average contains no optimizer state, random number generator state or data position, "
-        "so no run can resume from it"
+        "so runs cannot resume from it"
     )
     if last.config.pc is not None:
-        yield "PC layers became plain weights (the mean of PC(W)), and the config now has pc: null"
+        yield "PC layers became plain weights (the mean of PC(W)), and the config now sets pc: null"
     if norms:
-        text = f"after averaging, the spectral norms of {len(norms)} matrices of sphere rules are "
+        text = f"after averaging, the spectral norms of {len(norms)} sphere-rule matrices are "
         text += f"{min(norms):.4f} to {max(norms):.4f} times their radius"
         yield (
             f"{text}; the matrices were rescaled to the radius"
             if on_sphere
-            else f"{text}; --on-sphere rescales the matrices to the radius"
+            else f"{text}; pass --on-sphere to rescale the matrices to the radius"
         )
     elif on_sphere:
-        yield "--on-sphere had no effect: no matrix of this model has a sphere rule"
+        yield "--on-sphere had no effect: this model has no matrix with a sphere rule"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -137,34 +137,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole_number(),
         nargs="+",
         metavar="STEP",
-        help="steps of the checkpoints to average (default: all complete checkpoints)",
+        help="checkpoint steps to average (default: all complete checkpoints)",
     )
     choice.add_argument(
-        "--last", type=whole_number(2), metavar="N", help="average the newest N checkpoints"
+        "--last", type=whole_number(2), metavar="N", help="average the N newest checkpoints"
     )
     parser.add_argument(
         "--ema",
         type=share,
         metavar="DECAY",
-        help="compute an exponential moving average with this decay (default: equal weights)",
+        help="take an exponential moving average with this decay (default: uniform average)",
     )
     parser.add_argument(
-        "--on-sphere", action="store_true", help="rescale matrices of sphere rules to the radius"
+        "--on-sphere", action="store_true", help="rescale sphere-rule matrices to their radius"
     )
     options = parser.parse_args(arguments)
     if options.steps is not None and len(set(options.steps)) < max(2, len(options.steps)):
-        parser.error(f"--steps must be two or more distinct steps, got {options.steps}")
+        parser.error(f"--steps requires at least two distinct steps, got {options.steps}")
     return options
 
 
 def share(text: str) -> float:
-    """Parse a number between 0 and 1, both exclusive."""
+    """Parse a number strictly between 0 and 1."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text!r:.40}")
+        raise argparse.ArgumentTypeError(f"must be a number in (0, 1), got {text!r:.40}")
     return value
 
 

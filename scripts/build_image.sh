@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Build a target of the Dockerfile without a container daemon or a registry, and test the image.
+# Build a Dockerfile target without a container daemon or registry, and test the image.
 #
 #   scripts/build_image.sh TARGET PYTHON [ARGUMENT ...]
 #   scripts/build_image.sh cpu "$(command -v python3.12)" --volume /opt/wheels:/opt/wheels:ro
 #
-# Instead of Docker's Python image, the base image consists of Debian packages from debootstrap and
-# the interpreter PYTHON, whose version the image gets. buildah runs the Dockerfile's lines in
-# chroots, which needs root; then the image trains two steps. Each ARGUMENT is passed to `buildah
-# build`. Images are stored in the folder STORE, whose layers later builds reuse, or, if STORE is not
-# set, in a temporary folder that is removed at the end.
+# The base image is not pulled from Docker Hub. It is assembled from Debian packages (debootstrap) and
+# the interpreter PYTHON, which also sets the image's Python version. buildah runs the Dockerfile in
+# chroots, which requires root, and the finished image is tested by training for two steps. Each
+# ARGUMENT is passed on to `buildah build`. If STORE is set, the images are kept in that folder, and
+# later builds reuse their layers. Otherwise they are built in a temporary folder and then removed.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
@@ -30,7 +30,7 @@ version=$("$python" -c 'import platform; print(platform.python_version())' 2>/de
     stop "PYTHON must be a Python interpreter, got $python"
 prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
 [[ $prefix != /usr ]] || stop "PYTHON must not be installed in /usr, got $python"
-[[ $EUID -eq 0 ]] || stop "chroot needs the user root, got $(id -un)"
+[[ $EUID -eq 0 ]] || stop "chroot requires the user root, got $(id -un)"
 for tool in buildah debootstrap; do
     command -v "$tool" >/dev/null || stop "$tool must be installed: apt-get install $tool"
 done
@@ -42,7 +42,7 @@ trap 'rm -rf "$work"' EXIT
 export BUILDAH_ISOLATION=chroot
 buildah() { command buildah --root "$store/images" --runroot "$store/run" "$@"; }
 
-make_base() { # build the base image with the name $1
+make_base() { # build the base image and name it $1
     local base
     debootstrap --variant=minbase \
         --include=ca-certificates,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3,zlib1g \

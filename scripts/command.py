@@ -1,4 +1,4 @@
-"""Conventions of all scripts: arguments, errors and exit codes."""
+"""Argument, error and exit-code handling shared by all scripts."""
 
 import argparse
 import functools
@@ -22,9 +22,9 @@ P = ParamSpec("P")
 
 
 def new_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose description is the first line of a script's docstring.
+    """Return a parser that takes its description from the first line of a script's docstring.
 
-    The description is empty under `python -OO`, which removes docstrings.
+    The description is empty under `python -OO`, which strips docstrings.
     """
     return Parser(description=(docstring or "").partition("\n")[0])
 
@@ -32,25 +32,23 @@ def new_parser(docstring: str | None) -> argparse.ArgumentParser:
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add `--config FILE` and the positional `key=value` overrides, as in pretrain.py.
 
-    Parse with `parse_intermixed_args`, so that options may follow the overrides.
+    Call `parse_intermixed_args` to allow options after the overrides.
     """
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file")
+    parser.add_argument("--config", type=Path, required=True, help="run config (YAML file)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides")
 
 
 def warn_replaced(overrides: Sequence[str]) -> None:
-    """Print a warning for each override that a later override replaces, as pretrain.py does."""
-    from training.config.yaml_files import replaced  # this import takes seconds
+    """Warn about overrides that are superseded by later ones, as pretrain.py does."""
+    from training.config.yaml_files import replaced  # deferred: slow import
 
     for text in replaced(overrides):
         print(f"warning: {text}", file=sys.stderr)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`, with which the script also writes its results as JSON."""
-    parser.add_argument(
-        "--json", type=output_path, help="also write all results as JSON to this file"
-    )
+    """Add `--json FILE`, which also writes the results as JSON."""
+    parser.add_argument("--json", type=output_path, help="also write all results to this JSON file")
 
 
 def check_free(target: Path) -> None:
@@ -73,10 +71,10 @@ def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
 
 
 def output_path(text: str) -> Path:
-    """Parse the path of an output as an argparse type.
+    """Parse an output path. For use as an argparse type.
 
-    Raises argparse.ArgumentTypeError for a URL, and for ~ and variables (the shell expands these
-    unless they are quoted).
+    Raises argparse.ArgumentTypeError for URLs, and for a ~ or variable that the shell did not
+    expand because it was quoted.
     """
     _, wrong, rule = local_path("", text)
     if wrong:
@@ -102,14 +100,14 @@ def token_count(text: str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 document` or `2,000 documents`."""
+    """Format a count with its noun, as in `1 document` or `2,000 documents`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see either the whole old or the whole new text.
+    """Replace a file atomically, so that readers see either the old text or the new one in full.
 
-    Several processes may replace the file at the same time. Raises InputError for a folder.
+    Safe to call from several processes at once. Raises InputError if `path` is a folder.
     """
     if path.is_dir():
         raise InputError(f"the output must be a file, got the folder {path}")
@@ -126,17 +124,17 @@ def require(module: str) -> None:
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Turn errors that the user can fix into lines on stderr and exit codes.
+    """Wrap `main` to report user errors on stderr and return an exit code.
 
     `main` returns 0 on success, and 1 if a check or a run failed. InputError, OSError and
-    EngineError print `error: ...` and return 2. Ctrl-C returns 130. Other exceptions are bugs and
-    show their traceback. Characters that stdout or stderr cannot encode are escaped.
+    EngineError print `error: ...` and return 2. Ctrl-C returns 130. Any other exception is a bug
+    and prints its traceback. Characters that stdout or stderr cannot encode are escaped.
     """
 
     @functools.wraps(main)
     def checked(*args: P.args, **kwargs: P.kwargs) -> int:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # streams of notebooks have no reconfigure
+            if isinstance(stream, io.TextIOWrapper):  # notebook streams have no reconfigure
                 stream.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
@@ -145,7 +143,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
         except MemoryError as error:
             return fail(f"out of memory: {error}", code=1)
         except RuntimeError as error:
-            from models.engine import EngineError  # imported here because it loads torch
+            from models.engine import EngineError  # deferred: imports torch
 
             if not isinstance(error, EngineError):
                 raise

@@ -33,10 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    # Imported here because the import takes seconds.
-    from models.engine import check_engine, import_engine
+    from models.engine import check_engine, import_engine  # deferred: slow import
 
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both models are compared on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the two models are compared on CPU
     try:
         import_engine()
         untested = check_engine()
@@ -50,7 +49,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from scripts.huggingface.equivalence import verify  # these imports take seconds
+    from scripts.huggingface.equivalence import verify  # deferred: slow imports
     from scripts.huggingface.export import export, export_consolidated
 
     form = {"dtype": options.dtype, "shard_bytes": options.shard_size}
@@ -86,11 +85,14 @@ def _import(options: argparse.Namespace) -> None:
         dtype = import_model(options.source, options.target, config, options.overrides)
         stack.pop_all()
     if options.write_config is not None:
-        print(f"wrote {config}, which extends {options.config} with the model of {options.source}")
-    beginning = f"checkpoint.initialize_from={options.target}"
-    # A new run folder, because the command would resume the run of an existing folder.
+        print(
+            f"wrote {config}, which extends {options.config} with the model settings from "
+            f"{options.source}"
+        )
+    initialize = f"checkpoint.initialize_from={options.target}"
+    # Use a new run folder: in an existing one, the command would resume the run it contains.
     folder = f"run.dir={free_name(Path('runs', options.target.name))}"
-    command = shlex.join(["--config", str(config), folder, *options.overrides, beginning])
+    command = shlex.join(["--config", str(config), folder, *options.overrides, initialize])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
     print(f"    python pretrain.py {command}")
 
@@ -115,21 +117,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="format; consolidated keeps Spectrain's names and shapes (default: huggingface)",
+        help="output format; consolidated keeps Spectrain's parameter names and shapes (default: "
+        "huggingface)",
     )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: the training precision)",
+        help="weight dtype (default: the training precision)",
     )
     export.add_argument(
         "--shard-size",
         type=_size,
         default=_size("5GB"),
-        help="maximum size of a weight file, such as 500MB (default: 5GB)",
+        help="maximum size per weight file, such as 500MB (default: 5GB)",
     )
     tokenizer = export.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", type=Path, help="a tokenizer.json or its folder")
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json, or the folder that contains it"
+    )
     tokenizer.add_argument(
         "--no-tokenizer", action="store_true", help="do not write tokenizer files"
     )
@@ -137,7 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not compare the logits with transformers",
+        help="skip comparing the logits with transformers",
     )
     back = commands.add_parser("import", help="convert a model folder to a checkpoint")
     back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
@@ -146,16 +151,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         type=Path,
         required=True,
-        help="YAML file of a run with this model; key=value arguments override it",
+        help="config (YAML file) of a run with this model; key=value arguments override it",
     )
     back.add_argument(
         "--write-config",
         type=output_path,
         metavar="NEW",
-        help="also write a config that extends --config FILE with the model of config.json",
+        help="also write a config that extends --config FILE with the model settings from "
+        "config.json",
     )
     options, more = parser.parse_known_args(arguments)
-    # argparse accepts no positional arguments after the options of a subcommand.
+    # argparse does not accept positional arguments after a subcommand's options.
     exports = options.command == "export"
     wrong = [text for text in more if exports or "=" not in text or text.startswith("-")]
     if wrong:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Evaluate an exported model with lm-eval, or a checkpoint on task files with the trainer. See
-docs/huggingface.md.
+"""Evaluate an exported model with lm-eval, or score a checkpoint on task files with the trainer.
+See docs/huggingface.md.
 
 scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
 scripts/evaluate.py exported/llama1b --tasks pc_paper --dtype bfloat16 --device cuda
@@ -35,7 +35,7 @@ from training.errors import InputError
 from training.report.text import progress
 
 MEASURED = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
-"""Keys of lm-eval's output that are written to results.json: results, and facts that identify the
+"""Keys of lm-eval's output to keep in results.json: the results, and what is needed to identify the
 evaluation."""
 PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
     None: None,
@@ -46,7 +46,7 @@ PRECISIONS: Final[Mapping[str | None, Literal["fp32", "bf16"] | None]] = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate, print the table and write the results."""
+    """Run the evaluation, print the table and write the results."""
     _evaluate(parse(arguments))
     return 0
 
@@ -57,8 +57,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
         if len(files) < len(names):
             raise InputError(
-                f"{options.model} must be an exported model with config.json; a run or checkpoint "
-                "can be scored only on .jsonl tasks"
+                f"{options.model} must be an exported model with config.json; runs and checkpoints "
+                "can only be scored on .jsonl tasks"
             )
         _evaluate_checkpoint(options, files)
         return
@@ -80,8 +80,8 @@ def _evaluate(options: argparse.Namespace) -> None:
             dtype=options.dtype or "float32",
             options=options.options,
         )
-        lm_eval = run.command()  # checks options before slow steps
-        if run.python.exists():  # lm-eval would silently initialize missing weights randomly
+        lm_eval = run.command()  # validates the options before the slow steps
+        if run.python.exists():  # lm-eval would silently leave missing weights random
             with progress(lambda: "loading the exported model to check for missing weights"):
                 load_whole(options.model, dtype="auto")
         results = evaluate(run, offline=not standard)
@@ -94,10 +94,10 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> None:
-    """Score a run's newest checkpoint, or a given checkpoint, and print the table."""
+    """Score a checkpoint, or the newest checkpoint of a run, and print the table."""
     run = () if options.run is None else ("--run", str(options.run))
     if given := " ".join((*run, *options.options)):
-        raise InputError(f"{given} needs an exported model, got the run {options.model}")
+        raise InputError(f"{given} requires an exported model, got the run {options.model}")
     with progress(lambda: "importing packages, loading the model, scoring the tasks"):
         results = score_checkpoint(options.model, files, options.dtype)
     text = table(rows(results))
@@ -111,17 +111,17 @@ def _evaluate_checkpoint(options: argparse.Namespace, files: dict[str, str]) -> 
 def score_checkpoint(
     source: Path, files: Mapping[str, str], dtype: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Score a run's newest checkpoint, or a given checkpoint, with the trainer's forward pass.
+    """Score a checkpoint, or the newest checkpoint of a run, with the trainer's forward pass.
 
-    Runs in this process. Returns the metrics by task, as input of `rows`.
+    Runs in this process. Returns per-task metrics in the format expected by `rows`.
 
-    `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for another
-    dtype, or if the tokenizer differs from the run's. Raises BrokenCheckpointError if the
+    `dtype` is float32, bfloat16, or None for the run's precision. Raises InputError for any other
+    dtype, or if the tokenizer does not match the run's. Raises BrokenCheckpointError if the
     checkpoint is damaged.
     """
     if dtype not in PRECISIONS:
         raise InputError(f"--dtype must be float32 or bfloat16 for a run, got {dtype}")
-    from models.engine import import_engine  # imported here because these imports take seconds
+    from models.engine import import_engine  # deferred: slow imports
 
     import_engine()
     from parallel.comm import groups
@@ -180,10 +180,10 @@ def score_checkpoint(
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Write tasks from the run's validation sets to `folder` and return the tasks' names."""
+    """Write the run's validation sets as tasks to `folder` and return the task names."""
     if options.run is None:
-        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT with validation sets")
-    from models.engine import import_engine  # imported here because the import takes seconds
+        raise InputError("--tasks local requires --run RUN_OR_CHECKPOINT with validation sets")
+    from models.engine import import_engine  # deferred: slow import
 
     import_engine()
     from scripts.evaluation.local_text import write_tasks
@@ -199,40 +199,42 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
-        description="Evaluate an exported model with lm-eval. Options that are not listed here, "
-        "such as --device cuda, --batch_size 32 and --num_fewshot 5, are passed to lm-eval."
+        description="Evaluate an exported model with lm-eval. Options not listed here, such as "
+        "--device cuda, --batch_size 32 and --num_fewshot 5, are passed on to lm-eval."
     )
     parser.add_argument(
         "model",
         type=Path,
         metavar="OUT",
-        help="exported model folder; for .jsonl tasks also a run or checkpoint folder, which is "
-        "scored with the trainer's forward pass",
+        help="exported model folder or, for .jsonl tasks, a run or checkpoint folder to score with "
+        "the trainer's forward pass",
     )
     parser.add_argument(
         "--tasks",
         nargs="+",
         required=True,
         metavar="TASK",
-        help="local (the validation sets of --run, offline), pc_paper or sso_paper (the paper's "
-        "downstream tasks), .jsonl files of scripts/prepare_task.py, or names of lm-eval tasks",
+        help="local (the validation sets of --run; works offline), pc_paper or sso_paper (the "
+        "paper's downstream tasks), .jsonl files from scripts/prepare_task.py, or lm-eval task "
+        "names",
     )
     parser.add_argument(
         "--run",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="run or checkpoint with the validation sets for --tasks local",
+        help="run or checkpoint that provides the validation sets for --tasks local",
     )
     parser.add_argument(
         "--python",
         type=Path,
         default=_ROOT / ".venv-eval" / "bin" / "python",
-        help="Python interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
+        help="Python interpreter of the lm-eval environment (default: .venv-eval/bin/python)",
     )
     parser.add_argument(
         "--output",
         type=output_path,
-        help="output folder (default: evaluation/ in an exported model; none for a run)",
+        help="output folder (default: evaluation/ in an exported model; for a run, no files are "
+        "written)",
     )
     parser.add_argument(
         "--dtype", help="compute dtype (default: float32; for a run, the training precision)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Continue a prompt with a run, a checkpoint or an exported model.
+"""Generate text from a prompt with a run, a checkpoint or an exported model.
 
 scripts/generate.py runs/tiny_sso "In the beginning" --tokens 40
 """
@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
     if re.search("[\ud800-\udfff]", options.prompt):
-        raise InputError(f"the prompt must be UTF-8, got {options.prompt!r:.40}")
+        raise InputError(f"the prompt must be valid UTF-8, got {options.prompt!r:.40}")
     require("transformers")
     if not 0 <= options.temperature < float("inf"):
         raise InputError(f"--temperature must be finite and at least 0, got {options.temperature}")
     if options.seed is not None and not options.temperature:
-        raise InputError("--seed needs --temperature above 0, because 0 means no sampling")
+        raise InputError("--seed requires --temperature above 0; at 0, decoding is greedy")
     with (
         progress(lambda: "importing packages, loading the model, generating tokens"),
         exported(options.source, options.tokenizer) as folder,
@@ -43,20 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
-    """Provide `source` as an exported model within a context.
+    """Yield the folder of an exported model, exporting `source` first if necessary.
 
-    A checkpoint, or the newest complete checkpoint of a run folder, is exported to a temporary
-    folder. Raises InputError if `source` contains no checkpoint and no exported model, or if the
-    run has no tokenizer.
+    A checkpoint, or the newest complete checkpoint of a run, is exported to a temporary folder.
+    Raises InputError if `source` contains neither a checkpoint nor an exported model, or if the run
+    has no tokenizer.
     """
     if (source / "config.json").is_file():
         if tokenizer is not None:
-            raise InputError(f"--tokenizer needs a run or checkpoint, got the export {source}")
+            rule = "--tokenizer is only valid with a run or checkpoint"
+            raise InputError(f"{rule}, got the exported model {source}")
         if not (source / "tokenizer.json").is_file():
             raise InputError(f"{source} must contain tokenizer.json; export it with a tokenizer")
         yield source
         return
-    from models.engine import import_engine  # imported here because the import takes seconds
+    from models.engine import import_engine  # deferred: slow import
 
     import_engine()
     from scripts.huggingface.export import export
@@ -69,8 +70,8 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
 
 
 def continuation(folder: Path, options: argparse.Namespace) -> str:
-    """Return the prompt with its continuation by the exported model in `folder`."""
-    import torch  # imported here because these imports take seconds
+    """Return the prompt followed by the text that the exported model in `folder` generates."""
+    import torch  # deferred: slow imports
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -83,26 +84,26 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the readers of these files raise errors of many types
+    except Exception as error:  # transformers raises many exception types here
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     model = load_whole(folder)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False, verbose=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError(f"the prompt must have at least one token, got {options.prompt!r:.40}")
-    read = tokenizer.decode(prompt["input_ids"][0], clean_up_tokenization_spaces=False)
-    if read != options.prompt:
-        print(f"the tokenizer changes the prompt to {printable(read)!r}", file=sys.stderr)
+    decoded = tokenizer.decode(prompt["input_ids"][0], clean_up_tokenization_spaces=False)
+    if decoded != options.prompt:
+        print(f"the tokenizer changes the prompt to {printable(decoded)!r}", file=sys.stderr)
     positions, length = model.config.max_position_embeddings, prompt["input_ids"].shape[1]
-    room = positions - length
-    if room < 1:
+    remaining = positions - length
+    if remaining < 1:
         raise InputError(
-            f"the prompt must be shorter than the model's {positions} positions, "
-            f"got {length} tokens"
+            f"the prompt must be shorter than the model's context of {positions} tokens, got "
+            f"{length} tokens"
         )
-    tokens = options.tokens or min(DEFAULT_TOKENS, room)
-    if tokens > room:
+    tokens = options.tokens or min(DEFAULT_TOKENS, remaining)
+    if tokens > remaining:
         raise InputError(
-            f"--tokens must be at most {room}, the number of positions after the prompt, got "
+            f"--tokens must be at most {remaining}, the context remaining after the prompt, got "
             f"{tokens}"
         )
     # Ignore the folder's generation_config.json and transformers' default top_k of 50.
@@ -128,19 +129,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "source",
         type=Path,
         metavar="RUN",
-        help="run folder (its newest complete checkpoint), checkpoint folder or exported model",
+        help="run folder (uses the newest complete checkpoint), checkpoint folder or exported "
+        "model",
     )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
         "--tokens",
         type=whole_number(),
-        help=f"tokens to generate (default: {DEFAULT_TOKENS}, or the model's free positions)",
+        help=f"number of tokens to generate (default: {DEFAULT_TOKENS}, or as many as fit in the "
+        "remaining context)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="sampling temperature; 0 picks the most probable token (default: 0)",
+        help="sampling temperature; 0 means greedy decoding (default: 0)",
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of the run's")
     parser.add_argument("--seed", type=whole_number(0), help="sampling seed (default: 0)")

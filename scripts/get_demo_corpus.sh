@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Create examples/data/*.txt.xz from Debian packages, or check existing files.
+# Create examples/data/*.txt.xz from Debian packages, or verify existing files.
 #
 #   scripts/get_demo_corpus.sh [FOLDER]           create the files (default: examples/data)
-#   scripts/get_demo_corpus.sh --check [FOLDER]   check the sha256 of the texts; needs only xz
+#   scripts/get_demo_corpus.sh --check [FOLDER]   verify the sha256 of the texts (requires only xz)
 #
 # To create the files: apt-get install bible-kjv bible-kjv-text jargon-text dict-devil xz-utils
-# The texts must have the sha256 below, with any package versions. See examples/data/SOURCES.md.
+# The texts must match the sha256 below with any package version. See examples/data/SOURCES.md.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   sed -n '2,${/^#\( \|$\)/!q; s/^# \{0,1\}//p}' "$0"
@@ -24,8 +24,8 @@ fail() { echo "error: $*" >&2; exit 2; }
 
 kjv() {
   command -v bible >/dev/null || fail "the command 'bible' is missing: apt-get install bible-kjv bible-kjv-text"
-  # Every line is 'Ge1:1 In the beginning ...'. Remove the reference, which is not prose, and add a
-  # blank line before each chapter's first verse.
+  # Lines look like 'Ge1:1 In the beginning ...'. Strip the reference, which is not prose, and add a
+  # blank line before the first verse of each chapter.
   bible -f "Ge1:1-Re22:21" |
     awk '{ if (NR > 1 && $1 ~ /:1$/) print ""; sub(/^[^ ]+ /, ""); print }'
 }
@@ -42,7 +42,7 @@ devils_dictionary() {
   gzip -dc <"$source"
 }
 
-check() {  # check FILE SHA256: compare the text of a .txt.xz file with its sha256
+check() {  # check FILE SHA256: check that the text in a .txt.xz file has this sha256
   local found
   [ -r "$1" ] || fail "the file $1 is missing"
   found=$(xz -dc "$1" | sha256sum | cut -d' ' -f1) || fail "$1 is not a readable xz file"
@@ -58,7 +58,7 @@ if ! $checking; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   for name in "${SETS[@]}"; do
-    # With one thread and one block, all versions of xz write the same bytes.
+    # With a single thread and a single block, all xz versions produce identical output.
     "$name" | xz -9e --threads=1 --check=crc64 >"$scratch/$name.txt.xz"
     check "$scratch/$name.txt.xz" "${TEXT_SHA256[$name]}" >/dev/null
   done

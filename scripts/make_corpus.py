@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Collect the documents of a corpus from Debian packages. See docs/data.md.
+"""Collect a corpus of documents from Debian packages. See docs/data.md.
 
 scripts/make_corpus.py data/corpus_texts
 """
@@ -20,9 +20,9 @@ DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Collect the corpus. Exit with 2 if a package is unavailable or its texts differ."""
+    """Collect the corpus. Exit with 2 if a package is unavailable or its texts do not match."""
     options = parse(arguments)
-    from scripts.data.debian import read_corpus, write_set  # imported here because it loads torch
+    from scripts.data.debian import read_corpus, write_set  # deferred: imports torch
 
     output = options.output.absolute()
     corpus = read_corpus(options.corpus)
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--corpus",
         type=Path,
         default=DESCRIPTION,
-        help="YAML description of the corpus (default: %(default)s)",
+        help="corpus description (YAML file; default: %(default)s)",
     )
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Reproduce a table or figure of a paper, on a laptop or at full size. See docs/papers.md.
+"""Reproduce a table or figure from a paper, on a laptop or at full size. See docs/papers.md.
 
     python scripts/paper.py --list
     python scripts/paper.py pc_layer figure_3 --tiny --dry-run
@@ -7,9 +7,9 @@
     python scripts/paper.py pc_layer figure_3 --tiny --plot-only
     python scripts/paper.py pc_layer figure_5 --measure
 
-The script prints the commands, their estimated GPU-hours and the paper's numbers. Then it runs or
-submits the commands in order, and draws the figure from the finished runs. It stops at the first
-command that fails.
+The script prints the commands, their estimated GPU-hours and the paper's numbers. It then runs or
+submits the commands in order, and plots the finished runs. It stops at the first command that
+fails.
 """
 
 import argparse
@@ -29,31 +29,31 @@ from training.errors import InputError
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("paper", nargs="?", help="name of the paper (see --list)")
+    parser.add_argument("paper", nargs="?", help="paper name (see --list)")
     parser.add_argument("item", nargs="?", help="figure_N, table_N or another item (see --list)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="run on a laptop (default)")
-    size.add_argument("--full", action="store_true", help="run at the size of the paper")
+    size.add_argument("--full", action="store_true", help="run at the paper's scale")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     parser.add_argument("--plot-only", action="store_true", help="only plot finished runs")
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="write the results of the finished tiny runs to the item's JSON file and figure",
+        help="record the results of finished tiny runs in the item's JSON file and figure",
     )
     parser.add_argument("--list", action="store_true", help="list papers and items and exit")
     parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")
     parser.add_argument(
-        "--plan", action="store_true", help="estimate and store the full runs' GPU-hours and exit"
+        "--plan", action="store_true", help="estimate and store GPU-hours of the full runs and exit"
     )
     return parser.parse_args(arguments)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the requested commands. Return the exit code of the first command that fails."""
+    """Run the requested commands. Return the exit code of the first one that fails, or 0."""
     options = parse(arguments)
-    # Imported here because these modules load torch, pandas and matplotlib.
+    # Deferred: these modules import torch, pandas and matplotlib.
     from scripts.papers.catalogue import (
         commands,
         describe,
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checked_name(what: str, name: str | None, names: Sequence[str]) -> str:
-    """Return `name` if it is in `names`. Otherwise raise InputError with the closest name."""
+    """Return `name` if it is in `names`. Otherwise raise InputError, suggesting the closest one."""
     if name in names:
         return str(name)
     raise InputError(f"{what} must be {named(name or '', names)}")

@@ -1,4 +1,4 @@
-"""Draw figures of runs, checkpoints and studies, and write HTML pages about runs.
+"""Plot runs, checkpoints and studies, and write HTML reports on runs.
 
     python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
     python scripts/plot.py runs/tiny_sso --html
@@ -9,9 +9,10 @@
     python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
-Without a subcommand, the script writes every figure for which the given runs have data. Figures
-overlay several runs, or show each run separately if an overlay would be unreadable. With --html the
-script writes a page per run instead. `compare` writes one page about all runs in the given folders.
+Without a subcommand, the script writes every figure that the given runs have data for. Figures
+overlay the runs, or show them separately where an overlay would be unreadable. With --html, the
+script writes one report per run instead. `compare` writes a single page that compares all runs in
+the given folders.
 """
 
 import argparse
@@ -36,42 +37,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         given = ["figures", *given]
     output = Parser(add_help=False)
     output.add_argument(
-        "--output", type=output_path, required=True, help="file: .svg, .png or .pdf"
+        "--output", type=output_path, required=True, help="output file (.svg, .png or .pdf)"
     )
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    runs = kinds.add_parser("figures", help="draw all figures of runs, or write a page per run")
+    runs = kinds.add_parser("figures", help="draw all figures of runs, or write a report per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
         "--output",
         type=output_path,
-        help="output folder (default: RUN/figures of the first RUN; with --html, each RUN)",
+        help="output folder (default: figures/ in the first RUN; with --html, each RUN)",
     )
     form = runs.add_mutually_exclusive_group()
     form.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
-    form.add_argument("--html", action="store_true", help="write a page report.html per run")
-    compare = kinds.add_parser("compare", help="write one page about several runs")
+    form.add_argument("--html", action="store_true", help="write report.html for each run")
+    compare = kinds.add_parser("compare", help="write one page that compares several runs")
     compare.add_argument(
         "folders", type=Path, nargs="+", help="run folders, or folders with runs at any depth"
     )
     compare.add_argument(
         "--output",
         type=output_path,
-        help="page to write (default: compare.html in the common parent folder)",
+        help="output page (default: compare.html in the common parent folder)",
     )
     spectrum = kinds.add_parser(
-        "spectrum", parents=[output], help="draw singular values of weights W and PC(W)"
+        "spectrum", parents=[output], help="plot the singular values of W and PC(W)"
     )
     spectrum.add_argument("run", type=Path, help="run folder or checkpoint")
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
-    study = kinds.add_parser("study", parents=[output], help="draw loss differences of a study")
-    study.add_argument("results", type=Path, help="results.json of scripts/study.py")
+    study = kinds.add_parser("study", parents=[output], help="plot the loss differences of a study")
+    study.add_argument("results", type=Path, help="results.json written by scripts/study.py")
     shown = study.add_mutually_exclusive_group()
-    shown.add_argument("--by", help="draw the losses against the values of this searched key")
+    shown.add_argument("--by", help="plot the losses against this tuned config key")
     shown.add_argument(
-        "--curves", nargs="+", metavar="VARIANT", help="draw the loss curves of these variants"
+        "--curves", nargs="+", metavar="VARIANT", help="plot the loss curves of these variants"
     )
-    kinds.add_parser("maps", parents=[output], help="draw the polynomials of PC layers")
+    kinds.add_parser("maps", parents=[output], help="plot the PC layer polynomials")
     return parser.parse_args(given)
 
 
@@ -92,21 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare_runs(options: argparse.Namespace) -> Path:
-    """Write the page that compares the runs. Return its path."""
+    """Write the comparison page and return its path."""
     from scripts.plots.compare import comparison
 
-    around = Path(os.path.commonpath([folder.absolute() for folder in options.folders]))
+    parent = Path(os.path.commonpath([folder.absolute() for folder in options.folders]))
     if len(options.folders) == 1:
-        around = options.folders[0]
-    path: Path = options.output or around / "compare.html"
+        parent = options.folders[0]
+    path: Path = options.output or parent / "compare.html"
     if path.suffix != ".html":
         raise InputError(f"--output must end in .html, got {path}")
-    write_whole(path, comparison(around, options.folders))
+    write_whole(path, comparison(parent, options.folders))
     return path
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
-    """Write all figures of the runs, or a page per run. Return the paths."""
+    """Write all figures of the runs, or a report per run, and return the paths."""
     from scripts.plots.run_data import read_run
     from scripts.plots.run_figures import write_figures
     from scripts.plots.run_page import report
@@ -119,10 +120,10 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
     if not options.html:
         for run in runs:
             if not run.metrics:
-                raise InputError(f"{run.folder} has not logged a step yet")
+                raise InputError(f"{run.folder} has not logged any steps yet")
         folder = options.output or options.runs[0] / "figures"
         if options.output is None and folder.is_symlink():
-            raise InputError(f"{folder} must not be a link; pass its target as --output")
+            raise InputError(f"{folder} must not be a symlink; set --output to its target")
         return write_figures(runs, folder, f".{options.format}")
     pages = []
     for run in runs:
@@ -133,7 +134,7 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
 
 
 def draw_one(options: argparse.Namespace) -> Path:
-    """Write one figure. Return its path."""
+    """Write a single figure and return its path."""
     from scripts.plots.style import check_target, save
 
     target: Path = options.output

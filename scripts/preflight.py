@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Check every GPU, link and collective of a job before a long run, and print a table.
+"""Check all GPUs, links and collectives of a job before a long run and print a table.
 
     torchrun --nproc-per-node 8 scripts/preflight.py [--json FILE]
     sbatch --nodes=8 scripts/slurm/preflight.sbatch
 
-Every rank computes and sends integers, for which the exact results are known. Each row of the table
-shows the slowest and the median rate over all ranks, and lists ranks below 80% of the median. The
-exit code is 1 if a result is wrong. If a check hangs, its name is the last line printed.
+Ranks compute and exchange integers, so results can be checked exactly. Each row of the table shows
+the slowest and the median rate across ranks, and lists the ranks below 80% of the median. The exit
+code is 1 if any result is wrong. If a check hangs, the last line printed names it.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from scripts.command import add_json, command, new_parser, whole_number, write_w
 from training.report.text import table
 
 SLOW = 0.8
-"""Fraction of the median rate below which a rank is listed as slow."""
+"""Ranks below this fraction of the median rate are listed as slow."""
 TIMEOUT = datetime.timedelta(seconds=120)
 REPEATS = 5
-"""Number of timed calls after one warm-up call; the rate uses their median time."""
+"""Number of timed calls after one warm-up call. Rates are based on the median time."""
 # PyTorch 2.13 renamed these functions and warns about the old names.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +48,7 @@ class Check:
 
     unit    unit of the rate: TFLOP/s or GB/s
     amount  TFLOPs or GB per run
-    source  tensor to copy to `result` before each run, outside the timing
+    source  tensor copied to `result` before each run (not timed)
     """
 
     name: str
@@ -62,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of a check on all ranks: rates, and wrong and slow ranks with their hosts."""
+    """Results of a check across ranks: rates, and the wrong and slow ranks with their hosts."""
 
     name: str
     unit: str
@@ -74,7 +74,7 @@ class Row:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks on all ranks and print on rank 0. Return 1 if a result is wrong."""
+    """Run every check on all ranks and print from rank 0. Return 1 if any result is wrong."""
     options = parse(arguments)
     device = start()
     rank, rows = dist.get_rank(), []
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = 256 if torch.cuda.is_available() else 4
     parser.add_argument(
         "--mebibytes", type=whole_number(most=16384), default=default,
-        help=f"MiB per rank to send and copy (default on this machine: {default})",
+        help=f"MiB to send and copy per rank (default on this machine: {default})",
     )  # fmt: skip
     add_json(parser)
     return parser.parse_args(arguments)
@@ -112,15 +112,15 @@ def start() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    # Reductions in bfloat16 would not be exact.
+    # bfloat16 reductions would not be exact.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     return device
 
 
 def checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield the checks of the device, the links and the collectives, each with `size` bytes."""
-    yield product_check(device)
+    """Yield the device, link and collective checks, which transfer `size` bytes each."""
+    yield matmul_check(device)
     yield copy_check(device, size)
     ranks = dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -132,25 +132,25 @@ def checks(device: torch.device, size: int) -> Iterator[Check]:
         yield from collective_checks(device, size)
 
 
-def product_check(device: torch.device) -> Check:
-    """Return a check of a product of matrices of -1, 0 and 1, which is exact."""
+def matmul_check(device: torch.device) -> Check:
+    """Return a check of a matmul of matrices of -1, 0 and 1, whose result is exact."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (integers(n, seed).to(device, dtype) for seed in (1, 2))
     exact = integers(n, 1)[:4].long() @ integers(n, 2).long()
     result, expected = torch.empty_like(left), left @ right
-    expected[:4] = exact.to(device, dtype)  # other rows must equal the first product
-    name = f"product, {str(dtype).removeprefix('torch.')}"
+    expected[:4] = exact.to(device, dtype)  # the other rows must match the first matmul
+    name = f"matmul, {str(dtype).removeprefix('torch.')}"
     run = partial(torch.matmul, left, right, out=result)
     return Check(name, "TFLOP/s", 2e-12 * n**3, run, result, expected)
 
 
 def integers(n: int, seed: int) -> Tensor:
-    """Return a matrix `[n, n]` of -1, 0 and 1 that is the same on every rank."""
+    """Return an `[n, n]` matrix of -1, 0 and 1 that is identical on all ranks."""
     return torch.randint(-1, 2, (n, n), generator=torch.Generator().manual_seed(seed))
 
 
 def copy_check(device: torch.device, size: int) -> Check:
-    """Return a check of a copy in device memory."""
+    """Return a check that copies data within device memory."""
     source = numbers(device, size, 0)
     result = torch.empty_like(source)
     run = partial(result.copy_, source)
@@ -158,13 +158,13 @@ def copy_check(device: torch.device, size: int) -> Check:
 
 
 def numbers(device: torch.device, size: int, offset: int) -> Tensor:
-    """Return `size` bytes of int32 that depend on the position. `offset` makes ranks differ."""
+    """Return `size` bytes of position-dependent int32 values. `offset` tells ranks apart."""
     return torch.arange(size // 4, dtype=torch.int32, device=device) % 1021 + offset
 
 
 def link_check(device: torch.device, size: int, shift: int, ring: int, where: str) -> Check:
-    """Return a check of links: in a ring of `ring` ranks, send to the rank `shift` ahead and
-    receive from the rank `shift` behind."""
+    """Return a link check: in a ring of `ring` ranks, send to the rank `shift` ahead and receive
+    from the rank `shift` behind."""
     rank = dist.get_rank()
     base = rank - rank % ring
     ahead, behind = (base + (rank - base + sign * shift) % ring for sign in (1, -1))
@@ -181,8 +181,8 @@ def link_check(device: torch.device, size: int, shift: int, ring: int, where: st
 
 
 def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
-    """Yield checks of training's collectives over all ranks. Rates count the bytes that each rank
-    sends in a ring algorithm."""
+    """Yield checks of the collectives used in training, across all ranks. Rates count the bytes
+    each rank sends in a ring algorithm."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     piece = max(4, size // ranks // 4 * 4)
     whole, part = numbers(device, piece * ranks, rank), numbers(device, piece, rank)
@@ -202,7 +202,7 @@ def collective_checks(device: torch.device, size: int) -> Iterator[Check]:
 
 
 def over_ranks(check: Check, device: torch.device) -> Row:
-    """Run a check on all ranks and collect the results."""
+    """Run a check on all ranks and gather the results."""
     seconds, right = [], True
     for _ in range(1 + REPEATS):
         check.result.zero_() if check.source is None else check.result.copy_(check.source)
@@ -224,13 +224,13 @@ def over_ranks(check: Check, device: torch.device) -> Row:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
+    """Wait for all work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def report(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the table, with the verdict in the last line."""
+    """Return the table, followed by a line with the verdict."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     title = f"{dist.get_world_size()} ranks, {name}"
     cells = [
@@ -243,7 +243,7 @@ def report(rows: Sequence[Row], device: torch.device) -> str:
 
 
 def remark(row: Row) -> str:
-    """Return a remark that lists wrong and slow ranks."""
+    """Return the remark column, which lists wrong and slow ranks."""
     parts = [("WRONG on", row.wrong), ("slow:", row.slow)]
     return "; ".join(f"{word} {', '.join(ranks)}" for word, ranks in parts if ranks)
 

@@ -41,31 +41,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the data. Return 0 on success, 1 if a worker was killed."""
     options = parse(arguments)
     output = real_path(Path(options.output))
-    place = output if options.shard is None else options.shard.folder(output)
+    target = output if options.shard is None else options.shard.folder(output)
     try:
         _prepare(options, output)
     except InputError as error:
-        return fail(f"{error}{_kept(place, '')}", code=2)
+        return fail(f"{error}{_kept(target, '')}", code=2)
     except BrokenProcessPool:
-        return fail(f"a worker process was killed, perhaps out of memory{_kept(place)}", code=1)
+        return fail(f"a worker process was killed, perhaps out of memory{_kept(target)}", code=1)
     except OSError as error:
-        return fail(f"{described(error, options.output)}{_kept(place)}", code=2)
+        return fail(f"{described(error, options.output)}{_kept(target)}", code=2)
     except KeyboardInterrupt:
-        print(f"interrupted{_kept(place).replace(';', ':')}", file=sys.stderr)
+        print(f"interrupted{_kept(target).replace(';', ':')}", file=sys.stderr)
         return 130
     return 0
 
 
 def _kept(output: Path, nothing: str = "; nothing was written") -> str:
-    """Return the end of an error: that a new run resumes or, if it cannot, `nothing`."""
+    """Return the suffix for an error: how to resume, or `nothing` if there is nothing to resume."""
     state = output.with_name(f"{output.name}.preparing.state")
     if not (state / "progress.json").exists():
         return nothing
-    return f"; the work so far is in {output.name}.preparing, and the same command resumes it"
+    return f"; progress is saved in {output.name}.preparing; run the same command again to resume"
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> None:
-    from scripts.data.folder import (  # imported here because it imports torch
+    from scripts.data.folder import (  # deferred: imports torch
         check_replaceable,
         clean_up,
         holds_preparation,
@@ -73,7 +73,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 
     shard: Shard | None = options.shard
     preparation = chosen(options)
-    warnings = preparation.check()  # before any slow step
+    warnings = preparation.check()  # before the slow steps
     identities = preparation.identities() if shard is None else []
     if shard is None:
         warnings += preparation.repeated(identities)
@@ -93,8 +93,8 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
         documents, tokens = (sum(part[i] for part in parts) for i in (0, 1))
         print(
             f"wrote {shard.folder(output)}: {counted(documents, 'document')}, "
-            f"{counted(tokens, 'token')}; when all shards are done, the same command without "
-            f"--shard joins {counted(shard.count, 'shard')}"
+            f"{counted(tokens, 'token')}; once all shards are done, run the same command without "
+            f"--shard to join {counted(shard.count, 'shard')}"
         )
         return
     manifest = prepare(preparation, output, identities=identities, **how)
@@ -111,31 +111,30 @@ def _prepare(options: argparse.Namespace, output: Path) -> None:
 
 
 def _check_export(tokenizer: Path | None) -> None:
-    """Raise DataError if the tokenizer of an exported model would encode text differently.
+    """Raise DataError if the tokenizer would encode text differently in an exported model.
 
     transformers builds some tokenizers from tokenizer_config.json, which may contradict
-    tokenizer.json, for instance in `add_prefix_space`.
+    tokenizer.json, for example in `add_prefix_space`.
     """
     if tokenizer is None or not (tokenizer / "tokenizer_config.json").is_file():
         return
-    # Imported here because the import is slow.
-    from scripts.huggingface.equivalence import checked_tokenizer
+    from scripts.huggingface.equivalence import checked_tokenizer  # deferred: slow import
 
     try:
         checked_tokenizer(tokenizer, with_template=True)
     except InputError as error:
         raise DataError(
-            f"{error}; a model with this tokenizer cannot be exported: correct "
-            "tokenizer_config.json, or pass only tokenizer.json"
+            f"{error}; models with this tokenizer cannot be exported: fix tokenizer_config.json, "
+            "or pass tokenizer.json alone"
         ) from None
-    except Exception as error:  # transformers raises errors of many types
+    except Exception as error:  # transformers raises many exception types
         print(
             f"warning: transformers cannot load {tokenizer}: {first_line(error)}", file=sys.stderr
         )
 
 
 def say(preparation: Preparation, warnings: list[str]) -> None:
-    """Print which files are read and ignored, and print the warnings."""
+    """Print the files to read, the files ignored, and the warnings."""
     for plan in preparation.sets:
         print(f"set {plan.name} {plan.listing()}")
     for warning in warnings:
@@ -143,7 +142,7 @@ def say(preparation: Preparation, warnings: list[str]) -> None:
 
 
 def how_to_train(folder: str, sets: Sequence[str]) -> str:
-    """Return a config of the prepared sets for the user to save, and the training command."""
+    """Return instructions: a config for the prepared sets, and the command to train on them."""
     name = Path(folder).name
     lines = ["base: configs/tiny_sso.yaml", f"run: {{name: {name}}}", "data:", "  replace: true"]
     for kind in ("train", "validation"):
@@ -161,7 +160,7 @@ def how_to_train(folder: str, sets: Sequence[str]) -> str:
 
 
 def chosen(options: argparse.Namespace) -> Preparation:
-    """Return the preparation that the options describe."""
+    """Return the preparation described by the options."""
     if options.demo:
         kept = {"demo", "output", "overwrite", "workers", "shard"}
         _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
@@ -183,7 +182,7 @@ def chosen(options: argparse.Namespace) -> Preparation:
 
 
 def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
-    """Raise InputError, "has no effect `when`", if an option in `names` was given."""
+    """Raise InputError ("has no effect `when`") if any option in `names` was given."""
     defaults = vars(parse(["--output", ""]))
     flags = {"inputs": "NAME=INPUT", "local": "--from"}
     for name in names:
@@ -193,15 +192,15 @@ def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
-    """Return the plan of a corpus in scripts/data/corpora.yaml, and the path of its tokenizer or of
-    --tokenizer."""
+    """Return the plan for a corpus in scripts/data/corpora.yaml, and the path of --tokenizer or,
+    by default, of the corpus's own tokenizer."""
     corpora = read_corpora()
     if options.corpus not in corpora:
         names = ", ".join(corpora)
         raise InputError(f"--corpus must be one of {names}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
-        text = "--corpus excludes inputs, --validation and --train-tokenizer; "
-        raise InputError(f"{text}to replace the tokenizer of the corpus, pass --tokenizer PATH")
+        text = "--corpus cannot be combined with inputs, --validation or --train-tokenizer; "
+        raise InputError(f"{text}to override the corpus's tokenizer, pass --tokenizer PATH")
     _refuse(options, "with --corpus", "validation_fraction")
     corpus = corpora[options.corpus]
     tokenizer = options.tokenizer or hub_tokenizer(corpus.tokenizer)
@@ -209,7 +208,7 @@ def _corpus(options: argparse.Namespace) -> tuple[list[SetPlan], Path]:
 
 
 def _demo() -> Preparation:
-    """Return the preparation of the embedded corpus: three sets, 5% held out, a BPE with 4,096
+    """Return the preparation of the bundled corpus: three sets with 5% held out, and a BPE of 4,096
     tokens."""
     sets = []
     for name in _DEMO_SETS:
@@ -220,18 +219,21 @@ def _demo() -> Preparation:
 
 
 def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
-    """Return the plans of the sets, and --tokenizer, or None to train a tokenizer."""
+    """Return the set plans, and the --tokenizer path or None to train a tokenizer."""
     if not options.inputs:
         raise InputError("no input: pass NAME=INPUT, --corpus NAME or --demo")
     if options.local is not None:
-        raise InputError("--from needs --corpus; NAME=INPUT already names the source")
+        raise InputError("--from is only valid with --corpus; NAME=INPUT already names the source")
     if (options.train_tokenizer is None) == (options.tokenizer is None):
         raise InputError("pass exactly one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
-        raise InputError("--eod needs --tokenizer; a trained tokenizer defines its own token")
+        raise InputError(
+            "--eod is only valid with --tokenizer; a newly trained tokenizer defines its own "
+            "end-of-document token"
+        )
     train, validation = _named(options.inputs), _named(options.validation)
     for name in validation.keys() - train.keys():
-        raise InputError(f"--validation {name}=INPUT needs a training set {name}=INPUT")
+        raise InputError(f"--validation {name}=INPUT requires a training set {name}=INPUT")
     plans = []
     for name, sources in train.items():
         portions, fraction = [_portion(sources, tokens=options.tokens)], options.validation_fraction
@@ -242,11 +244,11 @@ def _custom(options: argparse.Namespace) -> tuple[list[SetPlan], Path | None]:
 
 
 _Source = tuple[str, str | None]
-"""A source of documents, and the field that contains the text, or None for --text-key."""
+"""A document source, and the field that contains the text (None means --text-key)."""
 
 
 def _portion(sources: list[_Source], **limits: Any) -> Portion:
-    """Return the portion with the inputs of `sources` in order; `limits` are its other fields."""
+    """Return a portion that reads `sources` in order. `limits` sets its other fields."""
     listings = [find_inputs(text, key) for text, key in sources]
     return Portion(
         inputs=[each for listing in listings for each in listing.inputs],
@@ -257,7 +259,7 @@ def _portion(sources: list[_Source], **limits: Any) -> Portion:
 
 
 def _named(arguments: list[str]) -> dict[str, list[_Source]]:
-    """Parse NAME[:KEY]=INPUT arguments. Return the sources of each name in the given order."""
+    """Parse NAME[:KEY]=INPUT arguments. Return each name's sources in the order given."""
     named: dict[str, list[_Source]] = {}
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
@@ -296,24 +298,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
         description="Convert text to token sets (Megatron .bin and .idx files) with a tokenizer "
-        "and a manifest. The output folder appears only when it is complete."
+        "and a manifest. The output folder only appears once it is complete."
     )
     parser.add_argument(
         "inputs",
         nargs="*",
         metavar="NAME[:KEY]=INPUT",
-        help="NAME is the name of a set. INPUT is a file, a folder, a quoted glob or "
+        help="NAME is the name of the set. INPUT is a file, a folder, a quoted glob or "
         "hf:DATASET[:CONFIG][:SPLIT]. KEY is the field that contains the text (default: "
-        f"--text-key). Several inputs may have the same name. File suffixes: {SUFFIXES}",
+        "--text-key). Inputs with the same name form one set. Supported file suffixes: "
+        f"{SUFFIXES}",
     )
     parser.add_argument("--output", type=_output, required=True, help="output folder")
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace data that is damaged or was made from other inputs or options",
+        help="replace existing data that is damaged or was made from different inputs or options",
     )
     parser.add_argument(
-        "--demo", action="store_true", help="prepare the embedded corpus in examples/data"
+        "--demo", action="store_true", help="prepare the bundled corpus in examples/data"
     )
     parser.add_argument(
         "--corpus",
@@ -330,7 +333,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens",
         type=token_count,
         help="maximum number of tokens per set, such as 10000000000, 10_000_000_000, 1e10 or 10B "
-        "(default: the corpus's number or, without --corpus, no limit)",
+        "(default: the corpus's own limit or, without --corpus, no limit)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
@@ -343,7 +346,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     tokenizer.add_argument(
         "--eod",
-        help="end-of-document token (default: the EOS token of --tokenizer or, without one, its "
+        help="end-of-document token (default: the EOS token of --tokenizer or, if it has none, its "
         "only special token)",
     )
     tokenizer.add_argument(
@@ -363,7 +366,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME[:KEY]=INPUT",
-        help="validation documents of a set, instead of --validation-fraction",
+        help="validation documents for a set, instead of --validation-fraction",
     )
     documents.add_argument(
         "--text-key",
@@ -381,15 +384,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--shard",
         type=_shard,
         metavar="K/N",
-        help="encode only shard K of N, on any node that can access OUTPUT. When all N shards are "
-        "done, the same command without --shard joins them",
+        help="encode only shard K of N, on any node with access to OUTPUT; once all N shards are "
+        "done, run the same command without --shard to join them",
     )
     parser.add_argument(
         "--workers",
         type=whole_number(),
         default=len(os.sched_getaffinity(0)),
-        help="number of encoding processes, which does not affect the result (default: "
-        "%(default)s)",
+        help="number of encoding processes; does not affect the result (default: %(default)s)",
     )
     return parser.parse_intermixed_args(arguments)
 

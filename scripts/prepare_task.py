@@ -27,10 +27,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows.
+    """A row format.
 
-    example   function from a row to the fields of an `Example`, in order
-    sources   datasets on the hub with this format, each with a split that contains answers
+    example   function that maps a row to the fields of an `Example`, in order
+    sources   hub datasets in this format, each with a split that contains answers
     """
 
     example: Callable[[Row], tuple[str, list[str], int]]
@@ -100,12 +100,12 @@ FORMATS: Final[Mapping[str, Format]] = {
     "piqa": Format(_piqa, ("hf:baber/piqa::validation",)),
     "sciq": Format(_sciq, ("hf:allenai/sciq::test",)),
 }
-"""Formats by name; rows in the format `plain` are already examples."""
+"""Row formats by name. `plain` rows already are examples."""
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the examples as JSON lines and print their number."""
+    """Write the examples as JSON lines and print how many there are."""
     options = parse(arguments)
     if options.output.suffix != ".jsonl":
         raise InputError(f"--output must end in .jsonl, got {options.output}")
@@ -126,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examples(source: str, name: str) -> Iterator[Example]:
-    """Yield an example per row of a source in the format `name`.
+    """Yield an example for each row of a source in the format `name`.
 
-    Raises DataError if a row has another format or no answer.
+    Raises DataError if a row does not match the format or has no answer.
     """
     for where, row in rows(source):
         try:
@@ -138,19 +138,19 @@ def examples(source: str, name: str) -> Iterator[Example]:
             got = f"no key {error} among {', '.join(row)}" if missing else f"{row!r:.200}"
             raise DataError(
                 f"{where}: the row must have the format {name}, including an answer (some test "
-                f"splits contain no answers), got {got}"
+                f"splits have none), got {got}"
             ) from None
         yield example_of(dict(zip(KEYS, values, strict=True)), where)
 
 
 def rows(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a source, each with its place for error messages.
+    """Yield the rows of a source, each with its location for error messages.
 
     The source is a hub dataset or a folder that `datasets` can load (`hf:NAME:CONFIG:SPLIT`), a
-    Parquet file, or JSON lines, which may be compressed. Raises DataError if the source cannot be
-    read.
+    Parquet file, or an optionally compressed JSON lines file. Raises DataError if the source cannot
+    be read.
     """
-    from scripts.data.compression import read_lines  # imported here because it takes a second
+    from scripts.data.compression import read_lines  # deferred: slow import
     from scripts.data.document_files import parquet_rows
     from scripts.data.hub import parse_hub_input
 
@@ -177,16 +177,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     formats = "; ".join(f"{name}: {', '.join(each.sources)}" for name, each in FORMATS.items()
                       if each.sources)  # fmt: skip
     parser = new_parser(__doc__)
-    parser.epilog = f"Formats, which follow lm-eval, and their datasets on the hub: {formats}"
+    parser.epilog = f"Formats (same prompts as lm-eval) and their hub datasets: {formats}"
     parser.add_argument(
         "source", metavar="SOURCE", help="hf:NAME[:CONFIG][:SPLIT], or a .jsonl or .parquet file"
     )
-    parser.add_argument("--output", type=output_path, required=True, help=".jsonl file to write")
+    parser.add_argument("--output", type=output_path, required=True, help="output .jsonl file")
     parser.add_argument(
         "--format",
         choices=tuple(FORMATS),
         default="plain",
-        help="format of the rows (default: plain, with the keys context, choices and answer)",
+        help="row format (default: plain, with the keys context, choices and answer)",
     )
     parser.add_argument("--limit", type=whole_number(), help="write at most N examples")
     return parser.parse_args(arguments)

@@ -4,9 +4,9 @@
     python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png
     python scripts/reproduce.py --list
 
-Each experiment writes a figure and NAME.json with measured and expected numbers, settings, versions
-and data. results.json and table.md contain the checks of all experiments. The exit code is 1 if a
-check fails.
+Each experiment writes a figure, and a NAME.json file with measured and expected numbers, settings,
+versions and data. results.json and table.md list the checks of all experiments. The exit code is 1
+if any check fails.
 """
 
 import argparse
@@ -22,29 +22,31 @@ from training.errors import InputError
 from training.report.text import markdown_table, table
 
 NOTE = (
-    "step sizes and expected ranges were chosen for the published seeds and sizes; with other "
-    "seeds or sizes, checks can fail and training can diverge"
+    "step sizes and expected ranges were tuned for the published seeds and sizes; with others, "
+    "checks may fail and training may diverge"
 )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="experiments to run (default: all)"
+    )
     parser.add_argument(
         "--output",
         type=output_path,
         default=Path("runs/reproduce"),
         help="output folder (default: runs/reproduce)",
     )
-    parser.add_argument("--seed", type=int, help="seed (default: the seed of the published run)")
+    parser.add_argument("--seed", type=int, help="random seed (default: the published one)")
     parser.add_argument(
         "--small",
         action="store_true",
         help="use tiny sizes and skip the comparison with recorded numbers",
     )
     parser.add_argument(
-        "--format", choices=("svg", "png", "pdf"), default="svg", help="image format of the figures"
+        "--format", choices=("svg", "png", "pdf"), default="svg", help="figure format"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""mkdocs hooks of `make site`."""
+"""mkdocs hooks for `make site`."""
 
 import re
 from pathlib import Path
@@ -8,15 +8,15 @@ OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./([^)#]+)[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace each link to a file outside docs/ with the link's text and the file's path.
+    """Replace links to files outside docs/ with the link text and the file path.
 
-    Raises FileNotFoundError for a link to a file that does not exist.
+    Raises FileNotFoundError if a linked file does not exist.
     """
     return OUTSIDE.sub(_named, markdown)
 
 
 def _named(link: re.Match[str]) -> str:
-    """Return the replacement of a link."""
+    """Return the text that replaces a link."""
     text, path = link.groups()
     if not (ROOT / path).exists():
         raise FileNotFoundError(f"a page links to {path}, which does not exist")

@@ -1,31 +1,32 @@
-"""Tune the variants of a study at equal cost, train them with several seeds and compare them.
+"""Tune a study's variants at equal cost, train them with several seeds and compare the results.
 
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius
     python scripts/study.py studies/sso/radius.yaml runs/studies/radius --jobs 2 train.steps=50
 
-A study is a YAML file with `title`, `seeds`, `overrides` for every run, and `variants` by name. A
-variant has a `config`, its own `overrides`, and `against`, the variant to compare with. Each run is
-a process of pretrain.py with one thread per rank, the study's `environment`, and as many ranks as
-`--nproc` or `--gpus-per-run`. runs.jsonl stores the results and settings of finished runs. These
-runs are not repeated, even if their folders are gone, so the same command resumes an interrupted
-study. If the data or environment of a finished run has changed, the script reports an error.
-Several processes with the same command, started by hand or as a SLURM array
+A study is a YAML file with a `title`, `seeds`, `overrides` that apply to every run, and named
+`variants`. A variant has a `config`, its own `overrides`, and `against`, the variant to compare it
+with. Each run is a pretrain.py process with one thread per rank, the study's `environment`, and
+`--nproc` or `--gpus-per-run` ranks. Finished runs are recorded in runs.jsonl with their results and
+settings and are not repeated, even if their folders are gone, so an interrupted study resumes when
+you run the same command again. If the data or environment of a finished run has changed, the script
+reports an error. Several processes with the same command, started by hand or as a SLURM array
 (scripts/slurm/study.sbatch), share the runs. results.json and table.md are written next to
-runs.jsonl after each part, with `complete: false` in results.json until the end.
+runs.jsonl after each part of the study; results.json has `complete: false` until the study is done.
 
-A run's result is its last validation loss in nats per token, averaged over its validation sets. A
-seed determines the initial weights and the order of the data. Variants are compared seed by seed,
-with Student's 95% interval of the mean difference. The verdict is `level` if the whole interval is
-within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains 0. A run with
-a nonfinite loss fails, and its variant has no mean. If a chosen setting is at an end of its grid,
-the verdict is `refused`. Keys that differ between a variant and its reference, although they are
-neither tuned nor in `overrides` or `differs`, are printed at the start and listed in table.md.
+A run's result is its final validation loss in nats per token, averaged over its validation sets.
+The seed sets the initial weights and the data order. Variants are compared seed by seed, using the
+95% Student's t confidence interval of the mean difference. The verdict is `level` if the whole
+interval is within `level_within` (0.02 nats) of 0, and `cannot tell` if a wider interval contains
+0. A run with a nonfinite loss fails, and its variant has no mean. If a chosen setting is at either
+end of its grid, the verdict is `refused`. Keys that differ between a variant and its reference but
+are neither tuned nor listed in `overrides` or `differs` are printed at the start and listed in
+table.md.
 
-With `search`, every variant is first tuned by successive halving with the search's seed. The
-candidates of a stage are trained for a `share` of the length `full`, then the best `keep`
-candidates for the next share. The next stage starts from the best candidate. The tuning cost must
-be the same for all variants. With `tuned_in`, variants start from the settings that another study
-chose. In a width sweep the variants are widths, and the only stage is a grid of learning rates.
+With `search`, every variant is first tuned by successive halving, using the search's seed. Each
+stage trains its candidates for a `share` of the `full` length, then the best `keep` candidates for
+the next share. The next stage starts from the best candidate. The tuning cost must be the same for
+all variants. With `tuned_in`, variants start from the settings chosen in another study. In a width
+sweep, the variants are widths, and the only stage is a learning rate grid.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from training.report.text import progress
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study and print its tables."""
     options = parse(arguments)
-    # Imported here because these modules load torch and pandas.
+    # Deferred: these modules import torch and pandas.
     from scripts.studies.description import read_study
     from scripts.studies.records import RecordBook
     from scripts.studies.running import run_study
@@ -67,25 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("study", type=Path, help="YAML file of the study")
-    parser.add_argument("output", type=output_path, help="folder of the runs")
+    parser.add_argument("study", type=Path, help="study description (YAML file)")
+    parser.add_argument("output", type=output_path, help="folder for the runs")
     parser.add_argument(
         "--results",
         type=output_path,
         help="folder for runs.jsonl and the results (default: output)",
     )
     add_places(parser)
-    parser.add_argument("override", nargs="*", help="key=value override of every run's config")
+    parser.add_argument("override", nargs="*", help="key=value config override for every run")
     return parser.parse_intermixed_args(arguments)
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `places`."""
+    """Add the options that `places` reads."""
     parser.add_argument(
         "--jobs",
         type=whole_number(),
         metavar="N",
-        help="number of simultaneous runs (default: 1; with --gpus-per-run, as many as fit)",
+        help="number of concurrent runs (default: 1; with --gpus-per-run, as many as fit)",
     )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
@@ -93,14 +94,14 @@ def add_places(parser: argparse.ArgumentParser) -> None:
         type=whole_number(),
         default=1,
         metavar="N",
-        help="ranks of each run (default: 1)",
+        help="ranks per run (default: 1)",
     )
     ranks.add_argument(
         "--gpus-per-run",
         type=whole_number(),
         metavar="N",
-        help="use N GPUs per run, with one rank per GPU; without --jobs, as many runs as fit on "
-        "this node's GPUs are trained at a time",
+        help="use N GPUs per run, with one rank per GPU; without --jobs, train as many runs at a "
+        "time as fit on this node's GPUs",
     )
 
 

@@ -3,7 +3,7 @@
 
     scripts/verify.py runs/tiny_sso data/demo
 
-The script compares every file with its stored hash and reads every tensor of a checkpoint.
+The script checks every file against its recorded hash and reads every tensor of a checkpoint.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 GOOD = "good"
-UNCHECKED = "good; the bytes of text are not checked, because the tokenizer is not byte-level"
+UNCHECKED = "good; byte counts of the text are not checked, because the tokenizer is not byte-level"
 LONGEST = 10_000_000
-"""Largest number of steps of a run whose logs are checked for missing steps."""
+"""Runs with at least this many steps are not checked for missing steps in their logs."""
 
 
 def verified(path: Path) -> Iterator[Row]:
-    """Yield the rows of a run, checkpoint or prepared folder. Raises InputError for other paths."""
+    """Yield the rows for a run, checkpoint or data folder. Raises InputError for any other path."""
     from models.engine import import_engine
 
     import_engine()
@@ -71,7 +71,7 @@ def verified(path: Path) -> Iterator[Row]:
 
 
 def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Yield a row per problem, or the row `good` if there are no problems."""
+    """Yield one row per problem, or a single `good` row if there are none."""
     lines = []
     try:
         for problem in find():
@@ -82,7 +82,7 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 
 def data_problems(folder: Path) -> Iterator[str]:
-    """Yield a message per difference between a prepared folder and its manifest.
+    """Yield a message for each mismatch between a prepared folder and its manifest.
 
     Raises DataError if the manifest cannot be read.
     """
@@ -101,7 +101,7 @@ def data_problems(folder: Path) -> Iterator[str]:
     try:
         stated, path = manifest.tokenizer, manifest.tokenizer_path
         if file_sha256(path) != stated.sha256:
-            yield f"{path} is damaged: its sha256 differs from the manifest's"
+            yield f"{path} is damaged: its sha256 does not match the manifest"
         lengths = token_byte_lengths(manifest)
         facts: dict[str, object] = {"vocab_size": vocabulary_size(path)}
         facts["byte_level"] = lengths is not None
@@ -118,9 +118,9 @@ def data_problems(folder: Path) -> Iterator[str]:
 
 
 def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> Iterator[str]:
-    """Yield a message per difference between a set and its manifest entry.
+    """Yield a message for each mismatch between a set and its manifest entry.
 
-    `lengths` contains the number of bytes of each token, None if unknown. Raises DataError if the
+    `lengths` holds the byte length of each token, or is None if unknown. Raises DataError if the
     set is damaged.
     """
     from training.data.hashes import file_sha256
@@ -131,7 +131,7 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
     tokens = TokenSet(name, prefix, 1, vocab_size=vocabulary, verify="full")
     for kind, expected in entry.sha256.items():
         if file_sha256(f"{prefix}.{kind}") != expected:
-            yield f"{prefix}.{kind} is damaged: its sha256 differs from the manifest's"
+            yield f"{prefix}.{kind} is damaged: its sha256 does not match the manifest"
     largest, size = 0, 0
     for block in tokens.blocks(0, tokens.tokens):
         largest = max(largest, int(block.max()))
@@ -143,14 +143,14 @@ def set_problems(manifest: "Manifest", name: str, lengths: "Tensor | None") -> I
 
 
 def unlike(what: str, stated: object, facts: Mapping[str, object]) -> Iterator[str]:
-    """Yield a message per fact that differs from the attribute of `stated` with the same name."""
+    """Yield a message for each fact that does not match the same attribute of `stated`."""
     for key, value in facts.items():
         if getattr(stated, key) != value:
             yield f"{what}: {key} must be {getattr(stated, key)}, got {value}"
 
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
-    """Read every tensor of a checkpoint. Yield a message per problem."""
+    """Read every tensor of a checkpoint and yield a message for each problem."""
     from training.checkpoint.checkpoints import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
@@ -159,7 +159,7 @@ def checkpoint_problems(path: Path) -> Iterator[str]:
 
 
 def run_rows(run_dir: Path) -> Iterator[Row]:
-    """Yield the rows of a run: checkpoints, `latest`, config and logs."""
+    """Yield the rows for a run: its checkpoints, `latest`, config and logs."""
     from training.checkpoint import checkpoints
     from training.config import load_saved_config
     from training.report.log_lines import LOGS
@@ -184,7 +184,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 
 
 def log_problems(run_dir: Path, name: str) -> Iterator[str]:
-    """Yield sentences about damaged lines and missing steps in a log."""
+    """Yield messages about damaged lines and missing steps in a log."""
     from training.report.log_lines import read_lines
 
     log = read_lines(run_dir / name)
@@ -193,13 +193,13 @@ def log_problems(run_dir: Path, name: str) -> Iterator[str]:
     expected = logged_steps(run_dir, name.partition(".")[0])
     missing = sorted(expected - {line["step"] for line in log.lines})
     if missing:
-        yield f"number of missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
+        yield f"missing steps: {len(missing)}, from {missing[0]} to {missing[-1]}"
 
 
 def logged_steps(run_dir: Path, log: str) -> set[int]:
     """Return the steps that `metrics` or `monitors` must contain, up to the newest checkpoint.
 
-    The logging intervals are in the events that the run wrote at each start.
+    The logging intervals come from the events that the run logged at each start.
     """
     from training.checkpoint.checkpoints import read_checkpoint
     from training.report.log_lines import read_lines

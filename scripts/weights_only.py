@@ -1,4 +1,4 @@
-"""Writing weights-only checkpoints with one parameter in memory at a time, and averaging a run's
+"""Write weights-only checkpoints with one parameter in memory at a time, and average a run's
 checkpoints."""
 
 import warnings
@@ -41,7 +41,7 @@ from training.machine.device import versions
 from training.report.text import progress, short
 
 Read = Callable[[str], Tensor]
-"""Function that returns the float32 value of a parameter or buffer by name."""
+"""Function that takes the name of a parameter or buffer and returns its value in float32."""
 
 
 def write_checkpoint(
@@ -53,10 +53,10 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint without optimizer state to a new folder `target`.
 
-    `read` must return each parameter in its units' `view_shape`. `buffers` contains the shape of
-    each buffer. `meta` is called with the folder after all weights are written. It may add files,
-    and returns the first entries of meta.json, including `step`. Raises InputError if `target`
-    exists, if the disk is too small, or if `read` or `meta` raises InputError.
+    `read` must return each parameter in its units' `view_shape`. `buffers` maps buffer names to
+    shapes. `meta` is called with the folder once all weights are written. It may add files, and
+    returns the leading entries of meta.json, including `step`. Raises InputError if `target`
+    exists, if there is not enough disk space, or if `read` or `meta` raises InputError.
     """
     units = all_units(config.model, **unit_options(config))
     check_room(target, 4 * sum(unit.numel for unit in units))
@@ -75,7 +75,7 @@ def write_checkpoint(
 def write_state(
     folder: Path, units: Sequence[Unit], read: Read, buffers: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Write the tensors of a checkpoint to `folder`."""
+    """Write a checkpoint's tensors to `folder`."""
     last = LastParameter(read)
     shapes = {f"weight/{unit.name}": unit.axes for unit in units}
     sources: dict[str, Callable[[], Tensor]] = {
@@ -89,7 +89,7 @@ def write_state(
     writer, planner = StateWriter(folder), LazyPlanner(sources)
     with (
         progress(lambda: f"{short(planner.written)} of {total} parameters written"),
-        warnings.catch_warnings(),  # torch warns about saves by one process
+        warnings.catch_warnings(),  # torch warns about saving without torch.distributed
     ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -100,7 +100,7 @@ def write_state(
 
 
 class LastParameter:
-    """Cache of the last parameter read, because a parameter's units are read consecutively."""
+    """Caches the last parameter read, because all units of a parameter are read in a row."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -110,13 +110,13 @@ class LastParameter:
     def unit(self, unit: Unit) -> Tensor:
         """Return a whole unit `[*axes]` in float32."""
         if unit.parameter != self._name:
-            self._value = torch.empty(0)  # freed before the next unit is read
+            self._value = torch.empty(0)  # freed before the next parameter is read
             self._name, self._value = unit.parameter, self._read(unit.parameter)
         return unit.view(self._value)
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Save planner that creates each tensor when it is written. The state dict contains only
+    """Save planner that creates each tensor only when it is written. The state dict only holds
     shapes.
 
     written    number of elements written so far
@@ -129,8 +129,8 @@ class LazyPlanner(DefaultSavePlanner):
         self.written = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of a planned item and free the previous tensor."""
-        if self._last is not None:  # torch's writer references every tensor until the end
+        """Return the tensor for a write item and free the previous one."""
+        if self._last is not None:  # torch's writer keeps a reference to every tensor
             self._last.untyped_storage().resize_(0)
         value = self._last = self._sources[write_item.index.fqn]().clone()
         self.written += value.numel()
@@ -140,11 +140,11 @@ class LazyPlanner(DefaultSavePlanner):
 def average(
     infos: Sequence[CheckpointInfo], weights: Sequence[float], target: Path, *, on_sphere: bool
 ) -> list[float]:
-    """Write the weighted mean of checkpoints as a weights-only checkpoint in a new folder `target`.
+    """Write the weighted mean of checkpoints as a weights-only checkpoint to a new folder `target`.
 
-    `weights` sum to 1. With `on_sphere`, matrices of sphere rules are rescaled to their radius.
-    Returns the ratio of norm and radius of each of these matrices before rescaling. Raises
-    InputError if the runs, models or tokenizers of the checkpoints differ, or if `target` exists.
+    `weights` sum to 1. With `on_sphere`, sphere-rule matrices are rescaled to their radius. Returns
+    each such matrix's norm-to-radius ratio before rescaling. Raises InputError if the checkpoints
+    differ in run, model or tokenizer, or if `target` exists.
     """
     check_free(target)
     for info in infos:
@@ -163,7 +163,7 @@ def average(
 
 
 def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
-    """Raise InputError if the run, model or tokenizer of the checkpoints differ."""
+    """Raise InputError if the checkpoints differ in run, model or tokenizer."""
     if (run := info.meta.get("run_id")) != last.meta.get("run_id") or run is None:
         raise InputError(
             f"{info.path} must be from the same run as {last.path} (run_id "
@@ -178,7 +178,7 @@ def check_same(info: CheckpointInfo, last: CheckpointInfo) -> None:
 
 
 def _model(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the model settings and the tokenizer of a checkpoint."""
+    """Return the model settings and tokenizer hash of a checkpoint."""
     tokenizer = info.meta["identity"].get("tokenizer", {}).get("sha256")
     return settings(info.config)["model"] | {"tokenizer": tokenizer}
 
@@ -188,7 +188,7 @@ class Mean:
 
     buffers  shape of each buffer
     units    units of each parameter
-    norms    ratio of spectral norm and radius, for each matrix read so far that has a sphere rule
+    norms    ratio of spectral norm to radius, for each sphere-rule matrix read so far
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Mean:
         return whole
 
     def _measure(self, unit: Unit, matrix: Tensor) -> None:
-        """Record the ratio of norm and radius of a matrix with a sphere rule, and rescale it if
+        """Record the norm-to-radius ratio of a sphere-rule matrix, and rescale the matrix if
         requested."""
         radius = self._assign(unit).rule.radius_of(unit.shape)
         if radius is None:
@@ -234,7 +234,7 @@ class Mean:
 
 
 def weighted_sum(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the weighted sum of tensors, summed in float64, as float32."""
+    """Return a weighted sum of tensors in float32, accumulated in float64."""
     total = torch.zeros(())
     for i, (value, weight) in enumerate(parts):
         total = torch.zeros_like(value, dtype=torch.float64) if not i else total

@@ -33,7 +33,7 @@ def test_wrong_and_slow_ranks_are_named_and_rates_count_what_a_rank_sends() -> N
     """In a ring of n ranks it sends (n - 1) / n of the size, and twice that for a sum."""
     module, arguments = "tests.distributed.preflight_workers", {"wrong": 1, "slow": 2}
     expected = {
-        "product, float32": 2e-12 * 1024**3,
+        "matmul, float32": 2e-12 * 1024**3,
         "memory, read and written": 6e-3,
         "link, within a node, to rank + 1": 3e-3,
         "link, within a node, to rank + 2": 3e-3,

@@ -114,7 +114,7 @@ def test_a_run_that_saves_nothing_is_not_queued_again(folder):
     with job(folder, SLURM_JOB_END_TIME=str(int(time.time()) + 100)) as process:
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and queued(folder) == []
-    assert "not requeued: the run would begin again" in printed
+    assert "not requeued: without checkpoints, the run would start over" in printed
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_run_folder_is_named_once(folder):
         printed, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert printed == (
-        "error: set RUN_DIR instead of run.dir=elsewhere, because this script needs the folder\n"
+        "error: set RUN_DIR instead of run.dir=elsewhere: this script needs to know the folder\n"
     )
 
 

@@ -170,7 +170,7 @@ def test_a_tokenizer_that_exports_would_change_is_refused(in_config, in_file, tm
         code = main(command)
         said = capsys.readouterr().err
         assert code == (0 if there is here else 2), said
-        assert ("cannot be exported: correct tokenizer_config.json" in said) == bool(code)
+        assert ("cannot be exported: fix tokenizer_config.json" in said) == bool(code)
     (home / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": 3}))
     assert main(command) == 0
     assert f"warning: transformers cannot load {home}: " in capsys.readouterr().err

@@ -208,7 +208,7 @@ def test_lm_eval_gets_each_task_once(standard, prepared, tmp_path, monkeypatch, 
     ("options", "rule"),
     [
         (["piqa", "--run", "a"], "--run has no effect without --tasks local, got a"),
-        (["local"], "--tasks local needs --run"),
+        (["local"], "--tasks local requires --run"),
         (["piqa", "--python", "nowhere/python"], "nowhere/python does not exist; create"),
     ],
 )

@@ -200,7 +200,7 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys, refusal
         probabilities = (model(ids).logits[:, -1].detach() / 5).softmax(-1)
         ids = torch.cat([ids, torch.multinomial(probabilities, 1)], 1)
     assert drawn[0] == printable(tokenizer.decode(ids[0])) + "\n"
-    assert "--seed needs --temp" in refusal(generate([str(out), "A matrix", "--seed", "1"]))
+    assert "--seed requires --temp" in refusal(generate([str(out), "A matrix", "--seed", "1"]))
     settings = json.loads((out / "tokenizer.json").read_text())
     for change, said in ({}, ""), ({"normalizer": {"type": "Lowercase"}}, "'a matrix'"):
         (out / "tokenizer.json").write_text(json.dumps(settings | change))

@@ -221,7 +221,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/folder --train-tokenizer 300", "folder must contain files with suffix"),
     ("a.b={}/rows.jsonl --train-tokenizer 300", "must be NAME=INPUT .*got a.b="),
     ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
-     "--validation other=INPUT needs a training set"),
+     "--validation other=INPUT requires a training set"),
     ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
      r"set.validation would be empty: --validation-fraction 1/1000 of \d+ doc.* is less than half "
      r"a document; set a fraction of at least 1/\d+$"),

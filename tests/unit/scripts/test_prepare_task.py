@@ -222,8 +222,8 @@ def test_a_run_is_scored_with_its_own_tokenizer_and_weights(part, scored, tmp_pa
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        (["--tasks", "piqa"], "a run or checkpoint can be scored only on .jsonl tasks"),
-        (["--tasks", "{words}", "--device", "cuda"], "needs an exported model"),
+        (["--tasks", "piqa"], "runs and checkpoints can only be scored on .jsonl tasks"),
+        (["--tasks", "{words}", "--device", "cuda"], "requires an exported model"),
         (["--tasks", "{words}", "--dtype", "float16"], "--dtype must be float32 or bfloat16"),
         (["--tasks", "absent.jsonl"], "cannot read task file absent.jsonl"),
         (["--tasks", "{words}", "{words}"], "must have different names"),

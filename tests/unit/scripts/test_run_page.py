@@ -396,7 +396,7 @@ REFUSED = {
     "compare {runs} --output {tmp}/a.svg": "--output must end in .html, got",
     "{tmp}/empty": "a run must be a folder with metrics.jsonl, got",
     "{tmp}/broken": "a run must be a folder with a valid config.yaml, got",
-    "{tmp}/new": "new has not logged a step yet",
+    "{tmp}/new": "new has not logged any steps yet",
     "{runs}/pc {runs}/pc": "run folders must have different names, got pc, pc",
     "maps --output {tmp}/a.gif": "--output must end in one of .svg, .png, .pdf, got",
     "maps --output {tmp}/none/a.svg": "--output must be in an existing folder, got",
@@ -431,7 +431,7 @@ def test_figures_are_written_through_no_link(folder, tmp_path, refusal):
     assert kept.read_text() == "precious"
     (copy / "figures").rename(tmp_path / "elsewhere")
     (copy / "figures").symlink_to(tmp_path / "elsewhere")
-    assert "figures must not be a link; pass its target as --output" in refusal(main([str(copy)]))
+    assert "figures must not be a symlink; set --output to its target" in refusal(main([str(copy)]))
 
 
 def test_the_status_of_a_run(folder, tmp_path):

@@ -115,7 +115,7 @@ def test_bytes_that_cannot_be_checked_are_mentioned(tmp_path, capsys):
     assert prepare([f"a={tmp_path / 'text.txt'}", *options]) == 0
     capsys.readouterr()
     assert main([str(tmp_path / "d")]) == 0
-    assert "good; the bytes of text are not checked, because" in capsys.readouterr().out
+    assert "good; byte counts of the text are not checked, because" in capsys.readouterr().out
     manifest = tmp_path / "d" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"documents": ', '"documents": 1'))
     assert main([str(tmp_path / "d")]) == 1 and "good" not in capsys.readouterr().out
