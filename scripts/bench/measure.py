@@ -1,8 +1,8 @@
-"""Timing, records and tables of all benchmarks.
+"""Timing, records and tables for all benchmarks.
 
-On a GPU, CUDA events measure device time. On a CPU, times are processor times of this process.
-Other work on the machine disturbs them less than wall times. The compared variants run alternately
-in one process. Compare only times of the same run.
+On a GPU, device time is measured with CUDA events. On a CPU, times are this process's CPU time,
+which is less sensitive to other load on the machine than wall-clock time. Variants to compare take
+turns in the same process. Only compare times from the same run.
 """
 
 import json
@@ -23,7 +23,7 @@ from training.machine.device import versions
 from training.report.text import table
 
 FLUSHED_BYTES = 1 << 28
-"""Bytes written between two calls on a GPU to flush its L2 cache: several times the cache size."""
+"""Bytes written between GPU calls to flush the L2 cache, several times its size."""
 MIB = 2**20
 
 Call = Callable[[], object]
@@ -33,8 +33,8 @@ T = TypeVar("T")
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
     """Return the milliseconds until the device finishes a call, and until the call returns.
 
-    Both times start after `before` was called. On a GPU, events measure the first time. On a CPU,
-    both times are the same processor time, and `before` is not called.
+    Both are measured from the return of `before`, the first with CUDA events. On a CPU, both are
+    the same CPU time, and `before` is not called.
     """
     if device.type != "cuda":
         begin = time.process_time()
@@ -53,17 +53,17 @@ def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tupl
 
 
 def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call with a cold cache, after one untimed call, which may
-    compile."""
+    """Return the median milliseconds of a call with a cold cache, after one untimed call in case it
+    compiles."""
     call()
-    # Filling `scratch` keeps the device busy until the host has launched the call.
+    # Zeroing `scratch` keeps the device busy until the host has launched the call.
     size = FLUSHED_BYTES if device.type == "cuda" else 0
     scratch = torch.empty(size, dtype=torch.int8, device=device)
     return statistics.median(timed(call, device, scratch.zero_)[0] for _ in range(repeats))
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every variant once per round. Return the results of the rounds after `warm_up`."""
+    """Call every variant once per round. Return the results of all rounds after `warm_up`."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name, side in sides.items():
@@ -76,10 +76,10 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> 
 def record(
     script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `figures` with the command, date, device and versions needed to reproduce them.
+    """Return `figures` plus the command, date, device and versions needed to reproduce them.
 
-    `script` is a path in the repository. `arguments` are the arguments of the script's `main`, or
-    None for `sys.argv`.
+    `script` is a path in the repository. `arguments` are the arguments passed to the script's
+    `main`; None means `sys.argv`.
     """
     words = sys.argv[1:] if arguments is None else arguments
     return {
@@ -93,7 +93,7 @@ def record(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as one table, with three decimals for floats and empty cells for None."""
+    """Print rows as a table. Floats get three decimals, and None becomes an empty cell."""
 
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:,.3f}" if isinstance(value, float) else str(value)
@@ -104,6 +104,6 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path | None, content: object) -> None:
-    """Write `content` as JSON to `path`, if a path is given."""
+    """Write `content` as JSON to `path`, unless it is None."""
     if path is not None:
         write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -1,26 +1,26 @@
-"""Compare the step times of our optimizers, torch.optim and other libraries.
+"""Compare optimizer step times of this library, torch.optim and other libraries.
 
     python scripts/bench/steps.py --sets 32x64x1024 1x1024x1024 --peers FOLDER --json result.json
     python scripts/bench/steps.py --config configs/llama1b_sso.yaml --shares 1 8 --graph
     torchrun --nproc-per-node 2 scripts/bench/steps.py --sets 12x256x256 --peers FOLDER
 
 Each argument of `--sets` is a set of matrices: COUNTxROWSxCOLS, or several of these, separated by
-commas. With `--config` the matrices are those of the rank with the most work, for each number of
-ranks in `--shares`. Our rules then use the recipe's settings and msign, bfloat16 weights and
-float32 master weights. Without `--config` our rules use the library's defaults and float32 weights.
-Rows named "equal" use five steps of msign in bfloat16, the default of the other libraries. All
-other optimizers update float32 weights.
+commas. With `--config`, the matrices are those of the busiest rank, for each number of ranks in
+`--shares`; our rules then use the recipe's settings and msign, with bfloat16 weights and float32
+master weights. Without `--config`, our rules use the library's defaults with float32 weights. Rows
+named "equal" use five msign steps in bfloat16, the default in the other libraries. All other
+optimizers update float32 weights.
 
-`--peers` is a folder with checkouts of other projects. Its subfolders, of which any may be missing,
-are dion (microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
-(NVIDIA-NeMo/Emerging-Optimizers), gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon with
-torch's matrix products). On a GPU each project uses its own kernels.
+`--peers` is a folder with checkouts of other projects. It may have the subfolders dion
+(microsoft/dion), keller_jordan (KellerJordan/Muon), emerging_optimizers
+(NVIDIA-NeMo/Emerging-Optimizers) and gram_newton_schulz (Dao-AILab/gram-newton-schulz: its Muon
+with torch matmuls). On a GPU, each project uses its own kernels.
 
-All optimizers update identical weights with identical gradients, in alternation, on one thread. The
-table shows the median processor time, or on a GPU the median device time and the median host time.
-Under torchrun the weights are sharded by rows over all ranks, as in FSDP2. Only our optimizers and
-dion's can update sharded weights. Each row then shows the mean processor time per rank and the
-bytes that all ranks send.
+All optimizers take turns updating identical weights with identical gradients on a single thread.
+The table shows the median CPU time or, on a GPU, the median device time and host time. Under
+torchrun, the weights are sharded by rows across all ranks, as with FSDP2, and each row shows the
+mean CPU time per rank and the total bytes sent by all ranks. Only our optimizers and dion's can
+update sharded weights.
 """
 
 import argparse
@@ -76,25 +76,25 @@ PEERS: Final[dict[str, tuple[str, str, str, dict[str, Any], str | None]]] = {
         "gram_newton_schulz", "gram_newton_schulz", "Muon", {}, "ns_use_kernels",
     ),
 }  # fmt: skip
-"""The checkout, module, class and settings of each library, and the setting that turns on its GPU
+"""Each library's checkout, module, class and settings, and the setting that enables its GPU
 kernels."""
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 MSIGN = ("schedule", "steps", "msign_dtype")
-"""Fields that all matrix rules share and that determine most of their cost."""
+"""Fields common to all matrix rules that account for most of their cost."""
 WARM_UP = 3
-"""Number of untimed first steps of each optimizer; the third step captures the CUDA graph."""
+"""Number of untimed steps at the start. The third step captures the CUDA graph."""
 ALIGNMENT = 0.6
 """Component of the gradient along Theta, the weight's top singular pair, in units of
-min(shape)^-1/2. This value makes |f(0)| 0.5, as in training; with random gradients every solver
-would converge too fast."""
+min(shape)^-1/2. With this value |f(0)| is 0.5, as during training; with random gradients, every
+solver would converge too fast."""
 
 Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def library_options() -> dict[str, dict[str, Any]]:
-    """Return options of our rules by row name: the defaults, and "equal" options of rules with
-    msign."""
+    """Return the options for our rules by row name: the defaults, and "equal" options for the rules
+    that use msign."""
     options: dict[str, dict[str, Any]] = {rule: {"rule": rule} for rule in RULES}
     for rule in ("muon", "muon_sphere", "spectral_sphere"):
         options[f"{rule}, equal"] = {"rule": rule, **EQUAL}
@@ -103,7 +103,7 @@ def library_options() -> dict[str, dict[str, Any]]:
 
 
 def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the recipe's options of each of our rules, with the msign of the recipe's matrix rule.
+    """Return the recipe's options for our rules, using msign as in the recipe's matrix rule.
 
     Raises InputError if a rule does not support these msign options.
     """
@@ -123,7 +123,7 @@ def recipe_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def torch_optimizers(msign_steps: int) -> dict[str, Make]:
-    """Return the factories of torch's optimizers by name."""
+    """Return factories for torch's optimizers, by name."""
     return {
         "torch AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True, **PLAIN),
         "torch Muon": lambda p: torch.optim.Muon(p, ns_steps=msign_steps, **PLAIN),
@@ -131,7 +131,7 @@ def torch_optimizers(msign_steps: int) -> dict[str, Make]:
 
 
 def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
-    """Return the Muon factory of each checkout in `folder`. Print which libraries are missing."""
+    """Return a Muon factory for each checkout in `folder`. Print which libraries are missing."""
     if folder is None:
         return {}
     makers: dict[str, Make] = {}
@@ -151,8 +151,8 @@ def peers(folder: Path | None, device: torch.device) -> dict[str, Make]:
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return weights of spectral norm sqrt(rows / cols) and gradients aligned with the weights as
-    in training, both `[count, rows, cols]`."""
+    """Return weights with spectral norm sqrt(rows / cols), and gradients aligned with them as in
+    training, both `[count, rows, cols]`."""
     rows, cols = shape
     generator = torch.Generator(device).manual_seed(rows * cols)
     weight = torch.randn(count, rows, cols, generator=generator, device=device)
@@ -165,10 +165,10 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 
 
 class Side:
-    """A compared optimizer with its own copy of the weights and gradients.
+    """An optimizer to compare, with its own copy of the weights and gradients.
 
-    With a mesh the weights are sharded by rows over the mesh. `graph` captures the step of our
-    optimizers as a CUDA graph.
+    With a mesh, the weights are sharded by rows across it. `graph` captures the steps of our
+    optimizers in a CUDA graph.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Side:
         self.step = CapturedStep(optimizer) if graphed else optimizer.step  # type: ignore[arg-type]
 
     def turn(self) -> tuple[float, float]:
-        """Take a step. Return the ranks' mean milliseconds on the device and on the host."""
+        """Take a step. Return the device and host milliseconds, averaged over ranks."""
         if not self.sharded:
             synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
             return timed(self.step, self.device, synchronize)
@@ -206,7 +206,7 @@ class Side:
         return mean, mean
 
     def sent(self) -> float:
-        """Take a step. Return the total bytes that all ranks send."""
+        """Take a step. Return the total number of bytes sent by all ranks."""
         with torch.compiler.set_stance("force_eager"), Traffic() as traffic:  # type: ignore[no-untyped-call]
             self.step()
         total = torch.tensor(float(traffic.sent))
@@ -215,14 +215,14 @@ class Side:
 
 
 class Traffic(TorchDispatchMode):
-    """Counter of the bytes that this rank sends to other ranks in all-to-alls and all-gathers."""
+    """Counts the bytes that this rank sends to other ranks in all-to-alls and all-gathers."""
 
     sent = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and count its bytes; a collective sends its second argument."""
+        """Run an operation and count its bytes. Collectives send their second argument."""
         name, size = func.name(), dist.get_world_size()
         if name == "c10d::alltoall_base_":
             kept = args[4][dist.get_rank()] if args[4] else args[1].numel() // size
@@ -236,7 +236,7 @@ class Traffic(TorchDispatchMode):
 
 
 def parsed_shapes(text: str) -> Shapes:
-    """Parse COUNTxROWSxCOLS[,...] into one shape per weight."""
+    """Parse COUNTxROWSxCOLS[,...] into a list with one shape per weight."""
     shapes: Shapes = []
     for part in text.split(","):
         try:
@@ -248,7 +248,7 @@ def parsed_shapes(text: str) -> Shapes:
 
 
 def fullest_share(config: Config, ranks: int) -> Shapes:
-    """Return the matrix shapes of the most loaded rank of a run of `config` on `ranks` ranks."""
+    """Return the matrix shapes on the busiest rank if `config` runs on `ranks` ranks."""
     assign = config_assignments(config)
     matrices = {unit.name: unit for unit in config_units(config) if assign(unit).has_owner}
     works = [Work(u.name, assign(u).cost(u.shape), {0: u.numel}) for u in matrices.values()]
@@ -289,7 +289,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, config: Config | None) 
 
 
 def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return an optimizer's table row from its times on the device and on the host."""
+    """Return an optimizer's table row, given its device and host times."""
     whole, host = (statistics.median(times) for times in zip(*turns, strict=True))
     row = {"ms": whole}
     if side.device.type == "cuda":
@@ -300,11 +300,11 @@ def figures(side: Side, turns: Sequence[tuple[float, float]]) -> dict[str, float
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]]:
-    """Return the shapes of the matrices to step, and their recipe or None, by case name."""
+    """Return the matrix shapes to measure and their recipe (or None), by case name."""
     if options.config is None:
         return {text: (parsed_shapes(text), None) for text in options.sets}
-    # With a vocabulary size, the config loads without data. The size hardly matters, because
-    # embedding and head seldom have a matrix rule.
+    # Setting the vocabulary size lets the config load without data. Its value hardly matters,
+    # because the embedding and head rarely use a matrix rule.
     config = load_config(options.config, ["model.vocab_size=100352", *options.overrides])
     warn_replaced(options.overrides)
     return {
@@ -316,22 +316,22 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Shapes, Config | None]
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="sets of matrices")
+    parser.add_argument("--sets", nargs="+", default=SETS, metavar="NxRxC", help="matrix sets")
     parser.add_argument("--config", type=Path, help="recipe to measure instead of --sets")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides")
     parser.add_argument(
         "--shares",
         type=whole_number(),
         nargs="+",
         default=[1, 8],
-        help="measure the share of one of N ranks, for each N (default: 1 8)",
+        help="numbers of ranks N; measures the matrices owned by one of N ranks (default: 1 8)",
     )
-    parser.add_argument("--peers", type=Path, help="folder with other libraries' checkouts")
+    parser.add_argument("--peers", type=Path, help="folder with checkouts of other libraries")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument(
-        "--repeats", type=whole_number(), default=10, help="steps to time (default: 10)"
+        "--repeats", type=whole_number(), default=10, help="number of timed steps (default: 10)"
     )
-    parser.add_argument("--graph", action="store_true", help="capture our steps as CUDA graphs")
+    parser.add_argument("--graph", action="store_true", help="capture our steps in CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
@@ -339,13 +339,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all optimizers. Print a table per set and write the JSON file."""
+    """Measure all optimizers, print a table per set and write the JSON file."""
     options = parse(arguments)
     ranks, device = int(os.environ.get("WORLD_SIZE", "1")), torch.device(options.device)
     if ranks > 1 and device.type != "cpu":
         raise InputError(f"--device must be cpu under torchrun, got {device}")
     if options.graph and device.type != "cuda":
-        raise InputError(f"--graph needs CUDA, got device {device}")
+        raise InputError(f"--graph requires CUDA, got device {device}")
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo")

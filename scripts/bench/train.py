@@ -1,28 +1,28 @@
-"""Measure the training speed of a recipe: tokens/s, MFU, memory, and each phase's share of a step.
+"""Measure a recipe's training speed: tokens/s, MFU, memory, and each phase's share of a step.
 
     python scripts/bench/train.py --config configs/tiny_sso.yaml --steps 10 --json out.json
     torchrun --nproc-per-node 8 scripts/bench/train.py --config configs/llama1b_muon.yaml
     python scripts/bench/train.py --config configs/tiny_muon_pc.yaml --synthetic \
         --variant pc=null --variant pc.evaluator=in_graph
 
-The script measures pretrain.py's trainer, built from the config and its `key=value` overrides,
-without checkpoints and validation. `--synthetic` trains on random tokens instead of data.
+The script measures the trainer of pretrain.py, built from the config and its `key=value` overrides,
+without checkpoints or validation. `--synthetic` trains on random tokens instead of data.
 
-Each `--variant` adds overrides to the config. Quote several overrides as one argument. The config
-and its variants take steps alternately. Column `x` is a variant's step time divided by the
-config's. `x by update` is the ratio that would result if data, forward and backward took equal time
-in both. With variants, phases on a CPU are measured in processor time. The phase `data` reads
-tokens and checks their hashes. `--variant data.verify=none` omits the check.
+Each `--variant` adds overrides to the config; quote several overrides as a single argument. The
+config and its variants take turns stepping. Column `x` is a variant's step time divided by the
+config's. `x by update` is the same ratio under the assumption that data, forward and backward take
+equal time in both. With variants, phases on a CPU are measured in CPU time. The `data` phase reads
+tokens and verifies their hashes; `--variant data.verify=none` skips the verification.
 
-MFU is model FLOPs per token, times tokens per second and device, divided by the device's dense
-bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of an active matrix plus those of
-causal attention, without recomputation. The peaks (parallel/plan/devices.py) come from NVIDIA's
-data sheets, such as 989e12 for H100 SXM and H200. Devices without a listed peak need --peak-flops.
-Otherwise MFU is null. On a GPU, phases are timed by CUDA events, which do not block the step. Steps
-include the logging that the config requests.
+MFU is model FLOPs per token times tokens per second per device, divided by the device's dense
+bfloat16 peak. The FLOPs (models/families.py) are 6 per parameter of each active matrix, plus those
+of causal attention, and exclude recomputation. The peaks (parallel/plan/devices.py) are taken from
+NVIDIA data sheets, such as 989e12 for H100 SXM and H200. For devices without a listed peak, set
+--peak-flops; otherwise MFU is null. On a GPU, phases are timed with CUDA events, which do not block
+the step. Steps include the logging requested by the config.
 
-In a training run `log.profile` writes a trace of steps. A rehearsal prints the lines at which the
-host waits for the device (docs/planning.md).
+To trace steps of a training run, set `log.profile`. A rehearsal prints the lines at which the host
+waits for the device (docs/planning.md).
 """
 
 import argparse
@@ -66,21 +66,21 @@ from training.step import Trainer
 
 CONFIG = "the config"
 WARM_UP = 3
-"""Number of untimed first steps of the config and of each variant."""
+"""Number of untimed steps at the start, for the config and for each variant."""
 PHASES: Final = (
     "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
     "logging", "other",
 )  # fmt: skip
-"""Phases of a step; each moment counts for exactly one phase. "gradient reduction" and "wait for
-weights" are only the time that the step waits. "backward" is Megatron's schedule without forward
-and thus includes recomputation."""
+"""Phases of a step, which do not overlap. "gradient reduction" and "wait for weights" only count
+the time that the step spends waiting. "backward" is Megatron's schedule minus forward, and so
+includes recomputation."""
 PASSES: Final = ("data", "forward", "backward")
 
 
 class Phases:
-    """Timer of phases, by CUDA events (which do not block) on a GPU and by `clock` on a CPU.
+    """Times phases with CUDA events (which do not block) on a GPU, and with `clock` on a CPU.
 
-    Phases may be nested. Time counts for the innermost phase.
+    Phases may be nested, in which case time is attributed to the innermost one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time of a `with` block to phase `name`."""
+        """Attribute the time spent in a `with` block to phase `name`."""
         self._open.append(name)
         self._mark()
         try:
@@ -103,12 +103,12 @@ class Phases:
             self._mark()
 
     def restart(self) -> None:
-        """Discard earlier times and start measuring."""
+        """Discard previous times and start measuring."""
         self._marks.clear()
         self._mark()
 
     def seconds(self) -> dict[str, float]:
-        """Wait for the device, and return the seconds of each phase since `restart`."""
+        """Wait for the device, then return the seconds spent in each phase since `restart`."""
         self._mark()
         if self.cuda:
             torch.cuda.synchronize()
@@ -127,7 +127,7 @@ class Phases:
 
 
 def watch(trainer: Trainer, phases: Phases) -> None:
-    """Wrap the trainer's methods so that `phases` measures all later steps."""
+    """Wrap the trainer's methods so that `phases` times all subsequent steps."""
     model, optimizer = trainer.model, trainer.optimizer
     calls: list[tuple[Any, str, str]] = [
         (model, "forward_backward", "backward"),
@@ -158,7 +158,7 @@ def _timed(batches: Iterator[torch.Tensor], phases: Phases) -> Iterator[torch.Te
 
 
 class Side:
-    """The measured trainer of the config or of one variant."""
+    """The trainer of the config or of a variant, with its phase timer."""
 
     def __init__(self, config: Config, groups: Groups, clock: Callable[[], float]) -> None:
         data, _ = build_data(config)
@@ -168,7 +168,7 @@ class Side:
         watch(self.trainer, self.phases)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Take steps. Return each phase's seconds per step, and wall seconds per step as `step`."""
+        """Take steps. Return each phase's seconds per step, and wall-clock seconds as `step`."""
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -180,7 +180,7 @@ class Side:
 def start(config: Config) -> Groups:
     """Check the config against the world size and start its process groups.
 
-    Raises InvalidConfigError, which lists the problems, if the config cannot run on these ranks.
+    Raises InvalidConfigError, listing the problems, if the config cannot run on these ranks.
     """
     check(config, world_size())
     groups = start_groups(config)
@@ -194,10 +194,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_config(parser)
     parser.add_argument(
         "--variant", action="append", default=[], metavar='"key=value ..."',
-        help="also measure the config with these additional overrides; may be repeated",
+        help="also measure the config with these additional overrides; can be given repeatedly",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
+        "--steps", type=whole_number(), default=10, help="number of timed steps (default: 10)"
     )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
     parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
@@ -206,7 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def variants(options: argparse.Namespace) -> dict[str, Config]:
-    """Load the config and its variants by name, adapted to the benchmark.
+    """Load the config and its variants, adapted for the benchmark, by name.
 
     Raises InputError if a variant changes the parallel layout.
     """
@@ -219,8 +219,8 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
     for name, config in configs.items():
         if config.parallel != configs[CONFIG].parallel:
             raise InputError(f"--variant must not change the parallel section, got {name}")
-        # A run always logs its last step, so the last step must come after the measured steps.
-        # The batch ramp is removed, so that all steps have the full batch.
+        # Runs always log their last step, so it must come after the measured steps. Drop the batch
+        # ramp, so that all steps use the full batch.
         steps = max(config.train.steps, WARM_UP + options.steps + 3)
         train = replace(config.train, steps=steps, exit_step=None, batch_ramp=())
         configs[name] = replace(config, train=train)
@@ -230,21 +230,21 @@ def variants(options: argparse.Namespace) -> dict[str, Config]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak of memory allocated on the GPU since the last reset, or resident on a CPU."""
+    """Return the peak memory allocated on the GPU since the last reset, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
-    """Return each side's median seconds, as in `Side.turn`, and its memory on this rank."""
+    """Return the median seconds of each side, as in `Side.turn`, and its memory on this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(WARM_UP)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    # Without variants all steps run in one call: on a GPU the host then runs ahead as in training.
+    # Without variants, run all steps in one call, so that the host runs ahead of a GPU as usual.
     alone = len(sides) == 1
     calls = {name: partial(side.turn, steps if alone else 1) for name, side in sides.items()}
     turns = in_turn(calls, 1 if alone else steps, warm_up=0)
@@ -259,7 +259,7 @@ def measure(sides: Mapping[str, Side], steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """Return statistics over all ranks: maximum step time and memory, and mean times of phases."""
+    """Return statistics across ranks: maximum step time and memory, and mean phase times."""
     config = trainer.config
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, trainer.data.attended_length()).flops_per_token
@@ -287,7 +287,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the config's statistics in a readable form."""
+    """Print the config's statistics in human-readable form."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "
@@ -301,7 +301,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the table that compares the config with its variants."""
+    """Return the table rows that compare the config with its variants."""
 
     def spent(figures: Mapping[str, Any]) -> tuple[float, float]:
         phases = figures["phase_seconds"]
@@ -327,7 +327,7 @@ def compared(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the config and its variants. Rank 0 prints and writes the result."""
+    """Measure the config and its variants. Print and write the results on rank 0."""
     options = parse(arguments)
     configs = variants(options)
     groups = start(configs[CONFIG])

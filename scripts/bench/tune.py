@@ -1,13 +1,13 @@
 """Time the Triton kernels against the vendor library and write the dispatcher's table.
 
-    python scripts/bench/tune.py                       # all default problems; minutes on one GPU
+    python scripts/bench/tune.py                       # all default problems; minutes on a GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
-A problem is BATCHxROWSxCOLUMNS. For each problem, dtype and operation, CUDA events time the library
-and every tile. The fastest becomes the device's entry in spectral/kernels/table.json, with date and
-versions. Entries of other devices do not change. A tile whose result differs from the library's by
-more than rounding is never chosen, and the script then exits with 1. Times are medians of single
-calls with a cold L2 cache.
+A problem is BATCHxROWSxCOLUMNS. For each problem, dtype and operation, the library and every tile
+are timed with CUDA events. The fastest becomes the device's entry in spectral/kernels/table.json,
+along with the date and versions. Entries for other devices are left unchanged. Tiles whose result
+differs from the library's by more than rounding are never selected, and make the script exit with
+1. Times are medians over single calls with a cold L2 cache.
 """
 
 import argparse
@@ -52,23 +52,23 @@ Ways = dict[Tile | None, Call]
 
 
 def candidates(dtype: str) -> tuple[Tile, ...]:
-    """Return the tiles to time for a dtype."""
+    """Return the tiles to try for a dtype."""
     if dtype == "float32":
         return SINGLE_TILES
     return (*HALF_TILES, dispatch.QUACK) if dispatch.has_quack() else HALF_TILES
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls of an operation on `x` `[batch, rows, cols]` by tile, None for the library.
+    """Return calls that run an operation on `x` `[batch, rows, cols]`, by tile (None: the library).
 
-    "commuting" and "polynomial" are operations of msign's first step. "grouped" computes the Gram
-    matrices of two stacks: `x`, and the first half of the columns of `x`.
+    "commuting" and "polynomial" are operations in msign's first step. "grouped" computes the Gram
+    matrices of two stacks: `x`, and the first half of its columns.
     """
     if operation == "gram":
         return ways(partial(library.symmetric, x), partial(symmetric.product, x, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
-        # quack supports only one stack.
+        # quack only supports a single stack.
         tiles = tuple(tile for tile in tiles if tile != dispatch.QUACK)
 
         def grams() -> Tensor:
@@ -87,15 +87,15 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Return calls by tile (None for the library). The last argument of `by_kernel` is the tile."""
+    """Return calls by tile (None: the library). `by_kernel` takes the tile as its last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
 
 def agrees(result: Tensor, expected: Tensor) -> bool:
-    """Return whether two products differ only by rounding.
+    """Return whether two matmul results differ only by rounding.
 
-    The bound of bfloat16 also allows truncation instead of rounding.
+    The bfloat16 bound also allows truncation instead of rounding.
     """
     bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
@@ -105,9 +105,9 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
 def measure(
     problem: str, dtype: str, only: tuple[Tile, ...] | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem. Yield (table entry, whether all tiles computed correct results).
+    """Measure one problem. Yield (table entry, whether the results of all tiles were correct).
 
-    `only` contains the tiles to measure. None means all candidates.
+    `only` lists the tiles to measure; None means all candidates.
     """
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
@@ -127,8 +127,8 @@ def measure(
             + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
             flush=True,
         )
-        # The dispatcher uses the first usable entry. If quack is fastest, a second entry is for
-        # installations without quack.
+        # The dispatcher uses the first usable entry. If quack is fastest, add a second entry for
+        # installations without it.
         others = [tile for tile in times if tile != dispatch.QUACK]
         for tile in dict.fromkeys([best, min(others, key=lambda tile: times[tile])]):
             entry = {
@@ -140,7 +140,7 @@ def measure(
 
 
 def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
-    """Return the problem size by which the dispatcher looks up the operation on `x`."""
+    """Return the problem size that the dispatcher uses to look up the operation on `x`."""
     batch, rows, cols = x.shape
     if operation == "grouped":
         return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
@@ -162,7 +162,7 @@ def written(table: dict[str, Any]) -> str:
 
 
 def parse_tile(text: str) -> Tile:
-    """Parse a tile: "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
+    """Parse a tile given as "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
     sizes, warps, stages, *precision = text.split(":")
     block, depth = map(int, sizes.split("x"))
     return Tile(block, depth, int(warps), int(stages), *precision)  # type: ignore[arg-type]
@@ -184,24 +184,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="tiles to try (default: all candidates)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=25, help="timed calls per tile (default: 25)"
+        "--repeats", type=int, default=25, help="number of timed calls per tile (default: 25)"
     )
     parser.add_argument(
         "--output",
         type=output_path,
         default=dispatch.TABLE,
-        help="table to write (default: spectral/kernels/table.json)",
+        help="output table (default: spectral/kernels/table.json)",
     )
     return parser.parse_args(arguments)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the table. Return 1 if a kernel computed a wrong result."""
+    """Measure and write the table. Return 1 if any kernel computed a wrong result."""
     options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"--device {options.device} needs a CUDA device, but torch finds none")
+        raise InputError(f"--device {options.device} requires CUDA, but torch found no device")
     entries, right = [], True
     for problem in options.problems:
         for dtype in options.dtypes:
@@ -215,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
-    # The dispatcher uses the longest key with which a device's name begins, so shorter keys such as
-    # "NVIDIA H100" apply to devices that were not measured.
+    # The dispatcher uses the longest key that is a prefix of the device name, so shorter keys such
+    # as "NVIDIA H100" apply to devices that were not measured.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }

@@ -1,1 +1,1 @@
-"""The parts of scripts/prepare_data.py."""
+"""Modules of scripts/prepare_data.py."""

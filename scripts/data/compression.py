@@ -1,5 +1,4 @@
-"""Decompression of text files. The format is detected from the content, because file names can be
-wrong."""
+"""Decompress text files. The format is detected from the content, because suffixes can be wrong."""
 
 import gzip
 import io
@@ -24,17 +23,17 @@ _MAGIC: Final = {
     **{bytes((0x50 + i, 0x2A, 0x4D, 0x18)): "zstd" for i in range(16)},  # a skippable frame
 }
 _HEAD: Final = 512
-"""Number of bytes read from the start of a file to detect its format."""
+"""Number of leading bytes read to detect a file's format."""
 _READ: Final = 1 << 20
 _ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the decompressed lines of a text file, with their line ends.
+    """Yield the decompressed lines of a text file, including line endings.
 
     Raises:
-        DataError: the file is missing or not text, or the compressed content is corrupt, truncated
-            or empty.
+        DataError: the file is missing or not text, or the compressed data is corrupt, truncated or
+            empty.
     """
     try:
         with _opened(path) as lines:
@@ -45,7 +44,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def compression(path: Path) -> str | None:
-    """Detect the compression of a file from its first bytes (None: not compressed)."""
+    """Return the compression format detected from a file's first bytes, or None."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
@@ -56,7 +55,7 @@ def _opened(path: Path) -> io.BufferedReader:
     if named is not None and kind is None:
         empty = path.stat().st_size == 0
         raise DataError(
-            f"cannot read {path}: it is empty, perhaps after a failed download; download it again "
+            f"cannot read {path}: it is empty, possibly after a failed download; download it again "
             "or delete it"
             if empty
             else f"cannot read {path}: it is not {named}; if it is plain text, rename it without "
@@ -78,16 +77,16 @@ def _unreadable(path: Path, error: BaseException) -> str:
         return f"cannot read {path}: {reason}"
     if "too much memory" in reason:
         return (
-            f"cannot read {path}: its zstd window exceeds 128 MiB (zstd --long); recompress it: "
+            f"cannot read {path}: its zstd window is over 128 MiB (zstd --long); recompress it: "
             f"zstd -dc --long=31 {path} | zstd -o {path.with_name(f'short.{path.name}')}"
         )
     return f"cannot read {path}: it is corrupt: {reason}"
 
 
 class _XzStreams(io.RawIOBase):
-    """Reader of all streams of an .xz file, which skips padding between streams.
+    """Reads all streams of an .xz file, skipping the padding between them.
 
-    Python's `lzma.open` silently stops at padding, and at a damaged stream after the first.
+    Python's `lzma.open` silently stops at padding, and at any damaged stream but the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,11 +95,11 @@ class _XzStreams(io.RawIOBase):
         self._pending = memoryview(b"")
 
     def readable(self) -> bool:
-        """Return True: `io` requires this method of a readable stream."""
+        """Return True, as `io` requires of a readable stream."""
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        """Copy at most one block to the buffer. Return the number of bytes copied, 0 at the end."""
+        """Copy up to one block into `buffer`. Return the number of bytes copied, 0 at the end."""
         if not self._pending:
             self._pending = memoryview(next(self._blocks, b""))
         size = min(len(buffer), len(self._pending))
@@ -115,7 +114,7 @@ class _XzStreams(io.RawIOBase):
 
 
 def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed content of all streams of an .xz file in nonempty blocks."""
+    """Yield the decompressed content of all streams in an .xz file as nonempty blocks."""
     stream: lzma.LZMADecompressor | None = None
     padding = 0
     while content := file.read(_READ):
@@ -141,11 +140,11 @@ def _xz_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 def _check_padding(size: int) -> None:
     if size % 4:
-        raise lzma.LZMAError(f"padding after a stream must be a multiple of 4 bytes, got {size}")
+        raise lzma.LZMAError(f"stream padding must be a multiple of 4 bytes, got {size}")
 
 
 def rewritten(path: Path, program: str, end: str) -> str:
-    """Return a command that pipes the decompressed file through `program` into a new file."""
+    """Return a shell command that pipes the decompressed file through `program` to a new file."""
     kind = SUFFIXES.get(path.suffix)
     plain = path if kind is None else path.with_suffix("")
     command = f"{program} {path}" if kind is None else f"{kind} -dc {path} | {program}"
@@ -153,7 +152,7 @@ def rewritten(path: Path, program: str, end: str) -> str:
 
 
 def _check_text(head: bytes, path: Path) -> None:
-    """Raise DataError if the first bytes of a file show that it is not UTF-8 text."""
+    """Raise DataError if a file's first bytes show that it is not UTF-8 text."""
     if encoding := _encoding(head):
         plain = path.with_suffix("") if path.suffix in SUFFIXES else path
         command = rewritten(path, f"iconv -f {encoding} -t UTF-8", f"utf8{plain.suffix}")
@@ -166,7 +165,7 @@ def _check_text(head: bytes, path: Path) -> None:
 
 
 def _encoding(head: bytes) -> str | None:
-    """Detect UTF-16 or UTF-32 from a byte order mark, or UTF-16 from zeros in every second byte."""
+    """Detect UTF-16 or UTF-32 by a byte order mark, or UTF-16 by zeros in every other byte."""
     for mark, encoding in ((b"\xff\xfe\0\0", "UTF-32"), (b"\xff\xfe", "UTF-16"),
                            (b"\xfe\xff", "UTF-16")):  # fmt: skip
         if head.startswith(mark):
@@ -182,7 +181,7 @@ _FOREIGN: Final = {
     b"ARROW1": "an Arrow file: convert it to Parquet with datasets or pyarrow",
     b"PK\x03\x04": "a zip archive: unzip {path}",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive: 7z x {path}",
-    b"BZh91AY&SY": "compressed by bzip2: bunzip2 {path}",
+    b"BZh91AY&SY": "compressed with bzip2: bunzip2 {path}",
     b"%PDF-": "a PDF: pdftotext {path}",
     POINTER: UNFETCHED,
     **{
@@ -191,4 +190,4 @@ _FOREIGN: Final = {
         if magic != b"\x5d\0\0"
     },
 }
-"""Format and remedy of files that are not text, by their first bytes."""
+"""Maps the first bytes of non-text files to their format and a fix."""

@@ -1,4 +1,4 @@
-"""The corpora of the recipes, with sources, tokenizers and token counts."""
+"""The recipes' corpora: their sources, tokenizers and token counts."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,8 +20,8 @@ class Part:
     """A dataset in a corpus and its share of the tokens.
 
     source  `hf:NAME` of the dataset on the hub
-    share   share of the tokens, relative to the other parts' shares
-    folder  folder of the part's files in a snapshot of the dataset; None: the part's name
+    share   relative share of the tokens
+    folder  folder in a dataset snapshot that contains this part; None means the part's name
     """
 
     source: str
@@ -31,9 +31,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, which is written as one set.
+    """A corpus, which is written as a single set.
 
-    about        the paper or project that uses the corpus, and how this corpus differs
+    about        the paper or project that uses the corpus, and how this version differs
     tokenizer    name of the tokenizer on the Hugging Face hub
     tokens       number of tokens to write, including validation
     validation   fraction of the documents to hold out for validation
@@ -48,15 +48,15 @@ class Corpus:
     parts: dict[str, Part]
 
     def set_plan(self, tokens: int | None, local: Path | None) -> SetPlan:
-        """Return the plan of the corpus's set.
+        """Return the set plan for this corpus.
 
         Args:
-            tokens: number of tokens to write; None: `self.tokens`.
-            local: a file or folder to read instead of the hub. It contains a folder for each part:
-                `Part.folder`, NAME or data/NAME. If the corpus has one part, `local` may also be
-                the part's only file or the folder of its files.
+            tokens: number of tokens to write, `self.tokens` by default.
+            local: file or folder to read instead of the hub. It must contain a folder for each
+                part: `Part.folder`, NAME or data/NAME. For a corpus with a single part, it may also
+                be the part's only file, or the folder with its files.
 
-        Raises DataError if `local` contains no readable file, or no folder for a part.
+        Raises DataError if `local` contains no readable files or has no folder for a part.
         """
         total = self.tokens if tokens is None else tokens
         shares = sum(part.share for part in self.parts.values())
@@ -71,23 +71,23 @@ class Corpus:
             )
         return SetPlan(self.name, portions, self.validation)
 
-    def _local(self, place: Path, name: str) -> str:
-        """Return the path of a part's files in a local copy of the corpus."""
+    def _local(self, root: Path, name: str) -> str:
+        """Return the path to a part's files in a local copy of the corpus."""
         names = [self.parts[name].folder or name, f"data/{name}", name]
-        folders = [place / each for each in dict.fromkeys(names)]
+        folders = [root / each for each in dict.fromkeys(names)]
         for folder in folders:
             if folder.is_dir():
                 return str(folder)
-        if len(self.parts) == 1 and (place.is_file() or _holds_rows(place)):
-            return str(place)
+        if len(self.parts) == 1 and (root.is_file() or _holds_rows(root)):
+            return str(root)
         raise DataError(
-            f"--from {place} contains no folder for {name}, a part of {self.name}; move the files "
-            f"of {name} to one of {', '.join(map(str, folders))}"
+            f"--from {root} contains no folder for {name}, a part of {self.name}; move the {name} "
+            f"files to one of {', '.join(map(str, folders))}"
         )
 
 
 def _holds_rows(folder: Path) -> bool:
-    """Return whether a folder directly contains JSON lines or Parquet files."""
+    """Return whether a folder contains JSON lines or Parquet files at its top level."""
     return folder.is_dir() and any(
         isinstance(each, FileInput) and each.has_keys and each.path.parent == folder
         for each in find_inputs(str(folder)).inputs
@@ -96,7 +96,7 @@ def _holds_rows(folder: Path) -> bool:
 
 @cache
 def read_corpora() -> dict[str, Corpus]:
-    """Return the corpora in corpora.yaml by name."""
+    """Return the corpora defined in corpora.yaml, by name."""
     return {
         name: Corpus(
             name=name,

@@ -1,5 +1,5 @@
-"""Sets of documents, described by a corpus file, from Debian packages and this repository.
-apt-get downloads the packages, and dpkg-deb opens them.
+"""Build document sets from Debian packages and files in this repository, as described by a corpus
+file. Packages are downloaded with apt-get and unpacked with dpkg-deb.
 """
 
 import gzip
@@ -24,20 +24,20 @@ from training.config.yaml_files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
-_COMPRESSED = (".gz", ".dz")  # .dz is the format of dictd: gzip with an index
+_COMPRESSED = (".gz", ".dz")  # .dz is dictd's format: gzip with an index
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """Return the .deb of a package in `folder`, downloaded unless `folder` contains this version.
+    """Return a package's .deb in `folder`, downloading it unless `folder` already has this version.
 
-    If apt offers only another version, return that version, because its texts may be the same.
+    If apt only offers a different version, return that one, because its texts may be the same.
 
     Raises:
         DataError: apt-get or dpkg-deb is missing, or the package cannot be downloaded.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise DataError(f"{tool} is missing: use Debian 12 or a container of Debian 12")
+            raise DataError(f"{tool} is missing: use Debian 12 or a Debian 12 container")
     folder.mkdir(parents=True, exist_ok=True)
     debs, problem = _debs(folder, name), ""
     if version not in debs:
@@ -47,19 +47,19 @@ def download(name: str, version: str, folder: Path) -> Path:
         debs = _debs(folder, name)
     if not debs:
         raise DataError(
-            f"cannot download {name} {version} of Debian 12: {problem or 'apt-get wrote no file'}; "
+            f"cannot download {name} {version} (Debian 12): {problem or 'apt-get wrote no file'}; "
             "check the network and run `apt-get update`"
         )
     return debs.get(version, [*debs.values()][-1])
 
 
 def _debs(folder: Path, name: str) -> dict[str, Path]:
-    """Return all versions of a package in a folder, by version."""
+    """Return the .deb files of a package in `folder`, by version."""
     return {version_of(deb): deb for deb in sorted(folder.glob(f"{name}_*.deb"))}
 
 
 def _apt_download(package: str, folder: Path) -> str:
-    """Download a package. Return apt's error as one line, or an empty string."""
+    """Download a package. Return the first line of apt's error, or "" on success."""
     command = ["apt-get", "download", "-q", package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("E:")]
@@ -67,7 +67,7 @@ def _apt_download(package: str, folder: Path) -> str:
 
 
 def version_of(deb: Path) -> str:
-    """Read the version of a .deb."""
+    """Return the version of a .deb file."""
     done = subprocess.run(
         ["dpkg-deb", "--field", str(deb), "Version"], capture_output=True, text=True, check=True
     )
@@ -77,12 +77,13 @@ def version_of(deb: Path) -> str:
 def read_texts(
     deb: Path, patterns: Sequence[str], leave_out: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and decompressed text of the files of a .deb that match `patterns`, by path.
+    """Yield the path and decompressed text of each file in a .deb that matches `patterns`, sorted
+    by path.
 
-    Files whose names match one of `leave_out` are skipped.
+    Files whose names match any of `leave_out` are skipped.
 
     Raises:
-        DataError: dpkg-deb cannot read the package, a pattern matches no file, or a text is not
+        DataError: dpkg-deb cannot read the package, a pattern matches no file, or a file is not
             UTF-8.
     """
     command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
@@ -98,7 +99,7 @@ def read_texts(
                 texts[path] = file.read()
     unmatched = [p for p in patterns if not any(fnmatchcase(path, p) for path in texts)]
     if unmatched:
-        raise DataError(f"{deb.name} contains no file that matches {', '.join(unmatched)}")
+        raise DataError(f"{deb.name} contains no files matching {', '.join(unmatched)}")
     for path in sorted(texts):
         name = PurePosixPath(path).name
         if not any(fnmatchcase(name, pattern) for pattern in leave_out):
@@ -114,7 +115,7 @@ def _text(content: bytes, path: str) -> str:
 
 
 class Source(Section):
-    """A source of documents: a Debian package or an .xz file of this repository."""
+    """A document source: a Debian package or an .xz file in this repository."""
 
     licence: str
     package: str | None = None
@@ -133,12 +134,12 @@ class Source(Section):
 
     @property
     def name(self) -> str:
-        """Package or file name of the source."""
+        """Name of the package or file."""
         return self.package or str(self.file)
 
 
 class DocumentSet(Section):
-    """Sources of one set, and the sha256 of its documents as JSON lines."""
+    """The sources of a set, and the sha256 of its documents as JSON lines."""
 
     sources: list[Source]
     sha256: str
@@ -151,7 +152,7 @@ class Corpus(Section):
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Read a corpus file. Raises InvalidConfigError with all problems of the file."""
+    """Read a corpus file. Raises InvalidConfigError listing every problem in it."""
     try:
         return bind(Corpus, read_merged(path))
     except InvalidConfigError as error:
@@ -159,10 +160,10 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[str]:
-    """Write `output`/NAME.jsonl, one line `{"text": ..., "source": ...}` per document.
+    """Write `output`/NAME.jsonl with a line `{"text": ..., "source": ...}` for each document.
 
     Packages are downloaded to `output`/packages. File paths are relative to `root`. Returns a
-    report: a line with the hash of the written file, and a line per source.
+    report: one line with the hash of the file written, then one line per source.
 
     Raises:
         DataError: a source cannot be read, or the documents do not match the recorded hash.
@@ -195,7 +196,7 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
     if digest != content.sha256:
         raise DataError(
             f"the documents of {name} must have sha256 {content.sha256}, got {digest}; packages "
-            f"with another sha256 than recorded: {', '.join(others) or 'none'}. Run `apt-get "
+            f"that differ from the recorded sha256: {', '.join(others) or 'none'}. Run `apt-get "
             "update` and try again, or record the new sha256 in your own --corpus file"
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
@@ -203,9 +204,9 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:
-    """Yield the whole text as one document, or split it before lines that match `entry`.
+    """Split a text before lines that match `entry`, or yield it as a single document if None.
 
-    A matching line starts a document only after a blank line.
+    A matching line only starts a new document if it follows a blank line.
     """
     pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
     for piece in pieces:

@@ -1,9 +1,9 @@
-"""Reading documents from text, JSON lines and Parquet files, compressed or not.
+"""Read documents from text, JSON lines and Parquet files, compressed or not.
 
-pyarrow reads Parquet files, and `datasets` reads the hub. This module parses text and JSON lines,
-because `datasets` silently changes or loses text. It converts line ends to `\\n` and strings that
-look like dates to dates, and reads a truncated .zst file without an error. It also rejects fields
-that appear late or change their type, and restarts line numbers in each block.
+Parquet files are read with pyarrow, and the hub with `datasets`. Text and JSON lines are parsed
+here, because `datasets` silently alters or drops text: it converts line endings to `\\n` and
+strings that look like dates to dates, and reads truncated .zst files without an error. It also
+rejects fields that first appear late or change type, and restarts line numbers in every block.
 """
 
 from collections import Counter
@@ -25,30 +25,30 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer, parse_json
 
 CHECKED: Final = 1000
-"""Number of documents of each input that are checked before the preparation starts."""
+"""Number of documents per input that are checked before the preparation starts."""
 PARQUET_ROWS: Final = 1024
-"""Number of rows of a Parquet file in memory at a time."""
+"""Number of Parquet rows held in memory at a time."""
 NO_ZEROS: Final = r"sed 's/\x00//g'"
 
 
 Owns = Callable[[int, int | None], bool]
-"""Function (input number, document number) that returns whether to read the document. For document
-None it returns whether to read any document of the input."""
+"""Function of an input number and a document number that returns whether to read the document. If
+the document number is None, it returns whether to read any document of the input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """Options for splitting files into documents."""
 
-    text_key: str = "text"  # field that contains the text, for inputs without their own text_key
-    document_bytes: int = 2048  # a blank line after so many bytes of text ends a document; 0: never
+    text_key: str = "text"  # field that contains the text, for inputs that do not set text_key
+    document_bytes: int = 2048  # end a document at a blank line after this many bytes; 0: never
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
-    """Yield the text of every nonblank document in order.
+    """Yield the text of every non-blank document, in order.
 
     Raises:
-        DataError: an input is missing, unreadable or not UTF-8, or has no text field.
+        DataError: an input is missing, unreadable or not UTF-8, or lacks the text field.
     """
     for each in inputs:
         with closing(_documents(each, options)) as documents:
@@ -62,14 +62,14 @@ def numbered_documents(
     owns: Owns,
     blank: Counter[str],
 ) -> Generator[tuple[Position, str], None, None]:
-    """Yield the documents of `read_documents`, each with the position after it.
+    """Yield the same documents as `read_documents`, each with the position right after it.
 
     Args:
         inputs: the inputs to read.
         options: options for splitting files into documents.
-        start: the position at which an interrupted run stopped.
-        owns: function that returns whether to yield a document.
-        blank: counts the blank documents, which are skipped, by the name of their input.
+        start: position to resume from.
+        owns: returns whether to yield a document.
+        blank: updated with the number of blank documents skipped, by input name.
     """
     for number in range(start.input, len(inputs)):
         if not owns(number, None):
@@ -88,10 +88,10 @@ def numbered_documents(
 
 
 def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list[tuple[int, int]]:
-    """Check the first `CHECKED` documents of every input. Return each input's counts of checked and
-    of blank documents.
+    """Check the first `CHECKED` documents of every input. Return the number of checked documents
+    and of blank ones for each input.
 
-    The check of an input continues until a document is not blank.
+    If these are all blank, the check continues up to the first non-blank document.
 
     Raises:
         DataError: as in `read_documents`, or if all rows of an input are blank.
@@ -107,7 +107,7 @@ def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> list
         if blank == number > 0 and each.has_keys:
             raise DataError(
                 f"{each}: {_key(each, options)!r} is blank in all "
-                f"{counted(number, 'document')}; set the key of the text, or omit the file"
+                f"{counted(number, 'document')}; set a different text key, or omit the file"
             )
         counts.append((number, blank))
     return counts
@@ -134,7 +134,7 @@ def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
 
 
 def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
-    """Yield every row of a Parquet file, only with column `key` if the file has this column.
+    """Yield every row of a Parquet file, reading only the column `key` if it exists.
 
     Raises DataError if the file is missing, damaged or not Parquet.
     """
@@ -152,14 +152,14 @@ def parquet_rows(path: Path, key: str | None = None) -> Iterator[Row]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raise DataError if a file does not start with Parquet's magic bytes."""
+    """Raise DataError if a file does not start with the Parquet magic bytes."""
     if is_pointer(path):
         raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     with path.open("rb") as file:
         head = file.read(16)
     if not head.startswith(b"PAR1"):
         raise DataError(
-            f"cannot read {path}: a Parquet file begins with PAR1, got {head!r}; download it again"
+            f"cannot read {path}: Parquet files start with PAR1, got {head!r}; download it again"
         )
 
 
@@ -176,10 +176,10 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
             ) from None
         if (zero := block.find(0)) >= 0:
             raise DataError(
-                f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; to remove all "
-                f"such bytes: {_as_text(path, NO_ZEROS)}"
+                f"{path} is binary or damaged: byte 0x00 at offset {offset + zero}; to strip these "
+                f"bytes: {_as_text(path, NO_ZEROS)}"
             )
-        # A byte order mark is not part of the text.
+        # Strip the byte order mark.
         yield text if offset else text.removeprefix("\ufeff")
         offset += len(block)
 
@@ -189,10 +189,10 @@ def _as_text(path: Path, program: str) -> str:
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
-    """Split text into documents whose concatenation is the same text, byte for byte.
+    """Split text into documents that concatenate to the same text, byte for byte.
 
-    A document of at least `document_bytes` bytes ends after the next blank lines. If no blank line
-    follows, it ends at the first line end after 16 times `document_bytes`. 0 means one document.
+    A document ends after the first run of blank lines past `document_bytes` bytes or, failing that,
+    at the first line ending past 16 times `document_bytes`. 0 means a single document.
     """
     parts: list[bytes] = []
     size, after_blank = 0, False
@@ -216,7 +216,7 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
         where = f"{path}, line {number}"
         try:
             row = parse_json(line)
-        except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+        except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
             remedy = _remedy(number, line, path)
             raise DataError(f"{where}: invalid JSON: {error}; {remedy}") from None
         if isinstance(row, list):
@@ -225,12 +225,12 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
 
 
 def _remedy(number: int, line: bytes, path: Path) -> str:
-    """Return the remedy for a line that is not valid JSON, which may be a part of a JSON text."""
+    """Suggest a fix for a line that is not valid JSON by itself, but may be part of a JSON text."""
     line = line.strip()
     if number == 1 and line.startswith(b"<"):
-        return "the file is HTML or XML, perhaps after a failed download; download it again"
+        return "the file is HTML or XML, possibly after a failed download; download it again"
     if number == 1 and line.startswith(b"["):
-        return f"the file is one list that spans several lines; {_rewrite('.[]', path)}"
+        return f"the file is a single list that spans several lines; {_rewrite('.[]', path)}"
     if number == 1 and not line.endswith(b"}"):
         return f"if rows span several lines, {_rewrite('.', path)}; else fix or remove the line"
     return "fix or remove the line"
@@ -251,8 +251,8 @@ def row_text(row: object, where: str, key: str) -> str:
     if not isinstance(row, Mapping) or key not in row:
         keys = ", ".join(row) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"{where}: the row must have the key {key!r}, got {keys or 'no keys'}; pass the key of "
-            "the text as --text-key KEY or NAME:KEY=INPUT"
+            f"{where}: the row must have the key {key!r}, got {keys or 'no keys'}; set the text "
+            "key with --text-key KEY or NAME:KEY=INPUT"
         )
     value = row[key]
     if not isinstance(value, str):

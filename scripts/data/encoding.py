@@ -1,5 +1,5 @@
-"""Encoding of documents in several processes, in order. Some documents are decoded as a check.
-Workers import this module and the main script, so neither of them imports torch.
+"""Encode documents in order with several processes, and decode a sample of them as a check.
+Workers import this module and the main script, so neither may import torch.
 """
 
 import os
@@ -32,22 +32,22 @@ from training.errors import DataError
 _CHUNK_CHARACTERS = 1 << 18
 DECODED: Final = 1000
 ONE_IN: Final = 64
-_CHUNKS_PER_WORKER = 4  # queued chunks: enough to keep workers busy, few enough to limit memory
+_CHUNKS_PER_WORKER = 4  # queued chunks: enough to keep workers busy without using much memory
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of texts: tokenizer file, EOD token id and dtype of the tokens."""
+    """A text encoder, given by the tokenizer file, the EOD token id and the token dtype."""
 
     path: Path
     eod_id: int
     dtype: str
 
     def encode(self, texts: list[str], sample: range = range(0)) -> "EncodedChunk":
-        """Encode texts, append EOD to each, and decode the texts whose indices are in `sample`.
+        """Encode texts, append EOD to each, and decode those whose indices are in `sample`.
 
-        Text that looks like a special token is encoded as plain text, so a document cannot contain
-        a forged EOD.
+        Text that looks like a special token is encoded as plain text, so documents cannot forge an
+        EOD.
         """
         tokenizer = _load(self.path)
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -68,9 +68,9 @@ class EncodedChunk:
     """The tokens of consecutive documents."""
 
     tokens: NDArray[np.integer]  # `[sum(lengths)]`
-    lengths: list[int]  # number of tokens of each document, including EOD
+    lengths: list[int]  # number of tokens in each document, including EOD
     bytes: list[int]  # UTF-8 size of each document
-    # (original text, decoded text) of each sampled document
+    # (original text, decoded text) for each sampled document
     decoded: list[tuple[str, str]] = field(default_factory=list)
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
@@ -89,14 +89,14 @@ def _load(path: Path) -> Tokenizer:
 
 
 class Workers:
-    """Pool of processes that encode documents, started at the first call with more than one chunk.
-    A single chunk, or with one worker every chunk, is encoded in this process.
+    """Process pool for encoding documents, started by the first call with more than one chunk.
+    A single chunk is encoded in this process, as are all chunks if there is only one worker.
 
-    The context manager ends the processes at exit and unloads the tokenizer, because another
+    On exit, the context manager shuts down the pool and unloads the tokenizer, because another
     tokenizer may later be written to the same path.
 
-    Each process has its own pipe, served by a thread of this process. A ProcessPoolExecutor shares
-    one pipe, and hangs if a process is killed while it writes a result.
+    Each process has its own pipe, served by a thread in this process. A ProcessPoolExecutor shares
+    a single pipe, and hangs if a process is killed while writing a result.
     """
 
     def __init__(self, count: int) -> None:
@@ -119,27 +119,27 @@ class Workers:
     def encode(
         self, documents: Iterable[tuple[Position, str]], encoder: Encoder
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
-        """Yield encoded documents with their positions, in the documents' order."""
+        """Yield encoded documents with their positions, preserving their order."""
         chunks = _sampled(_chunked(documents))
-        few = list(islice(chunks, 2))
-        chunks = chain(few, chunks)
-        if self.count == 1 or len(few) < 2:
+        first = list(islice(chunks, 2))
+        chunks = chain(first, chunks)
+        if self.count == 1 or len(first) < 2:
             for positions, texts, sample in chunks:
                 yield positions, encoder.encode(texts, sample)
             return
-        waiting: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
+        pending: deque[tuple[list[Position], Future[EncodedChunk]]] = deque()
         try:
             for positions, texts, sample in chunks:
                 if len(self._processes) < self.count:
                     self._start()
                 future = self._threads.submit(self._encoded, encoder, texts, sample)
-                waiting.append((positions, future))
-                if len(waiting) >= self.count * _CHUNKS_PER_WORKER:
-                    yield _result(waiting)
-            while waiting:
-                yield _result(waiting)
+                pending.append((positions, future))
+                if len(pending) >= self.count * _CHUNKS_PER_WORKER:
+                    yield _result(pending)
+            while pending:
+                yield _result(pending)
         finally:
-            for _, future in waiting:
+            for _, future in pending:
                 future.cancel()
 
     def _start(self) -> None:
@@ -148,12 +148,12 @@ class Workers:
         pipe, end = context.Pipe()
         process = context.Process(target=_work, args=(end,), daemon=True)
         process.start()
-        end.close()  # so that the pipe ends with the process
+        end.close()  # so that the pipe is closed when the process exits
         self._processes.append(process)
         self._idle.put(pipe)
 
     def _encoded(self, encoder: Encoder, texts: list[str], sample: range) -> EncodedChunk:
-        """Encode texts in an idle process. Raises BrokenProcessPool if the process has ended."""
+        """Encode texts in an idle process. Raises BrokenProcessPool if the process has died."""
         pipe = self._idle.get()
         try:
             pipe.send((encoder, texts, sample))
@@ -168,17 +168,17 @@ class Workers:
 
 
 def _result(
-    waiting: deque[tuple[list[Position], Future[EncodedChunk]]],
+    pending: deque[tuple[list[Position], Future[EncodedChunk]]],
 ) -> tuple[list[Position], EncodedChunk]:
-    positions, future = waiting.popleft()
+    positions, future = pending.popleft()
     return positions, future.result()
 
 
 def _sampled(
     chunks: Iterable[tuple[list[Position], list[str]]],
 ) -> Iterator[tuple[list[Position], list[str], range]]:
-    """Yield chunks with the range of texts to decode: about the first `DECODED` texts, then one in
-    `ONE_IN`."""
+    """Yield chunks with the range of texts to decode: roughly the first `DECODED` texts, then one
+    out of `ONE_IN`."""
     done = 0
     for positions, texts in chunks:
         step = 1 if done < DECODED else ONE_IN
@@ -204,10 +204,10 @@ def _chunked(
 
 
 def _work(pipe: "Connection[Any, Any]") -> None:
-    """Encode texts from a pipe until its other end is closed. Ignore Ctrl-C and use one thread."""
+    """Encode texts from a pipe until its other end is closed, with one thread and ignoring Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with suppress(EOFError, OSError):  # the other process has ended
+    with suppress(EOFError, OSError):  # the other process has exited
         while True:
             encoder, texts, sample = pipe.recv()
             try:
@@ -219,20 +219,20 @@ def _work(pipe: "Connection[Any, Any]") -> None:
 
 
 LARGEST: Final = 0.01
-"""Largest allowed share of decoded documents that differ from the original text."""
-_AROUND: Final = 20
+"""Maximum fraction of decoded documents that may differ from the original text."""
+_CONTEXT: Final = 20
 
 
 @dataclass
 class RoundTrip:
-    """Counts of a set's decoded documents and of those that differ from the original text."""
+    """Number of decoded documents in a set, and how many of them differ from the original text."""
 
     decoded: int = 0
     lost: int = 0
     example: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Add the counts of a chunk."""
+        """Count the decoded documents of a chunk."""
         for text, decoded in chunk.decoded:
             self.decoded += 1
             if text != decoded:
@@ -240,10 +240,10 @@ class RoundTrip:
                 self.example = self.example or _difference(text, decoded)
 
     def check(self, name: str, *, allowed: bool, final: bool = False) -> None:
-        """Reject a tokenizer that changes text. Check only after `DECODED` documents or if `final`.
+        """Reject a tokenizer that changes text, after `DECODED` decoded documents or if `final`.
 
         Raises:
-            DataError: `allowed` is False and the share of changed documents exceeds `LARGEST`.
+            DataError: `allowed` is False and the fraction of changed documents exceeds `LARGEST`.
         """
         if allowed or not (final or self.decoded >= DECODED):
             return
@@ -251,12 +251,13 @@ class RoundTrip:
             raise DataError(f"set {name}: {self}; use a lossless tokenizer, or pass --allow-lossy")
 
     def __str__(self) -> str:
-        share, of = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
-        return f"the tokenizer changes the text of {share:.1%} of {of}, for example {self.example}"
+        share, total = self.lost / max(1, self.decoded), counted(self.decoded, "decoded document")
+        changed = f"the tokenizer changes the text of {share:.1%} of {total}"
+        return f"{changed}, for example {self.example}"
 
 
 def _difference(text: str, decoded: str) -> str:
-    """Return excerpts of both texts around the first difference."""
-    start = max(0, len(commonprefix([text, decoded])) - _AROUND // 2)
-    pieces = [repr(each[start : start + 2 * _AROUND]) for each in (text, decoded)]
+    """Return excerpts from both texts around the first difference."""
+    start = max(0, len(commonprefix([text, decoded])) - _CONTEXT // 2)
+    pieces = [repr(each[start : start + 2 * _CONTEXT]) for each in (text, decoded)]
     return " for ".join(reversed(pieces))

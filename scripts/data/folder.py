@@ -1,4 +1,4 @@
-"""An output folder that appears only when complete. A killed preparation can be resumed."""
+"""An output folder that only appears once complete. Killed preparations can be resumed."""
 
 import fcntl
 import json
@@ -20,26 +20,26 @@ PROGRESS = "progress.json"
 
 
 class AtomicFolder:
-    """Context manager that writes a folder atomically: the folder is built as `output.preparing`.
+    """Context manager that writes a folder atomically by building it as `output.preparing`.
 
-    Inside the context manager, write to `path`. `commit` syncs `path` and renames it to `output`.
-    Without a commit everything is deleted. After a kill, `output.preparing` remains until the next
-    run removes it. A run locks `output.preparing.lock` until it has cleaned up, so two runs never
-    write the same folder. If `output.preparing` exists without a lock file, another program wrote
-    it, and it is not touched.
+    Within the context, write to `path`. `commit` syncs `path` and renames it to `output`. Without a
+    commit, everything is deleted. If the process is killed, `output.preparing` stays until the next
+    run removes it. Runs hold a lock on `output.preparing.lock` until they have cleaned up, so two
+    runs never write the same folder. An `output.preparing` without a lock file was written by some
+    other program and is left alone.
 
-    After `save`, the written files are kept even without a commit. In the next run with the same
-    key, `progress` is the saved value, and the folder `state` contains the saved state files.
+    After `save`, the files written so far are kept even without a commit. The next run with the
+    same key finds the saved value in `progress` and the saved state files in the folder `state`.
 
     Args:
         output: the folder to write.
-        check: function that raises InputError if `output` must not be written; called after locking
-            and before `output` is replaced.
-        key: identifies everything that determines the content; None if no later run may resume.
+        check: raises InputError if `output` must not be written; called after locking and again
+            before `output` is replaced.
+        key: identifies everything that determines the content; None disables resuming.
 
     Raises:
         InputError: `output` is a URL or contains ~ or a variable; another run is writing the same
-            folder or has just finished it; or another program wrote `output.preparing`.
+            folder or has just finished it; or `output.preparing` was written by another program.
     """
 
     def __init__(self, output: Path, check: Callable[[], None], key: str | None = None) -> None:
@@ -69,32 +69,32 @@ class AtomicFolder:
         return self
 
     def _begin(self, was_killed: bool) -> None:
-        """Remove the remains of a killed run, check `output`, and create the folder to write."""
-        places = (self.path, self.state, self._replaced)
-        leftovers = [path for path in places if os.path.lexists(path)]
+        """Remove leftovers of a killed run, check `output`, and create the folder to write to."""
+        paths = (self.path, self.state, self._replaced)
+        leftovers = [path for path in paths if os.path.lexists(path)]
         if leftovers and not was_killed:
             raise InputError(
-                f"{leftovers[0]} already exists, but prepare_data.py did not write it; move it"
+                f"{leftovers[0]} already exists but was not written by prepare_data.py; move it"
             )
-        # A run that was killed between the renames of `commit` left this folder.
+        # Left behind by a run that was killed between the two renames in `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
         self.progress = self._saved()
         if self.kept and self.progress is None:
             print(
-                f"warning: {self.path} was made from other inputs or options; starting over",
+                f"warning: {self.path} was made from different inputs or options; starting over",
                 file=sys.stderr,
             )
-        _remove(*(places if self.progress is None else (self._replaced,)))
+        _remove(*(paths if self.progress is None else (self._replaced,)))
         self._check()
         self.path.mkdir(exist_ok=True)
         if self._key is not None:
             self.state.mkdir(exist_ok=True)
 
     def save(self, progress: Any) -> None:
-        """Save `progress` as JSON. From now on the written files are kept without a commit.
+        """Save `progress` as JSON. From then on, written files are kept even without a commit.
 
-        All files that `progress` counts must be synced to disk.
+        All files that `progress` refers to must already be synced to disk.
         """
         new = self.state / (PROGRESS + ".new")
         new.write_text(json.dumps({"key": self._key, "progress": progress}), encoding="utf-8")
@@ -114,7 +114,7 @@ class AtomicFolder:
 
     @property
     def kept(self) -> bool:
-        """Whether a later run can resume from saved progress."""
+        """Whether a later run can resume from the saved progress."""
         return self.path.exists() and (self.state / PROGRESS).exists()
 
     def _release(self) -> None:
@@ -142,16 +142,16 @@ class AtomicFolder:
 
 
 def _remove(*paths: Path) -> None:
-    """Delete the paths that exist."""
+    """Delete those of the paths that exist."""
     for path in paths:
         if os.path.lexists(path):
             delete(path)
 
 
 def clean_up(output: Path) -> None:
-    """Remove the remains of a run that was killed after completing `output`.
+    """Remove leftovers of a run that was killed after it completed `output`.
 
-    Does nothing while another process is writing `output`.
+    No-op while another process is writing `output`.
     """
     if output.with_name(output.name + LOCK).exists():
         with suppress(InputError), AtomicFolder(output, lambda: None):
@@ -159,7 +159,7 @@ def clean_up(output: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """Create and lock a file. Return its descriptor, or None if another process has locked it."""
+    """Create and lock a file. Return its descriptor, or None if another process holds the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -169,14 +169,14 @@ def _lock(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
-        os.close(descriptor)  # another process removed the file when it ended; try again
+        os.close(descriptor)  # another process removed the file on exit; try again
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
-    """Return whether `output` already contains the complete preparation with this fingerprint.
+    """Return whether `output` already holds a complete preparation with this fingerprint.
 
     Raises:
-        InputError: the preparation is damaged, and `overwrite` is False.
+        InputError: the preparation is damaged and `overwrite` is False.
     """
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
@@ -189,17 +189,17 @@ def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> boo
     if damaged and not overwrite:
         raise InputError(
             f"{output} is damaged (missing or truncated: {', '.join(damaged)}); pass --overwrite "
-            "to write it again"
+            "to recreate it"
         )
     return not damaged
 
 
 def check_replaceable(output: Path, overwrite: bool) -> None:
-    """Check that `output` is missing, empty, or a preparation that may be replaced.
+    """Check that `output` does not exist, is empty, or is a preparation that may be replaced.
 
     Raises:
-        InputError: `output` is not a folder, contains files that no preparation wrote, or contains
-            a preparation and `overwrite` is False.
+        InputError: `output` is not a folder, contains files not written by a preparation, or
+            contains a preparation and `overwrite` is False.
     """
     if not os.path.lexists(output):
         return
@@ -209,15 +209,16 @@ def check_replaceable(output: Path, overwrite: bool) -> None:
     if not present:
         return
     manifest = _manifest_or_none(output)
-    strangers = present - {MANIFEST_FILE} - set(manifest.files if manifest else ())
-    if strangers:
+    unknown = present - {MANIFEST_FILE} - set(manifest.files if manifest else ())
+    if unknown:
         raise InputError(
-            f"output {output} contains {', '.join(sorted(strangers)[:3])}, which prepare_data.py "
-            "did not write; choose another folder"
+            f"output {output} contains {', '.join(sorted(unknown)[:3])}, which was not written by "
+            "prepare_data.py; choose another folder"
         )
     if not overwrite:
         raise InputError(
-            f"output {output} contains data from other inputs or options; --overwrite replaces it"
+            f"output {output} contains data from different inputs or options; pass --overwrite to "
+            "replace it"
         )
 
 

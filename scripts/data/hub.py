@@ -1,5 +1,4 @@
-"""Reading of datasets and tokenizers from the Hugging Face hub. Only this module imports
-`datasets`."""
+"""Read datasets and tokenizers from the Hugging Face hub. No other module imports `datasets`."""
 
 import logging
 import sys
@@ -16,7 +15,7 @@ from training.errors import DataError
 from training.json_file import UNFETCHED, is_pointer
 
 WAITS: Final = (2.0, 8.0, 32.0, 128.0)
-"""Seconds to wait before each retry after an error in reading a file of the hub."""
+"""Seconds to wait before each retry when reading a file from the hub fails."""
 Row = dict[str, object]
 
 
@@ -28,21 +27,21 @@ class HubInput:
     config: str | None = None
     split: str = "train"
     text_key: str | None = None  # field that contains the text; None: ReadOptions.text_key
-    revision: str | None = None  # commit on the hub; None: the newest
+    revision: str | None = None  # commit on the hub; None: the latest
     file: tuple[int, int] | None = None  # (index, number of files); None: all files
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows, which is always true for datasets."""
+        """Whether documents are fields of rows (always true for datasets)."""
         return True
 
     @property
     def identity(self) -> str:
-        """Name of the dataset, with the commit if known."""
+        """Dataset name, including the commit if known."""
         return str(self) if self.revision is None else f"{self} at {self.revision}"
 
     def files(self) -> list["HubInput"]:
-        """Return one input per file of the dataset, in order, pinned to the newest commit.
+        """Return one input per dataset file, in order, pinned to the latest commit.
 
         Raises DataError if the dataset cannot be opened.
         """
@@ -54,8 +53,8 @@ class HubInput:
     def rows(self) -> Iterator[Row]:
         """Stream all rows without downloading whole files.
 
-        After an error on the hub, wait and continue after the last row that was read. Raises
-        DataError if the dataset cannot be opened or read.
+        If the hub fails, wait and continue after the last row read. Raises DataError if the dataset
+        cannot be opened or read.
         """
         waits = () if self.file is None or Path(self.name).exists() else WAITS
         done, left = 0, list(waits)
@@ -65,7 +64,7 @@ class HubInput:
                     yield row
                     done, left = done + 1, list(waits)
                 return
-            # `datasets` raises its own errors, OSError, ValueError and errors of HTTP libraries
+            # `datasets` raises its own exceptions, OSError, ValueError and HTTP library exceptions
             except Exception as error:
                 if not left and isinstance(error, DataError):
                     raise
@@ -90,13 +89,13 @@ class HubInput:
 
 
 def _stream(each: HubInput) -> Any:
-    """Return a dataset's rows as a stream. Raises DataError if the dataset cannot be opened."""
+    """Return a stream over a dataset's rows. Raises DataError if the dataset cannot be opened."""
     for path in Path(each.name).rglob("*"):  # empty for a dataset on the hub
         if is_pointer(path):
             raise DataError(f"cannot read {path}: it is {UNFETCHED}")
     try:
         return _opened(each.name, each.config, each.split, each.revision)
-    except Exception as error:  # errors of many libraries, as above
+    except Exception as error:  # exceptions from many libraries, as above
         raise DataError(
             f"cannot read {each}: {first_line(error)}; check the name and the network"
         ) from None
@@ -104,19 +103,19 @@ def _stream(each: HubInput) -> Any:
 
 @lru_cache(maxsize=16)
 def _opened(name: str, config: str | None, split: str, revision: str | None) -> Any:
-    import datasets  # imported here because it takes seconds
+    import datasets  # deferred: slow import
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # the library's errors contain the same text
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the exceptions carry the same messages
     return datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
 
 
 def _newest(name: str) -> str | None:
-    """Return the hash of a hub dataset's newest commit."""
+    """Return the hash of a hub dataset's latest commit."""
     from huggingface_hub import HfApi
 
     try:
         commit: str | None = HfApi().dataset_info(name).sha
-    except Exception as error:  # errors of many libraries, as above
+    except Exception as error:  # exceptions from many libraries, as above
         raise DataError(f"cannot read hf:{name}: {first_line(error)}") from None
     return commit
 
@@ -135,7 +134,7 @@ def parse_hub_input(source: str) -> HubInput:
 
 
 def hub_tokenizer(name: str) -> Path:
-    """Return the folder of a tokenizer on the Hugging Face hub, downloaded if missing.
+    """Return the local folder of a tokenizer from the Hugging Face hub, downloading it if missing.
 
     Raises:
         DataError: the tokenizer cannot be downloaded.
@@ -145,8 +144,8 @@ def hub_tokenizer(name: str) -> Path:
     try:
         files = ["tokenizer*.json", "special_tokens_map.json", "config.json"]
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # errors of many libraries, as above
+    except Exception as error:  # exceptions from many libraries, as above
         raise DataError(
-            f"cannot download the tokenizer {name}: {first_line(error)}; pass --tokenizer PATH, "
-            "or, if the tokenizer is gated, log in with `hf auth login`"
+            f"cannot download the tokenizer {name}: {first_line(error)}; if it is gated, log in "
+            "with `hf auth login`, or pass --tokenizer PATH"
         ) from None

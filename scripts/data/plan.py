@@ -1,4 +1,4 @@
-"""The plan of a preparation and its fingerprint. This module does not import torch."""
+"""Preparation plans and their fingerprints. This module must not import torch."""
 
 import hashlib
 import json
@@ -17,22 +17,21 @@ from training.data.hashes import file_sha256
 from training.errors import DataError
 
 TOKENIZER_BYTES = 1_000_000_000
-"""Maximum number of characters for tokenizer training; each set provides an equal share."""
+"""Maximum number of characters to train a tokenizer on, split evenly across sets."""
 _EMPTY = hashlib.sha256().hexdigest()
-_METHOD = 1  # increase when a code change alters the tokens of the same inputs and options
+_METHOD = 1  # bump if a code change alters the tokens for the same inputs and options
 
 
 BLOCK: Final = 1024
-"""Number of consecutive documents per shard if inputs are cut."""
+"""Number of consecutive documents assigned to a shard if inputs are cut."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """Shard `number` of `count`.
 
-    Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, the
-    inputs are `cut`: every shard reads all inputs and encodes every `count`-th block of `BLOCK`
-    documents.
+    Whole inputs are assigned to shards round-robin. If there are fewer inputs than shards, inputs
+    are `cut`: each shard reads all inputs and encodes every `count`-th block of `BLOCK` documents.
     """
 
     number: int  # from 0
@@ -40,37 +39,37 @@ class Shard:
     cut: bool = False
 
     def owns(self, unit: int, document: int | None) -> bool:
-        """Return whether the shard encodes document number `document` of input number `unit`.
+        """Return whether this shard encodes document number `document` of input number `unit`.
 
-        If `document` is None, return whether the shard encodes any document of the input.
+        If `document` is None, return whether it encodes any document of that input.
         """
         if self.cut:
             return document is None or document // BLOCK % self.count == self.number
         return unit % self.count == self.number
 
     def folder(self, output: Path) -> Path:
-        """Return the shard's folder, given the preparation's output folder."""
+        """Return this shard's folder for a preparation's output folder."""
         return shards_folder(output) / f"{self.number + 1}-of-{self.count}"
 
 
 def shards_folder(output: Path) -> Path:
-    """Return the folder of all shards, given the preparation's output folder."""
+    """Return the folder that holds all shards for a preparation's output folder."""
     return output.with_name(output.name + ".shards")
 
 
 WHOLE: Final = Shard(0, 1)
-"""The whole work as one shard."""
+"""A single shard that covers everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Inputs that are read in sequence, up to a number of tokens.
+    """Inputs that are read in sequence, up to a token limit.
 
     inputs    the inputs
-    source    the command-line arguments that specify the inputs, for the manifest
-    tokens    number of tokens after which reading stops; None: read all inputs
-    held_out  whether the whole portion is for validation
-    ignored   files in the source's folders that are not read
+    source    command-line arguments that specify the inputs, recorded in the manifest
+    tokens    number of tokens after which to stop reading; None: read all inputs
+    held_out  whether the entire portion is used for validation
+    ignored   files in the source folders that are not read
     """
 
     inputs: list[Input]
@@ -82,7 +81,8 @@ class Portion:
 
 @dataclass(frozen=True)
 class SetPlan:
-    """The portions of a set. Validation is the last portion or a `fraction` of all documents."""
+    """The portions of a set. The validation data is the last portion or a `fraction` of all
+    documents."""
 
     name: str
     portions: list[Portion]
@@ -93,12 +93,12 @@ class SetPlan:
         return [each for portion in self.portions for each in portion.inputs]
 
     def with_hub_files(self) -> "SetPlan":
-        """Return the plan with each dataset of the hub split into its files."""
+        """Return the plan with each hub dataset split into its files."""
         portions = [replace(each, inputs=_hub_files(each.inputs)) for each in self.portions]
         return replace(self, portions=portions)
 
     def outputs(self) -> dict[str, list[str]]:
-        """Return the sources of each set to write, by its name: NAME.train or NAME.validation."""
+        """Return the sources of each set to write, by set name (NAME.train or NAME.validation)."""
         outputs: dict[str, list[str]] = {}
         for portion in self.portions:
             for name in self.outputs_of(portion):
@@ -106,7 +106,7 @@ class SetPlan:
         return outputs
 
     def outputs_of(self, portion: Portion) -> list[str]:
-        """Return the names of the sets to which a portion's documents are written."""
+        """Return the names of the sets that a portion's documents are written to."""
         train, validation = f"{self.name}.train", f"{self.name}.validation"
         if portion.held_out:
             return [validation]
@@ -119,7 +119,7 @@ class SetPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """All inputs and options that determine the content of a prepared folder."""
+    """All inputs and options that determine the contents of a prepared folder."""
 
     sets: list[SetPlan]
     vocabulary: int | None = None  # vocabulary size of the BPE to train; None: use `tokenizer`
@@ -129,10 +129,10 @@ class Preparation:
     allow_lossy: bool = False  # accept a tokenizer that changes documents
 
     def check(self) -> list[str]:
-        """Check the first documents of every input. Return warnings.
+        """Check the first documents of every input and return warnings.
 
         Raises:
-            DataError: an input cannot be read, or its text is missing, not a string or always
+            DataError: an input cannot be read, or its text field is missing, not a string or always
                 blank.
         """
         warnings = []
@@ -143,7 +143,7 @@ class Preparation:
             if empty:
                 rest = len(empty) - 1
                 more = f" and {counted(rest, 'more input')} contain" if rest else " contains"
-                warnings.append(f"set {plan.name}: {empty[0]}{more} no document")
+                warnings.append(f"set {plan.name}: {empty[0]}{more} no documents")
             first, blank = map(sum, zip(*counts, strict=True))
             if blank:
                 warnings.append(
@@ -161,10 +161,10 @@ class Preparation:
     def identities(
         self, shard: Shard = WHOLE, cached: Mapping[Input, str] | None = None
     ) -> list[str]:
-        """Return the identity of each input's content, or "" for inputs that `shard` does not read.
+        """Return the content identity of each input, or "" for inputs that `shard` does not read.
 
-        A file is identified by its sha256, a hub dataset by its name and commit. `cached` contains
-        identities that need not be computed.
+        Files are identified by their sha256, hub datasets by name and commit. `cached` holds
+        identities that are already known.
         """
         inputs, folders, cached = self.inputs(), dict[str, str](), cached or {}
         return [
@@ -173,7 +173,7 @@ class Preparation:
         ]
 
     def fingerprint(self, identities: list[str] | None = None) -> str:
-        """Return the sha256 of the options and the inputs' `identities`, computed here if None."""
+        """Return the sha256 of the options and the input `identities`, computed here if None."""
         tokenizer = self._tokenizer_files()
         left = iter(self.identities() if identities is None else identities)
         description = {
@@ -199,30 +199,30 @@ class Preparation:
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
     def with_hub_files(self) -> "Preparation":
-        """Return the preparation with each dataset of the hub split into its files."""
+        """Return the preparation with each hub dataset split into its files."""
         return replace(self, sets=[plan.with_hub_files() for plan in self.sets])
 
     def hub_identities(self) -> list[str]:
-        """Return the identities of all inputs on the hub."""
+        """Return the identities of all hub inputs."""
         return [each.identity for each in self.inputs() if isinstance(each, HubInput)]
 
     def shard(self, number: int, count: int) -> Shard:
-        """Return shard `number` (from 0) of `count`. If there are fewer inputs, they are cut."""
+        """Return shard `number` (from 0) of `count`. Inputs are cut if there are fewer of them."""
         return Shard(number, count, cut=len(self.inputs()) < count)
 
     def repeated(self, identities: list[str]) -> list[str]:
-        """Return a list with a warning if inputs have the same content, else an empty list."""
+        """Return a warning, as a list of at most one, if several inputs have the same content."""
         inputs = (
             (f"{plan.name}.{'validation' if portion.held_out else 'train'}", each)
             for plan in self.sets
             for portion in plan.portions
             for each in portion.inputs
         )
-        places: dict[str, list[tuple[str, Input]]] = {}
-        for place, identity in zip(inputs, identities, strict=True):
+        users: dict[str, list[tuple[str, Input]]] = {}
+        for user, identity in zip(inputs, identities, strict=True):
             if identity != _EMPTY:
-                places.setdefault(identity, []).append(place)
-        repeated = [same for same in places.values() if len(same) > 1]
+                users.setdefault(identity, []).append(user)
+        repeated = [same for same in users.values() if len(same) > 1]
         if not repeated:
             return []
         (one, first), *_, (other, last) = max(repeated, key=lambda same: len({n for n, _ in same}))
@@ -249,8 +249,8 @@ def _hub_files(inputs: list[Input]) -> list[Input]:
 def is_validation(index: int, fraction: Fraction) -> bool:
     """Return whether document `index` of a set is held out for validation.
 
-    Held-out documents are evenly spaced: of the first n documents, round(n * fraction) are held
-    out, for every n.
+    Held-out documents are evenly spaced: for every n, round(n * fraction) of the first n documents
+    are held out.
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
@@ -265,9 +265,9 @@ def _described(plan: SetPlan, identities: Iterator[str], *, held_out: bool) -> l
 
 
 def _identity(each: Input, folders: dict[str, str]) -> str:
-    """Return a file's hash, or a dataset's name and commit with the hashes of its local files.
+    """Return a file's hash, or a dataset's name and commit plus the hashes of its local files.
 
-    `folders` caches the hashes of local folders.
+    `folders` caches local folder hashes.
     """
     if isinstance(each, FileInput):
         return file_sha256(each.path)

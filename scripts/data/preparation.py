@@ -1,7 +1,7 @@
-"""Writing of a preparation, which is one atomic folder with tokenizer, token sets and manifest.
+"""Write a preparation: a tokenizer, token sets and a manifest in one atomically written folder.
 
-A killed preparation can be resumed. Work can be split: `prepare_shard` encodes one shard of the
-documents, and `prepare` joins the shards.
+Killed preparations can be resumed. The work can be split up: `prepare_shard` encodes one shard of
+the documents, and `prepare` joins the shards.
 """
 
 import sys
@@ -56,8 +56,8 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 from training.errors import DataError, InputError
 
 MARGIN = 1.1
-"""If a portion has a token limit, each shard encodes this multiple of its equal share of the limit,
-because shards yield different numbers of tokens. `prepare` encodes the tokens still missing."""
+"""If a portion has a token limit, each shard encodes this multiple of its even share of the limit,
+because token counts vary across shards. `prepare` encodes any tokens still missing."""
 
 
 def prepare(
@@ -65,13 +65,13 @@ def prepare(
 ) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
-    An interrupted preparation is resumed. Finished shards are joined and deleted.
+    Resumes an interrupted preparation. Joins finished shards and then deletes them.
 
     Raises:
         DataError: an input cannot be used, contains no documents, or does not match its entry in
-            `identities`. `output` is then unchanged.
+            `identities`. `output` is left unchanged.
         InputError: `output` must not be replaced (see `check_replaceable`), or a shard is missing
-            or from another preparation.
+            or belongs to another preparation.
     """
     fingerprint = preparation.fingerprint(identities)
     given, preparation = preparation, preparation.with_hub_files()
@@ -106,11 +106,11 @@ def prepare(
 def prepare_shard(
     preparation: Preparation, output: Path, shard: Shard, *, workers: int, overwrite: bool
 ) -> ShardEntry:
-    """Encode the documents of one shard and return the shard's entry.
+    """Encode the documents of one shard and return its entry.
 
     Raises:
         DataError: see `prepare`.
-        InputError: the folder contains a shard of another preparation, and `overwrite` is False.
+        InputError: the folder holds a shard of another preparation and `overwrite` is False.
     """
     preparation = preparation.with_hub_files()
     shard = preparation.shard(shard.number, shard.count)
@@ -144,8 +144,8 @@ def _begin(
     shard: Shard = WHOLE,
     shards: Shards | None = None,
 ) -> tuple["Pipeline", TokenizerEntry]:
-    """Write the tokenizer. Return the pipeline, which resumes saved progress, and the tokenizer's
-    manifest entry."""
+    """Write the tokenizer. Return a pipeline that resumes from the saved progress, and the manifest
+    entry of the tokenizer."""
     progress, saver = read_progress(folder.progress), Saver(folder)
     if folder.progress is not None:
         documents = sum(each.documents for each in progress.written.values())
@@ -163,20 +163,20 @@ def _begin(
 def _check_unchanged(now: str, before: str) -> None:
     if now != before:
         raise DataError(
-            "an input changed during the preparation, so nothing was written; run the command again"
+            "an input changed during preparation, so nothing was written; run the command again"
         )
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         raise InputError(
-            f"{target} was made from other inputs or options; pass --overwrite to replace it"
+            f"{target} was made from different inputs or options; pass --overwrite to replace it"
         )
 
 
 def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) -> TokenizerEntry:
-    """Write the tokenizer to `folder`, sync its files to disk, and return its manifest entry; copy
-    a tokenizer that was already trained from `trained`."""
+    """Write the tokenizer to `folder`, sync its files to disk, and return its manifest entry. If
+    the tokenizer was already trained, copy it from `trained`."""
     source, eod = preparation.tokenizer, preparation.eod
     if source is None:
         source, eod = trained / TOKENIZER_FILE, EOD_TOKEN
@@ -194,14 +194,14 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path, trained: Path) ->
 
 
 def progress_of(stage: str) -> Any:
-    """Return a progress bar of a stage's bytes, updated every 30 s if stderr is not a terminal."""
+    """Return a stage's progress bar in bytes, updated every 30 s if stderr is not a terminal."""
     every = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(desc=stage, unit="B", unit_scale=True, mininterval=every)
 
 
 def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
-    """Yield the first training documents of every set, at most an equal share of `TOKENIZER_BYTES`
-    per set.
+    """Yield the first training documents of every set, up to an even share of `TOKENIZER_BYTES` per
+    set.
 
     Raises DataError if a set has no training documents.
     """
@@ -228,14 +228,14 @@ def _tokenizer_texts(preparation: Preparation, progress: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages from inputs to tokens: read, encode, check and count the documents of `shard`.
+    """Turns inputs into tokens: reads, encodes, checks and counts the documents of `shard`.
 
     preparation  the preparation
     folder       the folder to write
-    progress     the position and counts, which `saver` saves
-    encoder      the encoder that `pool` runs
-    shards       shards that contain encoded documents; None: encode all documents
-    blank        number of skipped blank documents of the current portion, by input
+    progress     position and counts, saved by `saver`
+    encoder      the encoder run by `pool`
+    shards       shards with documents that are already encoded; None: encode all documents
+    blank        number of blank documents skipped in the current portion, by input
     """
 
     preparation: Preparation
@@ -249,8 +249,8 @@ class Pipeline:
     blank: Counter[str] = field(default_factory=Counter)
 
     def portions(self) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input. Print how many
-        blank documents of a portion were skipped."""
+        """Yield the remaining portions, each with the number of its first input. Afterwards print
+        how many blank documents of the portion were skipped."""
         for plan, portion, first in self.progress.portions(self.preparation):
             resumed = self.progress.position != Position()
             yield plan, portion, first
@@ -270,10 +270,10 @@ class Pipeline:
     def documents(
         self, plan: SetPlan, portion: Portion, first: int, files: Collection[DocumentFile]
     ) -> Generator[tuple[int, NDArray[np.integer], int], None, None]:
-        """Yield (input number, tokens, bytes) of the remaining documents of a portion.
+        """Yield (input number, tokens, bytes) for the remaining documents of a portion.
 
-        After each chunk, sync `files`, to which the caller added the documents, and save the
-        progress. Raises DataError if the tokenizer changes the text of too many documents.
+        The caller adds the documents to `files`, which are synced after each chunk before saving
+        the progress. Raises DataError if the tokenizer changes the text of too many documents.
         """
         progress = self.progress
         decoded = progress.decoded.setdefault(plan.name, RoundTrip())
@@ -294,7 +294,7 @@ class Pipeline:
     ) -> Generator[tuple[list[Position], EncodedChunk], None, None]:
         """Yield chunks of documents with the position after each document.
 
-        `first` is the number of the portion's first input in the preparation.
+        `first` is the index of the portion's first input within the preparation.
         """
         if self.shards is None:
             yield from self._encoded(inputs, first, start)
@@ -319,7 +319,7 @@ class Pipeline:
 
 
 def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry]:
-    """Write all sets. Return the manifest entries of their training and validation sets."""
+    """Write all sets and return the manifest entries of their training and validation sets."""
     progress, folder = pipeline.progress, pipeline.folder
     plans, dtype = pipeline.preparation.sets, pipeline.encoder.dtype
     with ExitStack() as stack:
@@ -347,7 +347,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
                     progress.tokens += len(tokens)
             for name in plan.outputs_of(portion):
                 progress.read.setdefault(name, []).append([first, first + end])
-            _say_if_short(portion, progress.tokens)
+            _warn_if_short(portion, progress.tokens)
         for plan in plans:
             if plan.fraction:
                 names = (f"{plan.name}.{kind}" for kind in ("train", "validation"))
@@ -360,7 +360,7 @@ def _write_sets(pipeline: Pipeline, identities: list[str]) -> dict[str, SetEntry
 
 
 def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
-    """Raise DataError if the validation fraction leaves no document on one side."""
+    """Raise DataError if the validation fraction leaves the training or validation set empty."""
     count = train + held_out
     if not count or (train and held_out):
         return
@@ -374,7 +374,7 @@ def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
         remedies.append(
             "split .txt and .md files into more documents with a smaller --document-bytes"
         )
-    remedies = remedies or ["add documents, or pass other documents as --validation NAME=INPUT"]
+    remedies = remedies or ["add documents, or pass separate ones as --validation NAME=INPUT"]
     raise DataError(
         f"set {plan.name}.{kind} would be empty: --validation-fraction {plan.fraction} of "
         f"{counted(count, 'document')} {problem}; {', or '.join(remedies)}"
@@ -382,7 +382,7 @@ def _check_fraction(plan: SetPlan, train: int, held_out: int) -> None:
 
 
 def _write_shard(pipeline: Pipeline) -> None:
-    """Write the documents of one shard and count them per input in `progress.parts`."""
+    """Write the documents of one shard, counting them per input in `progress.parts`."""
     progress, folder, shard = pipeline.progress, pipeline.folder.path, pipeline.shard
     written, dtype = progress.file("shard"), pipeline.encoder.dtype
 
@@ -409,7 +409,7 @@ def _write_shard(pipeline: Pipeline) -> None:
         file.sync()
 
 
-def _say_if_short(portion: Portion, tokens: int) -> None:
+def _warn_if_short(portion: Portion, tokens: int) -> None:
     if portion.tokens is not None and tokens < portion.tokens:
         print(
             f"warning: {', '.join(portion.source)}: there are only {tokens:,} of the requested "

@@ -1,4 +1,4 @@
-"""The progress of a preparation, saved so that an interrupted preparation can be resumed."""
+"""Save the progress of a preparation, so that it can be resumed after an interruption."""
 
 import time
 from collections.abc import Iterator
@@ -12,24 +12,24 @@ from scripts.data.set_writer import DocumentFile, Written
 from scripts.data.sources import Position
 
 SECONDS: Final = 5.0
-"""Seconds between saves: the longest work that is repeated after a kill."""
+"""Seconds between saves, and thus the most work that can be lost if the process is killed."""
 
 
 @dataclass
 class Progress:
-    """The current position in a preparation, and counts of the documents before it.
+    """The current position in a preparation, and statistics of the documents before it.
 
-    set, portion  numbers of the current set and portion
-    input         number of the next input in the portion
-    document      number of the next document in the input
-    index         number of the next document in the set
+    set, portion  index of the current set and portion
+    input         index of the next input within the portion
+    document      index of the next document within the input
+    index         index of the next document within the set
     tokens        number of tokens written from the portion
-    last          number of the input that contains the last document
-    read          (first, end) ranges of inputs read, by set name
-    written       counts of written documents, by file
-    decoded       counts of decoded documents, by set name
-    parts         (documents, tokens) of each input of a shard, by input number
-    left          (first, end) ranges of inputs that a shard did not finish because it reached its
+    last          index of the input that the last document came from
+    read          (first, end) ranges of the inputs read, by set name
+    written       statistics of the documents written, by file
+    decoded       statistics of the documents decoded, by set name
+    parts         (documents, tokens) for each input of a shard, by input index
+    left          (first, end) ranges of inputs that a shard left unfinished after reaching its
                   share of the portion's tokens
     """
 
@@ -47,33 +47,33 @@ class Progress:
     left: list[list[int]] = field(default_factory=list)
 
     def file(self, name: str) -> Written:
-        """Return the counts of a document file, which the writer updates in place."""
+        """Return the statistics of a document file. The writer updates them in place."""
         return self.written.setdefault(name, Written())
 
     @property
     def position(self) -> Position:
-        """The position in the inputs of the current portion."""
+        """Position within the inputs of the current portion."""
         return Position(self.input, self.document)
 
     def portions(self, preparation: Preparation) -> Iterator[tuple[SetPlan, Portion, int]]:
-        """Yield the remaining portions, each with the number of its first input.
+        """Yield the remaining portions, each with the index of its first input.
 
-        The portion's counters are reset at the start of each new portion.
+        The per-portion counters are reset whenever a new portion starts.
         """
         first = 0
-        for number, plan in enumerate(preparation.sets):
-            for place, portion in enumerate(plan.portions):
-                if (number, place) > (self.set, self.portion):
-                    self.index = self.index if number == self.set else 0
-                    self.set, self.portion = number, place
+        for i, plan in enumerate(preparation.sets):
+            for j, portion in enumerate(plan.portions):
+                if (i, j) > (self.set, self.portion):
+                    self.index = self.index if i == self.set else 0
+                    self.set, self.portion = i, j
                     self.input = self.document = self.tokens = self.last = 0
-                if (number, place) == (self.set, self.portion):
+                if (i, j) == (self.set, self.portion):
                     yield plan, portion, first
                 first += len(portion.inputs)
 
 
 def read_progress(saved: Any) -> Progress:
-    """Return the progress saved by `Saver`, or None without progress."""
+    """Return the progress saved by `Saver`, or initial progress if `saved` is None."""
     if saved is None:
         return Progress()
     written = {name: Written(**values) for name, values in saved["written"].items()}
@@ -82,14 +82,14 @@ def read_progress(saved: Any) -> Progress:
 
 
 class Saver:
-    """Periodic saving of the progress, after the counted files were synced to disk."""
+    """Saves the progress periodically, after syncing the files it refers to."""
 
     def __init__(self, folder: AtomicFolder) -> None:
         self._folder = folder
         self._saved = time.monotonic()
 
     def save(self, progress: Progress, *files: DocumentFile) -> None:
-        """Sync `files` and save the progress, if the last save was at least `SECONDS` ago."""
+        """Sync `files` and save the progress, unless the last save was under `SECONDS` ago."""
         if time.monotonic() < self._saved + SECONDS:
             return
         for file in files:

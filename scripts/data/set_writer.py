@@ -1,4 +1,4 @@
-"""Writing of documents, one by one, to Megatron .bin and .idx files."""
+"""Write documents one by one to Megatron .bin and .idx files."""
 
 import os
 import struct
@@ -15,13 +15,12 @@ from training.data.manifest import SetEntry
 from training.errors import DataError
 
 RECORD: Final = np.dtype([("tokens", "<i4"), ("bytes", "<i8")])
-"""Record of a document: number of tokens, and size of the text in bytes."""
+"""A document's record: its number of tokens, and the size of its text in bytes."""
 _PACK: Final = struct.Struct("<iq").pack
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the dtype of token ids: uint16 for fewer than 65,500 tokens, as in Megatron, else
-    int32."""
+    """Return the token dtype: uint16 for vocabularies below 65,500, as in Megatron, else int32."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
@@ -32,7 +31,7 @@ def no_documents(name: str, source: list[str]) -> DataError:
 
 @dataclass
 class Written:
-    """Counts of the documents in a file, and the largest token id."""
+    """Document, token and byte counts of a file, and its largest token id."""
 
     documents: int = 0
     tokens: int = 0
@@ -41,13 +40,13 @@ class Written:
 
 
 class DocumentFile:
-    """A file of tokens and a file of records, to which documents are appended.
+    """A token file and a record file that documents are appended to.
 
     Args:
-        tokens: path of the tokens.
-        records: path of the records.
-        dtype: dtype of the tokens.
-        written: counts saved by an interrupted run; the files are truncated accordingly.
+        tokens: path to the token file.
+        records: path to the record file.
+        dtype: token dtype.
+        written: counts saved by an interrupted run. The files are truncated to match.
     """
 
     def __init__(self, tokens: Path, records: Path, dtype: str, written: Written) -> None:
@@ -57,8 +56,7 @@ class DocumentFile:
         self._records = _opened(records, written.documents * RECORD.itemsize)
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
-        """Append a document with its tokens, including EOD. `size` is the size of its text in
-        bytes."""
+        """Append a document, given its tokens including EOD. `size` is the text size in bytes."""
         self._tokens.write(tokens.data)
         self._records.write(_PACK(len(tokens), size))
         written = self.written
@@ -68,7 +66,7 @@ class DocumentFile:
         written.max_token = max(written.max_token, int(tokens.max()))
 
     def sync(self) -> None:
-        """Sync the added tokens and records to disk."""
+        """Sync all appended tokens and records to disk."""
         for file in (self._tokens, self._records):
             file.flush()
             os.fsync(file.fileno())
@@ -84,7 +82,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
     path.touch()
     if path.stat().st_size < size:
         raise DataError(
-            f"{path} is truncated: it must have {size} bytes or more, got {path.stat().st_size}"
+            f"{path} is truncated: it must have at least {size} bytes, got {path.stat().st_size}"
         )
     os.truncate(path, size)
     return path.open("ab")
@@ -96,14 +94,14 @@ def read_records(path: Path, first: int, count: int) -> Any:
 
 
 class SetWriter(DocumentFile):
-    """Writer of a set to FOLDER/NAME.bin and, in `finish`, FOLDER/NAME.idx.
+    """Writes a set to FOLDER/NAME.bin and, in `finish`, to FOLDER/NAME.idx.
 
     Args:
-        folder: folder of the set.
-        state: folder of the documents' records.
-        name: name of the set.
-        dtype: dtype of the tokens.
-        source: sources of the documents, as given on the command line.
+        folder: folder for the set.
+        state: folder for the document records.
+        name: set name.
+        dtype: token dtype.
+        source: document sources, as given on the command line.
         written: counts saved by an interrupted run.
     """
 
@@ -119,8 +117,8 @@ class SetWriter(DocumentFile):
     def finish(self, inputs: list[str]) -> SetEntry:
         """Write the index and return the set's manifest entry.
 
-        `inputs` contains the identities of the inputs read. Raises DataError if no document was
-        added.
+        `inputs` contains the identities of the inputs that were read. Raises DataError if no
+        documents were added.
         """
         self.sync()
         name, written = self._prefix.name, self.written

@@ -1,7 +1,7 @@
-"""Shards of a preparation. They contain encoded documents, which one process joins into sets.
+"""Shards of a preparation. They hold encoded documents, which a single process joins into sets.
 
 OUTPUT.shards/K-of-N/ contains `tokens.bin`, `documents` (one record per document), the tokenizer,
-and `shard.json` with the document and token counts of each input.
+and `shard.json` with per-input document and token counts.
 """
 
 import json
@@ -31,20 +31,20 @@ _NAME: Final = re.compile(r"(\d+)-of-(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """The content of shard.json, which describes a shard's folder.
+    """The contents of shard.json, which describes a shard's folder.
 
-    key     identifies the preparation, the shard and the content of the inputs that it reads
-    dtype   dtype of the tokens
-    parts   (documents, tokens) of each input, in order, by the input's number in the preparation
-    left    (first, end) ranges of inputs that the shard did not finish
-    sha256  hashes of the files of tokens and of records
+    key     identifies the preparation, the shard and the contents of the inputs it reads
+    dtype   token dtype
+    parts   (documents, tokens) for each input, in order, by its index in the preparation
+    left    (first, end) ranges of inputs that the shard left unfinished
+    sha256  hashes of the token and record files
     """
 
     key: str
     dtype: str
     parts: dict[str, list[int]]
     left: list[list[int]]
-    sha256: dict[str, str] = field(default_factory=dict)  # earlier versions wrote no hashes
+    sha256: dict[str, str] = field(default_factory=dict)  # not written by earlier versions
 
     def write(self, folder: Path) -> None:
         """Write the entry to a shard's folder."""
@@ -57,16 +57,16 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def shard_key(preparation: Preparation, shard: Shard, identities: list[str]) -> str:
-    """Return the key of a shard of the preparation (see `ShardEntry`).
+    """Return the key of a shard (see `ShardEntry`).
 
-    `identities` are the identities of all inputs. Only inputs that the shard reads affect the key.
+    `identities` are the identities of all inputs. Only those read by the shard affect the key.
     """
     kept = [each if shard.owns(i, None) else "" for i, each in enumerate(identities)]
     return f"{preparation.fingerprint(kept)} {shard.number + 1}/{shard.count}"
 
 
 def read_entry(folder: Path) -> ShardEntry | None:
-    """Return the entry of a finished shard, or None if the shard is not finished."""
+    """Return a shard's entry, or None if the shard is unfinished."""
     try:
         return ShardEntry(**read_json(folder / SHARD_FILE))
     except FileNotFoundError:
@@ -75,14 +75,14 @@ def read_entry(folder: Path) -> ShardEntry | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one input in a shard's files, at the offsets `document` and `token`."""
+    """One input's documents in a shard's files, at the offsets `document` and `token`."""
 
     folder: Path
     dtype: str
     document: int
     token: int
     documents: int
-    finished: bool  # whether the shard encoded all its documents of the input
+    finished: bool  # whether the shard encoded all of its documents from this input
 
     def records(self, first: int, size: int) -> Any:
         """Return the records of `size` documents, starting at document `first`."""
@@ -95,10 +95,10 @@ class _Part:
 
 
 class Shards:
-    """Reader of a preparation's shards, which yields documents in the order of the inputs.
+    """Reads a preparation's shards and yields their documents in input order.
 
     Raises:
-        InputError: a shard is missing or from another preparation.
+        InputError: a shard is missing or belongs to another preparation.
         DataError: the shards have different tokenizers, or a shard is damaged.
     """
 
@@ -107,7 +107,7 @@ class Shards:
         home = shards_folder(output)
         if len(counts) != 1:
             raise InputError(
-                f"{home} must contain shards with the same N (--shard K/N), got {sorted(counts)}"
+                f"all shards in {home} must have the same N (--shard K/N), got {sorted(counts)}"
             )
         self._shards = [preparation.shard(i, max(counts)) for i in range(max(counts))]
         self.folders = [shard.folder(output) for shard in self._shards]
@@ -115,34 +115,34 @@ class Shards:
         missing = [f.name for f, entry in zip(self.folders, entries, strict=True) if entry is None]
         if missing:
             raise InputError(
-                f"{home} lacks {', '.join(missing)}: prepare the missing shards (--shard "
-                f"{missing[0].replace('-of-', '/')} ...), or delete the folder to prepare without "
-                "shards"
+                f"{home} is missing {', '.join(missing)}: prepare the missing shards (--shard "
+                f"{missing[0].replace('-of-', '/')} ...), or delete the folder to prepare the data "
+                "without shards"
             )
         self._parts: list[dict[int, _Part]] = []
         for folder, shard, entry in zip(self.folders, self._shards, entries, strict=True):
             assert entry is not None
             if entry.key != shard_key(preparation, shard, identities):
                 raise InputError(
-                    f"{folder} was made from other inputs or options; prepare the shard again with "
-                    "--overwrite, or delete the folder"
+                    f"{folder} was made from different inputs or options; prepare the shard again "
+                    "with --overwrite, or delete the folder"
                 )
             self._parts.append(_parts(folder, entry, shard, len(identities)))
         tokenizers = {file_sha256(folder / TOKENIZER_FILE) for folder in self.folders}
         if len(tokenizers) != 1:
             raise DataError(
-                f"the shards in {home} must have the same tokenizer, got {len(tokenizers)} "
+                f"all shards in {home} must have the same tokenizer, got {len(tokenizers)} "
                 "tokenizers; prepare the shards again with --overwrite"
             )
 
     def documents(
         self, unit: int, number: int, skip: int
     ) -> Generator[tuple[list[Position], EncodedChunk], None, int | None]:
-        """Yield chunks of the documents of input `unit` after the first `skip`, with positions.
+        """Yield the documents of input `unit` in chunks, with positions, skipping the first `skip`.
 
-        `unit` is the input's number in the preparation, and `number` its number in the portion,
-        which positions contain. Stops at the first document that no shard contains and returns its
-        number, or None if the shards contain all documents of the input.
+        `unit` is the index of the input in the preparation. `number` is its index in the portion,
+        which is used in positions. Stops at the first document that is in no shard and returns its
+        index, or None if the shards contain all documents of the input.
         """
         parts = [
             documents[unit]
@@ -176,7 +176,7 @@ class Shards:
 
 
 def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[int, _Part]:
-    """Return the shard's part of each input. Raises DataError if the files are damaged."""
+    """Return a shard's part of each input. Raises DataError if its files are damaged."""
     parts, document, token = {}, 0, 0
     left = {unit for first, end in entry.left for unit in range(first, end)}
     for unit in range(units):
@@ -190,8 +190,8 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
         document * RECORD.itemsize
     ):
         raise DataError(
-            f"{folder} is damaged: its files have wrong sizes; delete the folder and prepare the "
-            "shard again"
+            f"{folder} is damaged: its files have the wrong sizes; delete the folder and prepare "
+            "the shard again"
         )
     if entry.sha256 != hashes(folder):
         raise DataError(
@@ -202,7 +202,7 @@ def _parts(folder: Path, entry: ShardEntry, shard: Shard, units: int) -> dict[in
 
 
 def has_shards(output: Path) -> bool:
-    """Return whether a preparation has finished or unfinished shards."""
+    """Return whether a preparation has any shards, finished or not."""
     return bool(_names(output))
 
 

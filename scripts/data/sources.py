@@ -1,4 +1,4 @@
-"""Inputs of a source: a file, the files of a folder or a glob pattern, or a dataset of the hub."""
+"""Find the inputs of a source: a file, a folder or glob pattern of files, or a hub dataset."""
 
 import glob
 import os
@@ -22,24 +22,24 @@ SUFFIXES = (
 )
 REMEDY: Final = "for other text, create a link whose name ends in .txt; for CSV, pass hf:FOLDER"
 SHARD_FILE: Final = "shard.json"
-"""Name of the file in a shard's folder that describes the shard."""
+"""Name of the file that describes a shard, in the shard's folder."""
 LOCK: Final = ".preparing.lock"
-"""Suffix of the file that a preparation locks while it runs."""
+"""Suffix of the lock file that a preparation holds while it runs."""
 DESCRIPTIONS: Final = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of metadata files of `datasets`, which contain no rows."""
+"""Names of metadata files written by `datasets`, which contain no rows."""
 
 
 @dataclass(frozen=True)
 class FileInput:
-    """A file of documents, whose name matches `NAMES`."""
+    """A document file whose name matches `NAMES`."""
 
     path: Path
     text_key: str | None = None  # field that contains the text; None: ReadOptions.text_key
 
     @property
     def kind(self) -> str:
-        """The file's suffix, ignoring any compression suffix. It is `.jsonl` for all formats with
-        one row per line."""
+        """The file's suffix without any compression suffix. All formats with one row per line are
+        `.jsonl`."""
         match = NAMES.fullmatch(self.path.name)
         assert match is not None
         kind = match["kind"] or ".parquet"
@@ -47,7 +47,7 @@ class FileInput:
 
     @property
     def has_keys(self) -> bool:
-        """Whether documents are fields of rows (JSON lines and Parquet)."""
+        """Whether documents are fields of rows (true for JSON lines and Parquet)."""
         return self.kind in (".jsonl", ".parquet")
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ Input = FileInput | HubInput
 
 
 class Position(NamedTuple):
-    """A position in inputs: an input's number, and the number of its documents already read."""
+    """A position in the inputs: the index of an input, and how many of its documents were read."""
 
     input: int = 0
     document: int = 0
@@ -66,7 +66,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """The inputs of a source, and the ignored files in its folder."""
+    """The inputs of a source, and the files in its folder that are ignored."""
 
     inputs: list[Input] = field(default_factory=list)
     ignored: list[Path] = field(default_factory=list)
@@ -80,15 +80,15 @@ class Listing:
         return f"reads {text}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about a mixture of rows and plain text, such as Parquet files and a
-        README, and about files with names that differ only in the suffix."""
+        """Warn about rows mixed with plain text, such as Parquet files with a README, and about
+        file names that differ only in their suffix."""
         files = [each for each in self.inputs if isinstance(each, FileInput)]
         text = [each.path for each in files if not each.has_keys]
         if text and len(text) < len(files):
             names = ", ".join(path.name for path in text[:3])
             yield (
                 f"JSON or Parquet files are mixed with {len(text):,} text files ({names}), which "
-                "are read too; to exclude text files, pass a quoted glob such as "
+                "are also read; to exclude text files, pass a quoted glob such as "
                 "'FOLDER/**/*.parquet'"
             )
         named: dict[str, set[str]] = {}
@@ -97,27 +97,27 @@ class Listing:
         if same := [paths for paths in named.values() if len(paths) > 1]:
             paths = " and ".join(sorted(same[0]))
             yield (
-                f"the names of several files differ only in the suffix ({paths}): if they have "
+                f"the names of several files differ only in their suffix ({paths}): if they have "
                 "the same content, pass a quoted glob that matches only one of them"
             )
 
 
 def find_inputs(source: str, text_key: str | None = None) -> Listing:
-    """Return the inputs of a file, a folder, a glob pattern or `hf:NAME`. Files are sorted.
+    """Return the inputs of a file, folder, glob pattern or `hf:NAME`. Files are sorted.
 
-    A folder means all files below it with a known suffix, except hidden files, files behind links
-    to folders, and prepared folders. `text_key` is the field that contains the text in files of
-    rows.
+    A folder stands for all files below it with a known suffix, except for hidden files, files in
+    symlinked folders, and prepared folders. `text_key` is the field that contains the text, if the
+    inputs consist of rows.
 
     Raises:
-        DataError: no file matches, a file has an unknown suffix, or `text_key` is given but no file
-            contains rows.
+        DataError: no file matches, a file has an unknown suffix, or `text_key` is given but no
+            input contains rows.
     """
     inputs = Listing([parse_hub_input(source)]) if source.startswith("hf:") else _listing(source)
     if text_key is not None and not any(each.has_keys for each in inputs.inputs):
         raise DataError(
-            f"key {text_key} needs JSON lines or Parquet, but {source} contains only text; omit "
-            "the key"
+            f"key {text_key} is only valid for JSON lines or Parquet, but {source} contains only "
+            "text; omit the key"
         )
     keyed = [replace(each, text_key=text_key) if each.has_keys else each for each in inputs.inputs]
     return replace(inputs, inputs=keyed)
@@ -143,8 +143,8 @@ def _in_folder(folder: Path) -> Listing:
     _check_not_saved(folder, paths)
     readable = [path for path in paths if _has_documents(path)]
     if not readable:
-        there = f", got {_by_suffix(paths)}" if paths else ""
-        raise DataError(f"{folder} must contain files with suffix {SUFFIXES}{there}; {REMEDY}")
+        found = f", got {_by_suffix(paths)}" if paths else ""
+        raise DataError(f"{folder} must contain files with suffix {SUFFIXES}{found}; {REMEDY}")
     read = set(readable)
     return Listing(
         [FileInput(each) for each in readable], [each for each in paths if each not in read]
@@ -152,9 +152,9 @@ def _in_folder(folder: Path) -> Listing:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return all visible files, links to folders and prepared folders below a folder.
+    """Return all non-hidden files, symlinks to folders and prepared folders below a folder.
 
-    Raises OSError if a folder cannot be listed, DataError for a broken link.
+    Raises OSError if a folder cannot be listed, or DataError for a broken symlink.
     """
 
     def fail(error: OSError) -> None:
@@ -170,13 +170,13 @@ def _visible(folder: Path) -> list[Path]:
         paths += [Path(parent, name) for name in [*links, *prepared, *names]]
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path} is a broken link; restore its target or delete the link")
+            raise DataError(f"{path} is a broken symlink; restore its target or delete the symlink")
     return sorted(paths)
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Return whether prepare_data.py wrote or is writing a folder; such folders are not read."""
-    from training.data.manifest import read_manifest  # imported here because it imports torch
+    """Return whether a folder was or is being written by prepare_data.py. It is then not read."""
+    from training.data.manifest import read_manifest  # deferred: imports torch
 
     for end in (".preparing", ".preparing.state", ".replaced"):
         lock = folder.with_name(folder.name.removesuffix(end) + LOCK)
@@ -198,7 +198,7 @@ def _has_documents(path: Path) -> bool:
 
 
 def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
-    """Raise DataError if `datasets.save_to_disk` wrote the folder."""
+    """Raise DataError if the folder was written by `datasets.save_to_disk`."""
     for path in paths:
         if path.name == "dataset_dict.json" or (
             path.name == "state.json" and any(path.parent.glob("*.arrow"))
@@ -213,7 +213,7 @@ def _check_not_saved(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _by_suffix(paths: Iterable[Path]) -> str:
-    """Return the number of files per suffix, such as `3 .jsonl.gz, 1 .md`, most frequent first."""
+    """Return file counts by suffix, most frequent first, such as `3 .jsonl.gz, 1 .md`."""
     counts = Counter(_suffix(path) for path in paths)
     return ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
 

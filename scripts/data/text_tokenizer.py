@@ -1,4 +1,4 @@
-"""Training a byte-level BPE, and loading an existing tokenizer with its EOD token."""
+"""Train a byte-level BPE, or load an existing tokenizer with its EOD token."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from training.json_file import read_json, real_path
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
 TOKENIZER_FILE = "tokenizer.json"
-# Other files of a Hugging Face tokenizer, needed for export.
+# The other files of a Hugging Face tokenizer, which are needed for export.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 LONGEST_WORD = 1000
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
@@ -28,7 +28,7 @@ _CONFIGS = (
 
 @dataclass(frozen=True)
 class PreparedTokenizer:
-    """A tokenizer's entry in a manifest, and its files in a prepared folder."""
+    """A tokenizer's manifest entry, and its files in a prepared folder."""
 
     entry: TokenizerEntry
     files: dict[str, bytes]  # by name, including TOKENIZER_FILE
@@ -40,8 +40,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     Training is deterministic.
 
     Raises:
-        DataError: `vocab_size` is smaller than the number of bytes and EOD, or the texts contain
-            too few different pairs of tokens to fill the vocabulary.
+        DataError: `vocab_size` is too small for all bytes and EOD, or the texts contain too few
+            distinct token pairs to fill the vocabulary.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
@@ -59,17 +59,18 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> bytes:
     tokenizer.train_from_iterator(in_short_words(documents), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
-            f"the texts are too short for a vocabulary of {vocab_size} tokens; the largest "
+            f"there is too little text for a vocabulary of {vocab_size} tokens; the largest "
             f"possible vocabulary is {tokenizer.get_vocab_size()}"
         )
     return tokenizer.to_str(pretty=True).encode()
 
 
 def in_short_words(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the documents, cut after `LONGEST_WORD` consecutive spaces or consecutive nonspaces.
+    """Yield the documents, split after `LONGEST_WORD` consecutive whitespace or non-whitespace
+    characters.
 
-    BPE training treats such a run, for example a line of dashes or of encoded bytes, as one word.
-    Its time is quadratic in the length of a word.
+    BPE training treats such a run (a line of dashes or base64 data, for example) as a single word,
+    and takes quadratic time in the word length.
     """
     for text in documents:
         start = 0
@@ -84,8 +85,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
     Args:
         source: the file or folder.
-        eod: the end-of-document token. None: the end-of-sequence token in the folder's
-            configuration, or the only special token of the file.
+        eod: end-of-document token. By default, the end-of-sequence token set in the folder's
+            configuration files, or else the tokenizer's only special token.
 
     Raises:
         DataError: there is no usable tokenizer.json, or the EOD token is unknown or ambiguous.
@@ -97,7 +98,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     content = read_tokenizer_json(path)
     if content["model"].get("dropout"):
         raise DataError(
-            f"{path}: model.dropout must be null, because dropout makes the encoding random, got "
+            f"{path}: model.dropout must be null, because dropout makes encoding random, got "
             f"{content['model']['dropout']!r:.40}"
         )
     tokenizer = open_tokenizer(path)
@@ -108,7 +109,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     if eod_token not in _special(content):
         raise DataError(
             f"end-of-document token {eod_token!r} of {path} must be a special token, because "
-            "documents may contain all other tokens"
+            "documents may contain any other token"
         )
     files = {TOKENIZER_FILE: path.read_bytes(), **files}
     entry = TokenizerEntry(
@@ -123,7 +124,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
 
 
 def _check_form(source: Path) -> None:
-    """Raise DataError if a file, or a folder without tokenizer.json, is in another tokenizer
+    """Raise DataError if a file, or a folder without tokenizer.json, uses a different tokenizer
     format."""
     if (source / TOKENIZER_FILE).is_file() or not source.exists():
         return
@@ -141,9 +142,9 @@ def _check_form(source: Path) -> None:
 
 
 def _form(file: Path) -> str | None:
-    """Return the tokenizer format of a file, or None if it is unknown.
+    """Return a file's tokenizer format, or None if unknown.
 
-    A SentencePiece file starts with its first piece, a nested protocol-buffer field.
+    SentencePiece files start with their first piece, a nested protocol buffer field.
     """
     with file.open("rb") as content:
         head = content.read(1 << 16)
@@ -159,21 +160,21 @@ def _form(file: Path) -> str | None:
 
 
 def own_file(folder: Path, name: str) -> bytes | None:
-    """Return the content of a file in a tokenizer's or model's folder, or None if it is missing.
+    """Return the contents of a file in a tokenizer or model folder, or None if it is missing.
 
-    The file may be a link to a file of the folder or, in a snapshot of the hub's cache, to a blob
-    of the cache. Raises DataError if the link points elsewhere.
+    The file may be a symlink to a file in the same folder or, in a hub cache snapshot, to a blob in
+    the cache. Raises DataError if the symlink points elsewhere.
     """
     path, home = real_path(folder / name), real_path(folder)
     if not path.is_file():
         return None
-    if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):
+    if not any(path.is_relative_to(parent) for parent in (home, home.parent.parent / "blobs")):
         raise DataError(f"{folder / name} must not link outside its folder, but links to {path}")
     return path.read_bytes()
 
 
 def _find_eod(source: Path, content: dict[str, Any]) -> str:
-    """Return the end-of-sequence token of the folder's configuration, or the only special token."""
+    """Return the end-of-sequence token set in the folder, or else the only special token."""
     special = _special(content)
     named = _configured_eos(source, content) if source.is_dir() else None
     if named is not None:
@@ -181,7 +182,7 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
     if len(special) == 1:
         return str(special[0])
     if not special:
-        raise DataError(f"{source} has no special token, which the end of documents needs; add one")
+        raise DataError(f"{source} has no special token to mark the end of documents; add one")
     raise DataError(
         f"the end-of-document token of {source} is ambiguous; pass --eod TOKEN, one of "
         f"{', '.join(special)}"
@@ -194,7 +195,7 @@ def _special(content: dict[str, Any]) -> list[str]:
 
 
 def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
-    """Return the end-of-sequence token of the first configuration file that defines one."""
+    """Return the end-of-sequence token from the first configuration file that sets one."""
     by_id = {id_: token for token, id_ in _vocabulary(content).items()}
     for name in _CONFIGS:
         try:
@@ -204,7 +205,7 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
         except ValueError as error:
             raise DataError(f"cannot read {folder / name}: {error}") from None
         token = config.get("eos_token", config.get("eos_token_id"))
-        if isinstance(token, dict):  # an added token with its settings
+        if isinstance(token, dict):  # a serialized AddedToken
             token = token.get("content")
         if isinstance(token, list):
             names = ", ".join(str(by_id.get(each, each)) for each in token)
@@ -219,5 +220,5 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
     vocab = content["model"].get("vocab")
-    listed = vocab if isinstance(vocab, dict) else {}  # a unigram model has a list of pairs
+    listed = vocab if isinstance(vocab, dict) else {}  # unigram models store a list of pairs
     return {**listed, **{token["content"]: token["id"] for token in content["added_tokens"]}}

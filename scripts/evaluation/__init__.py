@@ -1,1 +1,1 @@
-"""The parts of scripts/evaluate.py."""
+"""Modules of scripts/evaluate.py."""

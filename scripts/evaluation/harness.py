@@ -1,4 +1,4 @@
-"""Evaluation by lm-eval, in a separate environment, on its own tasks and on task files."""
+"""Run lm-eval, in a separate environment, on its own tasks and on task files."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from training.json_file import read_json
 from training.report.text import markdown_table
 
 TaskSet = Mapping[str, tuple[str, ...]]
-"""Tasks that a paper reports together, with the metrics of each task. The paper's mean is over the
-first metric of each task, an accuracy."""
+"""Tasks that a paper reports together, with the metrics for each task. The paper's mean is taken
+over each task's first metric, which is an accuracy."""
 
 TASK_SETS: Final[Mapping[str, TaskSet]] = {
     "pc_paper": {
@@ -43,9 +43,9 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         "boolq": ("acc",),
     },
 }
-"""Task sets by name. pc_paper contains the tasks of table 3 (section 4.2) of the PC paper.
-sso_paper combines the SSO paper's tables of its dense model and of its mixture of experts, which
-report plain accuracy and do not state the number of few-shot examples."""
+"""Task sets by name. pc_paper has the tasks in table 3 (section 4.2) of the PC paper. sso_paper
+combines the SSO paper's tables for the dense model and the mixture of experts, which report
+unnormalized accuracy and do not state the number of few-shot examples."""
 
 
 TASK: Final = """\
@@ -62,7 +62,7 @@ metric_list:
   - {{metric: acc_norm}}
 metadata: {{version: 1.0}}
 """
-"""lm-eval's description of a task in a file."""
+"""lm-eval config for a task file."""
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
@@ -71,19 +71,19 @@ SHORT: Final = {
     "-M": "--model", "-a": "--model_args", "-t": "--tasks", "-o": "--output_path",
     "-b": "--batch_size", "-f": "--num_fewshot", "-L": "--limit",
 }  # fmt: skip
-"""Short names of lm-eval's options."""
+"""Short forms of lm-eval's options."""
 MERGED: Final = ("--model_args", "--gen_kwargs", "--metadata")
-"""Options whose repetitions lm-eval merges; of any other option lm-eval uses the last value."""
+"""Options that lm-eval merges if given repeatedly. For all others, the last value wins."""
 
 STANDARD_ERROR = "_standard_error"
-"""Suffix of local metrics that are standard errors, which lm-eval does not compute."""
+"""Suffix of local metrics that hold a standard error, because lm-eval does not compute one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """An evaluation: model folder, lm-eval's task names, and settings.
+    """An evaluation: the model folder, lm-eval task names, and settings.
 
-    options   additional lm-eval options, appended to the command; `check_options` checks them
+    options   additional lm-eval options to append to the command; validated by `check_options`
     """
 
     model: Path
@@ -95,10 +95,10 @@ class Run:
     options: Sequence[str] = ()
 
     def command(self) -> list[str]:
-        """Return lm-eval's command line.
+        """Return the lm-eval command line.
 
-        Raises InputError for a comma in the model's path, at which lm-eval would split the
-        argument, and for options that lm-eval would silently replace.
+        Raises InputError if the model path contains a comma, where lm-eval would split the
+        argument, and for options that lm-eval would silently override.
         """
         if "," in str(self.model):
             raise InputError(
@@ -106,9 +106,9 @@ class Run:
             )
         settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
         end = end_token(self.model)
-        if end is not None:  # the token that precedes each document in training
+        if end is not None:  # the token that precedes each document during training
             settings.append(f"prefix_token_id={end}")
-        # -P: ignore a module of this name in the working directory.
+        # -P: do not import an lm_eval module from the working directory.
         command = [str(self.python), "-P", "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
         command += ["--output_path", str(self.output)]
@@ -120,11 +120,11 @@ class Run:
 
 
 def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """Return the names of a user's lm-eval `options`.
+    """Return the names of the lm-eval `options` passed by the user.
 
-    Raises InputError for an option that is given twice or is in the command `own`, and for a key of
-    --model_args that is in `settings`, a list of KEY=VALUE. lm-eval would silently replace such
-    values.
+    Raises InputError for options that are given twice or already set in the command `own`, and for
+    --model_args keys already in `settings`, a list of KEY=VALUE. lm-eval would silently override
+    these values.
     """
     names: list[str] = []
     fixed = {setting.partition("=")[0] for setting in settings}
@@ -138,12 +138,12 @@ def check_options(options: Sequence[str], own: Sequence[str], settings: Sequence
             names.append(name)
         if names[-1:] == ["--model_args"]:
             for key in fixed.intersection(re.findall(r"(\w+)=", text)):
-                raise InputError(f"--model_args must not set {key}, which evaluate.py sets")
+                raise InputError(f"--model_args must not set {key}, which is set by evaluate.py")
     return names
 
 
 def end_token(folder: Path) -> int | None:
-    """Return `eos_token_id` in a model's config.json. Raises InputError if the value is neither an
+    """Return `eos_token_id` from a model's config.json. Raises InputError if it is neither an
     integer nor null."""
     end = read_settings(folder).get("eos_token_id")
     if end is not None and type(end) is not int:
@@ -154,14 +154,14 @@ def end_token(folder: Path) -> int | None:
 
 
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
-    """Run lm-eval and return its JSON output, with `results` by task, `versions` and `config`.
+    """Run lm-eval and return its JSON output, with per-task `results`, `versions` and `config`.
 
     Raises InputError if lm-eval is not installed or writes no results, or if another evaluation
     writes to the same folder.
     """
     if not run.python.exists():
         raise InputError(
-            f"{run.python} does not exist; create lm-eval's environment with\n    {INSTALL}"
+            f"{run.python} does not exist; create the lm-eval environment with\n    {INSTALL}"
         )
     environment = dict(os.environ)
     if offline:
@@ -171,21 +171,21 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
     files = sorted({*run.output.rglob("results_*.json")} - before)
     if done.returncode or not files:
         raise InputError(
-            f"lm-eval exited with code {done.returncode} without results; see its output above"
+            f"lm-eval exited with code {done.returncode} and wrote no results; see its output above"
         )
     if len(files) > 1:
         raise InputError(
             f"another evaluation wrote to {run.output} at the same time: found {files[0].name} and "
-            f"{files[-1].name}; set a different --output for each evaluation"
+            f"{files[-1].name}; use a separate --output for each evaluation"
         )
     results: dict[str, Any] = read_json(files[0])
     return results
 
 
 def named_files(names: Sequence[str]) -> dict[str, str]:
-    """Return the .jsonl files in `names` by task name.
+    """Return the .jsonl files in `names`, by task name.
 
-    Raises InputError if two files have the same name, DataError if a file is not a task file.
+    Raises InputError if two files have the same name, or DataError if a file is not a task file.
     """
     files: dict[str, str] = {}
     for name in (name for name in names if name.endswith(".jsonl")):
@@ -198,7 +198,7 @@ def named_files(names: Sequence[str]) -> dict[str, str]:
 
 
 def write_file_tasks(folder: Path, files: Mapping[str, str]) -> list[str]:
-    """Write lm-eval's description of each task file to `folder`. Return the tasks' names."""
+    """Write an lm-eval config for each task file to `folder` and return the task names."""
     for name, file in files.items():
         path = json.dumps(str(Path(file).resolve()))
         text = TASK.format(name=json.dumps(name), file=path)
@@ -217,14 +217,14 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
-    """Return a row per task and metric: the metrics in the task's set, or all metrics if no set
-    contains the task."""
+    """Return a row per task and metric: the metrics listed in the task's set, or all metrics if the
+    task is in no set."""
     lines = []
     for task, values in results.items():
-        there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
-        there = [name for name in there if not name.endswith(("_stderr", STANDARD_ERROR))]
+        present = [key.removesuffix(",none") for key in values if key.endswith(",none")]
+        present = [name for name in present if not name.endswith(("_stderr", STANDARD_ERROR))]
         metrics = dict.fromkeys(name for each in sets for name in each.get(task, ()))
-        for metric in [name for name in metrics if name in there] or there:
+        for metric in [name for name in metrics if name in present] or present:
             error = values.get(
                 f"{metric}{STANDARD_ERROR},none", values.get(f"{metric}_stderr,none")
             )
@@ -234,7 +234,7 @@ def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ())
 
 
 def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
-    """Return the table in Markdown, with the mean accuracy of each complete task set."""
+    """Return a Markdown table, including the mean accuracy of each complete task set."""
     cells = []
     for row in lines:
         error = "" if row.error is None else f"{row.error:.4f}"
@@ -242,9 +242,9 @@ def table(lines: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> st
     by_name = {(row.task, row.metric): row for row in lines}
     for name, each in (sets or {}).items():
         mine = [by_name.get((task, metrics[0])) for task, metrics in each.items()]
-        there = [row for row in mine if row is not None]
-        if len(there) == len(mine):
-            mean = sum(row.value for row in there) / len(there)
-            spread = sum((row.error or 0.0) ** 2 for row in there) ** 0.5 / len(there)
+        present = [row for row in mine if row is not None]
+        if len(present) == len(mine):
+            mean = sum(row.value for row in present) / len(present)
+            spread = sum((row.error or 0.0) ** 2 for row in present) ** 0.5 / len(present)
             cells.append((f"mean of {name}", "accuracy", f"{mean:.4f}", f"{spread:.4f}"))
     return markdown_table(("task", "metric", "value", "standard error"), cells)

@@ -1,11 +1,11 @@
-"""lm-eval tasks from a run's own validation sets, which need no network.
+"""Turn a run's own validation sets into lm-eval tasks that work offline.
 
 Validation during training evaluates windows of the token stream. A task contains the text of the
-same windows, starting with the stream's second token. Each document of the task consists of
-consecutive windows. lm-eval therefore splits the text at the same tokens as the trainer, and bits
-per byte agree except for the first token of each document. The standard error is computed over
-documents. With `data.document_mask` the task's documents are the documents of the set, which the
-trainer also cuts at the ends of windows.
+same windows, starting at the stream's second token, grouped into documents of consecutive windows.
+lm-eval therefore splits the text at the same tokens as the trainer, and bits per byte agree except
+for the first token of each document. The standard error is computed over documents. With
+`data.document_mask`, the task's documents are those of the set, which the trainer also cuts at
+window boundaries.
 """
 
 import json
@@ -28,21 +28,21 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 DOCUMENTS = 32
-"""Number of documents of a task: enough for a standard error accurate to one eighth, but far fewer
-than tokens, because the first token of a document is scored differently."""
+"""Number of documents per task: enough for a standard error that is accurate to one eighth, but far
+fewer than tokens, because the first token of each document is scored differently."""
 
 MAX_DIFFERENT = 16
-"""Maximum number of tokens that may differ if a text is decoded and encoded again: words that are
-cut at the ends of the text may be encoded differently."""
+"""Maximum number of tokens that may change when a text is decoded and encoded again, because words
+cut off at either end of the text may be encoded differently."""
 
 
 def write_tasks(
     folder: Path, config: Config, tokenizer_file: Path, saved: Mapping[str, Any]
 ) -> list[str]:
-    """Write a task per validation set of a run's config to `folder`. Return the tasks' names.
+    """Write a task for each validation set in a run's config to `folder` and return the task names.
 
-    `saved` is the entry `data` of a checkpoint's identity. Raises InputError if there is no
-    validation set, if a set has another tokenizer, or if a set has changed since the checkpoint.
+    `saved` is the `data` entry of a checkpoint's identity. Raises InputError if there is no
+    validation set, or if a set has a different tokenizer or has changed since the checkpoint.
     """
     if not config.data.validation:
         raise InputError("data.validation must contain a set to evaluate on, got none")
@@ -74,7 +74,7 @@ def write_tasks(
                 f"must be {before:.12}, got {now:.12}"
             )
         if data.target_bytes is None:
-            raise InputError(f"validation set {name}: the size of its text in bytes is unknown")
+            raise InputError(f"validation set {name}: its text size in bytes is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         documents = []
         masked = config.data.document_mask
@@ -91,10 +91,10 @@ def write_tasks(
 def parts(
     tokens: NDArray[np.int64], window: int, starts: NDArray[np.int64] | None = None
 ) -> list[NDArray[np.int64]]:
-    """Split the tokens of a set into the documents of a task.
+    """Split a set's tokens into the documents of a task.
 
-    Documents begin at the positions `starts`. Without `starts`, consecutive windows are divided
-    into documents of nearly equal length.
+    Documents begin at the positions `starts`. By default, consecutive windows are grouped into
+    documents of nearly equal length.
     """
     if starts is not None:
         return np.split(tokens, starts)
@@ -119,7 +119,7 @@ def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     """Decode tokens to text.
 
     Raises InputError if the text does not encode to the same tokens, because lm-eval would then
-    split it at other places.
+    split it at different positions.
     """
     text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     again = tokenizer.encode(text, add_special_tokens=False).ids
@@ -127,7 +127,7 @@ def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     different = len(tokens) - int((np.array(again[:same]) == tokens[:same]).sum())
     if different > MAX_DIFFERENT:
         raise InputError(
-            f"validation set {name} must be encoded by the model's tokenizer, but {different} of "
-            f"{len(tokens)} tokens differ after decoding and encoding"
+            f"validation set {name} must be encoded with the model's tokenizer, but {different} of "
+            f"{len(tokens)} tokens differ after decoding and re-encoding"
         )
     return text

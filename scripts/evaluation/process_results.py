@@ -1,4 +1,4 @@
-"""Functions that lm-eval calls for a task of local_text.py.
+"""Functions called by lm-eval for the tasks that local_text.py writes.
 
 Byte counts exclude end-of-document tokens.
 """
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Pair = tuple[float, float]
-"""Log-likelihood and size in bytes of a document."""
+"""A document's log-likelihood and its size in bytes."""
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, Pair]:
-    """Return the document's log-likelihood and size in bytes for each metric."""
+    """Return the document's log-likelihood and size in bytes under the name of each metric."""
     (likelihood,) = results
     pair = (likelihood, doc["bytes"])
     names = ("bits_per_byte", "byte_perplexity")
@@ -20,7 +20,7 @@ def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[st
 
 
 def error_of_bits(items: Sequence[Pair]) -> float:
-    """Return the standard error of bits per byte, a ratio of sums over documents."""
+    """Return the standard error of bits per byte, which is a ratio of sums over documents."""
     if len(items) < 2:
         return math.nan
     total = sum(size for _, size in items)
@@ -31,6 +31,6 @@ def error_of_bits(items: Sequence[Pair]) -> float:
 
 
 def error_of_perplexity(items: Sequence[Pair]) -> float:
-    """Return the standard error of the byte perplexity, to first order."""
+    """Return the standard error of byte perplexity, to first order."""
     mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
     return math.exp(-mean) * math.log(2) * error_of_bits(items)

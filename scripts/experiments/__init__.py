@@ -1,1 +1,1 @@
-"""The papers' synthetic experiments. scripts/reproduce.py runs them. runner.py lists them."""
+"""The papers' synthetic experiments, listed in runner.py and run by scripts/reproduce.py."""

@@ -1,7 +1,7 @@
-"""The interface between the runner and an experiment.
+"""Interface between the runner and an experiment.
 
-An experiment is a function of `draws` and sizes, whose defaults are the paper's sizes. The first
-paragraph of its docstring is the paper's claim.
+An experiment is a function of `draws` and of sizes, which default to the paper's. The first
+paragraph of its docstring states the paper's claim.
 """
 
 import math
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 Lines = Mapping[str, Sequence[float] | Mapping[Any, float]]
-"""Lines by label: a list of values, or a mapping from x to y."""
+"""Lines by label. A line is a list of values or a mapping from x to y."""
 
 
 class Draws:
-    """A random number generator with a seed."""
+    """A seeded random number generator."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return independent standard normal numbers."""
+        """Return independent standard normal samples."""
         return torch.randn(*shape, generator=self.generator, dtype=dtype)
 
     def restarted(self, offset: int = 0) -> "Draws":
@@ -36,8 +36,8 @@ class Draws:
 class Check:
     """A measured number and its expected range.
 
-    `source` is the source of the range: a paper's statement, theory, or `recorded`. The latter is
-    an earlier run of the paper's setting with exact decompositions in float64.
+    `source` states where the range comes from: a statement in a paper, theory, or `recorded`, which
+    is an earlier run at the paper's setting with exact float64 decompositions.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Check:
     high: float
     source: str
     series: str = ""
-    """Passed checks of the same series share one row of the printed table."""
+    """Passing checks in the same series share a row in the printed table."""
 
     @property
     def passed(self) -> bool:
-        """Whether the number is in its range (False for NaN)."""
+        """Whether the number is within its range (False for NaN)."""
         return self.low <= self.measured <= self.high
 
 
 def near(
     name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
 ) -> Check:
-    """Return a check that `measured` is within a fraction `relative` of `expected`."""
+    """Return a check that `measured` equals `expected` to within a relative tolerance."""
     slack = relative * abs(expected)
     return Check(name, measured, expected - slack, expected + slack, source, series)
 
@@ -74,10 +74,10 @@ def at_most(name: str, measured: float, high: float, source: str, series: str = 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of a figure with lines, dashed lines and dots. Each kind starts with the first color.
+    """A figure panel with lines, dashed lines and dots. Each kind starts with the first color.
 
-    `log` contains the names of logarithmic axes, "x", "y" or "xy". `levels` contains y values of
-    horizontal lines by label.
+    `log` names the logarithmic axes: "x", "y" or "xy". `levels` maps labels to the y values of
+    horizontal lines.
     """
 
     title: str
@@ -92,12 +92,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an experiment: checks, data, and the panels of a figure.
+    """The outcome of an experiment: checks, data and figure panels.
 
-    Checks must pass for the published seed at the published size and at the size for tests. At
-    other seeds and sizes, statements of papers are not always true.
+    Checks must pass with the published seed, both at the published size and at the test size. With
+    other seeds and sizes, the papers' statements do not always hold.
 
-    recorded.yaml contains expected values of `data` at the paper's setting.
+    recorded.yaml holds expected values of `data` at the paper's setting.
     """
 
     checks: Sequence[Check]

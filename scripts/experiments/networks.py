@@ -1,9 +1,9 @@
-"""Sparse regression in the criterion paper, with a bias-free network of four layers and Euclidean
-or spectral steps.
+"""Sparse regression from the criterion paper, using a bias-free four-layer network trained with
+Euclidean or spectral steps.
 
-x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
-For a layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, and a spectral step
-is lr n / |A|_F^2 |G|_* polar(G).
+x is standard normal, y = x_1 x_2 x_3, and the loss is the full-batch mean squared error. For a
+layer with input A and gradient G, a Euclidean step is lr n / |A|_2^2 G, and a spectral step is
+lr n / |A|_F^2 |G|_* polar(G).
 """
 
 import math
@@ -23,11 +23,11 @@ from spectral.singular_triplets import top_singular
 
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)
-"""Layers with spectral steps in "SpecGD": all layers except the first and the last."""
+"""Layers that take spectral steps in "SpecGD": all but the first and the last."""
 STEP_ERROR = 1e-3
 RESOLVED = 1e-2
-"""msign must map singular values of a gradient to 1 if they exceed this fraction of the largest;
-smaller singular values would need more msign steps."""
+"""msign must map a gradient's singular values to 1 if they exceed this fraction of the largest one.
+Smaller ones would require more msign steps."""
 KINDS: tuple[Activation, ...] = ("swiglu", "relu^2")
 GATED_RATES = {
     "small": {"gd": 0.01, "spectral": 0.025},
@@ -36,7 +36,7 @@ GATED_RATES = {
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
-    """Return relu(x)^2, or SiLU(gate) * up of the halves of `x` `[n, 2 hidden]`."""
+    """Return relu(x)^2, or SiLU(gate) * up with the two halves of `x` `[n, 2 hidden]`."""
     if kind == "relu^2":
         return x.relu().square()
     gate, up = x.chunk(2, dim=-1)
@@ -44,8 +44,8 @@ def activate(kind: Activation, x: Tensor) -> Tensor:
 
 
 def initial(draws: Draws, inputs: int, hidden: int, kind: Activation) -> list[Tensor]:
-    """Return the weights of inputs -> hidden -> hidden -> hidden -> 1 with torch's default
-    initialization."""
+    """Return the weights of an inputs -> hidden -> hidden -> hidden -> 1 network, with torch's
+    default initialization."""
     rows = hidden if kind == "relu^2" else 2 * hidden
     shapes = [(rows, inputs), (rows, hidden), (rows, hidden), (1, hidden)]
     empty = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
@@ -73,7 +73,7 @@ class Problem:
     def drawn(
         cls, draws: Draws, samples: int, inputs: int, hidden: int, kind: Activation
     ) -> "Problem":
-        """Draw data, then the weights."""
+        """Draw the data, then the weights."""
         x = draws.normal(samples, inputs)
         weights = initial(draws, inputs, hidden, kind)
         return cls(x, x[:, :3].prod(1, keepdim=True), weights, kind)
@@ -86,7 +86,7 @@ class Problem:
 
 @dataclass
 class Training:
-    """The loss before every step, and ranks of all layers by step.
+    """The loss before every step, and per-layer ranks by step.
 
     stable   stable rank of each layer's input
     nuclear  nuclear rank of each layer's gradient
@@ -97,18 +97,19 @@ class Training:
     nuclear: dict[int, list[float]] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """Return the run's data for recorded.yaml."""
+        """Return the data to compare with recorded.yaml."""
         return {"loss": self.losses, "stable_rank": self.stable, "nuclear_rank": self.nuclear}
 
     def drift(self) -> float:
-        """Return the largest relative change of the stable rank of a hidden layer's input."""
+        """Return the largest relative change in the stable rank of any hidden layer's input."""
         first = self.stable[0]
         return max(abs(ranks[i] / first[i] - 1) for ranks in self.stable.values() for i in HIDDEN)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: whether hidden layers take spectral steps, the step size, and the msign steps."""
+    """A method: whether hidden layers take spectral steps, the step size, and the number of msign
+    steps."""
 
     spectral: bool
     lr: float
@@ -116,7 +117,7 @@ class Method:
 
 
 class BlockDescent:
-    """Optimizer with Euclidean and spectral steps, whose scales n / |A|^2 are computed at each
+    """Optimizer that takes Euclidean and spectral steps, recomputing the scales n / |A|^2 at every
     step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
@@ -131,7 +132,7 @@ class BlockDescent:
         ]
 
     def step(self, inputs: Sequence[Tensor]) -> None:
-        """Update all weights with their gradients."""
+        """Update all weights from their gradients."""
         for layer, (optimizer, a) in enumerate(zip(self.optimizers, inputs, strict=True)):
             optimizer.param_groups[0]["lr"] = self.lr * self.scale(layer, a.detach())
             optimizer.step()
@@ -148,9 +149,9 @@ class BlockDescent:
 
 
 def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
-    """Train for `steps` steps with a method. Compute ranks every `interval` steps.
+    """Train for `steps` steps, computing ranks every `interval` steps.
 
-    Raises FloatingPointError if the training diverges.
+    Raises FloatingPointError if training diverges.
     """
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     optimizer, run = BlockDescent(weights, method), Training()
@@ -170,7 +171,7 @@ def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Tra
 
 
 def first_step(problem: Problem, method: Method) -> list[Check]:
-    """Check the first step of each layer against SVDs of its input and gradient."""
+    """Check each layer's first step against SVDs of its input and gradient."""
     weights = [nn.Parameter(w.clone()) for w in problem.weights]
     loss, inputs = problem.loss(weights)
     loss.backward()
@@ -205,12 +206,12 @@ def sparse_regression(
     gd_rate: float = 0.081,
     spectral_rate: float = 0.1,
 ) -> Outcome:
-    """Figures 1 and 4 of the criterion paper: in sparse regression the activations of a relu^2
-    network have a low stable rank throughout. Spectral steps on hidden layers reach a much lower
-    loss.
+    """Figures 1 and 4 of the criterion paper: in sparse regression, the activations of a relu^2
+    network have a low stable rank throughout training. Spectral steps on hidden layers reach a much
+    lower loss.
 
-    The network is trained by gradient descent on all layers, then with spectral steps on the two
-    hidden layers. Ranks are computed every `interval` steps.
+    The network is trained once with gradient descent on all layers, and once with spectral steps on
+    the two hidden layers. Ranks are computed every `interval` steps.
     """
     problem = Problem.drawn(draws, samples, inputs, hidden, "relu^2")
     runs, checks = {}, []
@@ -226,7 +227,7 @@ def sparse_regression(
 
 
 def sparse_checks(runs: dict[str, Training], middle: int) -> list[Check]:
-    """Check the order of the losses, the small change of stable ranks, and the criterion for W2."""
+    """Check the order of the losses, that stable ranks hardly change, and the criterion for W2."""
     gd, spec = runs["gd"], runs["spectral"]
     worst = max(run.drift() for run in runs.values())
     ratio = min(
@@ -236,12 +237,12 @@ def sparse_checks(runs: dict[str, Training], middle: int) -> list[Check]:
         at_least(f"loss of GD / SpecGD, step {middle}", gd.losses[middle] / spec.losses[middle], 1,
                  "paper"),
         at_most("largest relative drift of st(A1), st(A2)", worst, 0.2, "paper: nearly constant"),
-        at_least("least nr(G2) / st(A1)", ratio, 1, "paper"),
+        at_least("smallest nr(G2) / st(A1)", ratio, 1, "paper"),
     ]  # fmt: skip
 
 
 def panels(gd: Training, spectral: Training) -> list[Panel]:
-    """Return panels of losses, stable ranks of activations and nuclear ranks of gradients."""
+    """Return panels of the losses, activation stable ranks and gradient nuclear ranks."""
     losses = {"gradient descent": gd.losses, "spectral on W2, W3 (dashed)": spectral.losses}
     stable = [by_layer(run.stable, "A", 1) for run in (gd, spectral)]
     nuclear = [by_layer(run.nuclear, "G", 0) for run in (gd, spectral)]
@@ -253,7 +254,7 @@ def panels(gd: Training, spectral: Training) -> list[Panel]:
 
 
 def by_layer(ranks: dict[int, list[float]], name: str, first: int) -> dict[str, dict[int, float]]:
-    """Return the ranks of three layers, starting at layer `first`, by label and step."""
+    """Return the ranks of three layers from layer `first`, by label and step."""
     return {f"{name}{i + 1}": {t: row[i + first] for t, row in ranks.items()} for i in range(3)}
 
 
@@ -264,11 +265,11 @@ def gated_batches(
     inputs: int = 128,
     hidden: int = 512,
 ) -> Outcome:
-    """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch,
-    the stable rank of relu^2 activations does not.
+    """Figure 19 of the criterion paper: the stable rank of SwiGLU activations grows with the batch
+    size, and the stable rank of relu^2 activations does not.
 
     The experiment compares st(A1), st(A2) and st(A3) at initialization. All batch sizes use the
-    same network with new data.
+    same network with fresh data.
     """
     ranks: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for kind in KINDS:
@@ -282,8 +283,8 @@ def gated_batches(
         gated, plain = ([row[layer] for row in ranks[kind].values()] for kind in KINDS)
         rises = min(b / a for a, b in pairwise(gated))
         checks += [
-            at_least(f"SwiGLU, A{layer + 1}: least growth from batch to batch", rises, 1, "paper"),
-            at_most(f"A{layer + 1}: growth of relu^2 over all batches / that of SwiGLU",
+            at_least(f"SwiGLU, A{layer + 1}: smallest growth per batch size", rises, 1, "paper"),
+            at_most(f"A{layer + 1}: growth of relu^2 over all batch sizes / that of SwiGLU",
                     plain[-1] / plain[0] / (gated[-1] / gated[0]), 0.7, "paper: flat"),
         ]  # fmt: skip
     for kind in KINDS:
@@ -312,7 +313,7 @@ def definitions(problem: Problem) -> list[Check]:
         error = float((a - x).norm() / x.norm())
         name = f"{problem.kind}, A{layer}"
         checks += [
-            at_most(f"{name}: error of the activations", error, 1e-9, "theory: definition",
+            at_most(f"{name}: error in the activations", error, 1e-9, "theory: definition",
                     "activations"),
             near(f"{name}: st against an SVD", float(stable_rank(a)), expected, 1e-9,
                  "theory: SVD", "by SVD"),
@@ -331,9 +332,10 @@ def gated_regression(
     polar_steps: int = 20,
 ) -> Outcome:
     """Figure 20 of the criterion paper: on a SwiGLU network, spectral steps help at a small batch
-    and do not help at a large batch.
+    size, but not at a large one.
 
-    The paper trains for 400 and 280 steps. Fewer steps suffice, because the losses separate early.
+    The paper trains for 400 and 280 steps. Fewer steps suffice here, because the losses separate
+    early.
     """
     runs: dict[str, dict[str, Training]] = {name: {} for name in GATED_RATES}
     first = []
@@ -356,7 +358,7 @@ def gated_regression(
 
 
 def gated_checks(runs: dict[str, dict[str, Training]]) -> list[Check]:
-    """Check the paper's statements about the two batch sizes."""
+    """Check what the paper states about the two batch sizes."""
     small, large = runs["small"], runs["large"]
     early = len(small["gd"].losses) // 5
     lead = small["gd"].losses[early] / small["spectral"].losses[early]

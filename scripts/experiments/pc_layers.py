@@ -25,19 +25,19 @@ PAPER = {
 }
 """Coefficients of x, x^3, x^5, ... by level, as printed in the paper."""
 SCALE = 1.7
-# Relative tolerance, above the epsilon 1e-7 of the norm.
+# Relative tolerance, above the norm's epsilon of 1e-7.
 EXACT = 1e-6
 TARGET = 0.01
 """Target loss as a fraction of the initial loss."""
 ROOM = 1.1
-"""tau of every layer: the assumed bound on its norm, which determines the step size. A check
-verifies the bound afterwards."""
+"""tau of every layer: the assumed bound on its norm, which sets the step size. A check verifies the
+bound afterwards."""
 VARIANTS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
-"""The compared variants of each optimizer: no PC layer, the paper's level, and the ablation."""
-# Slope at zero of the composite in appendix J: the product of its polynomials' first coefficients.
+"""Variants to compare for each optimizer: no PC layer, the paper's level, and the ablation."""
+# Slope at zero of the composite in appendix J: the product of its polynomials' linear coefficients.
 SLOPE = 20775.0
 
 
@@ -53,9 +53,9 @@ def deep_linear(
     """Theorem 1 of the PC paper: gradient descent on a deep linear network with well-conditioned
     weights converges at least geometrically, and faster with better conditioning.
 
-    For every level the experiment trains weights that were preconditioned once, and raw weights in
-    PC layers. All levels start from the same raw weights and initial residual. `widths` must
-    increase, then decrease. The singular values of a raw weight decrease geometrically from 1 to
+    For every level, the experiment trains weights that are preconditioned once, and raw weights in
+    PC layers. All levels start from the same raw weights and initial residual. `widths` must first
+    increase, then decrease. The singular values of a raw weight decay geometrically from 1 to
     `smallest`. `residual` is the norm of the initial residual.
     """
     raw = [raw_weight(draws, rows, cols, smallest) for cols, rows in pairwise(widths)]
@@ -92,20 +92,19 @@ def deep_linear(
 
 @dataclass(frozen=True)
 class Descent:
-    """The loss and all layers' singular values before every step."""
+    """The loss and the singular values of all layers before every step."""
 
     losses: list[float] = field(default_factory=list)
     values: list[list[Tensor]] = field(default_factory=list)
 
     def reached(self) -> int:
-        """Return the first step whose loss is at most the target, or the number of steps."""
+        """Return the first step at which the loss meets the target, or the number of steps."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
 
 def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
-    """Return a random matrix with singular values that decrease geometrically from 1 to
-    `smallest`."""
+    """Return a random matrix whose singular values decay geometrically from 1 to `smallest`."""
     left, _, right = torch.linalg.svd(draws.normal(rows, cols), full_matrices=False)
     values = torch.logspace(0, math.log10(smallest), min(rows, cols), dtype=torch.float64)
     weight: Tensor = left * values @ right
@@ -113,7 +112,7 @@ def raw_weight(draws: Draws, rows: int, cols: int, smallest: float) -> Tensor:
 
 
 def effective(w: Tensor, level: int) -> Tensor:
-    """Return PC(W) of a matrix, with gamma = 1 and the exact top singular pair."""
+    """Return PC(W) of a matrix, using gamma = 1 and the exact top singular pair."""
     batch = w.detach()[None]
     zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
     _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
@@ -122,7 +121,7 @@ def effective(w: Tensor, level: int) -> Tensor:
 
 def definition(draws: Draws) -> list[Check]:
     """Check PC(W) = s g(W / s) for a W with norm `SCALE` and known singular vectors. Also check
-    that the gradient of PC(W) is orthogonal to W, because W / s does not depend on the scale of W.
+    that the gradient of PC(W) is orthogonal to W, as W / s is independent of the scale of W.
     """
     rows, cols = 18, 11
     left, _ = torch.linalg.qr(draws.normal(rows, cols))
@@ -155,7 +154,7 @@ def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 def descend(
     start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
 ) -> Descent:
-    """Run gradient descent on the weights or, with `level`, on the raw weights of PC layers."""
+    """Run gradient descent on the weights or, with a `level`, on the raw weights of PC layers."""
     parameters = [nn.Parameter(w.clone()) for w in start]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     run = Descent()
@@ -173,20 +172,20 @@ def descend(
 
 
 def smoothness(x: Tensor, loss: float, largest: Sequence[float]) -> float:
-    """Return beta = (prod tau)^2 (sqrt(2 L_0) + |X|_F) L |X|_2, with tau at least 1."""
+    """Return beta = (prod tau)^2 (sqrt(2 L_0) + |X|_F) L |X|_2, where each tau is at least 1."""
     tau = math.prod(max(1.0, each) for each in largest)
     norm = float(torch.linalg.matrix_norm(x))
     return tau**2 * (math.sqrt(2 * loss) + norm) * len(largest) * float(singular_values(x)[0])
 
 
 def strength(x: Tensor, smallest: Sequence[float]) -> float:
-    """Return mu = (prod mu_l)^2 sigma_min(X)^2, with mu_l at most 1."""
+    """Return mu = (prod mu_l)^2 sigma_min(X)^2, where each mu_l is at most 1."""
     least = math.prod(min(1.0, each) for each in smallest)
     return least**2 * float(singular_values(x)[-1]) ** 2
 
 
 def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
-    """Check the premise lr <= 1 / beta and the conclusion of theorem 1 on one trajectory."""
+    """Check the premise lr <= 1 / beta and the conclusion of theorem 1 along a trajectory."""
     layers = [*zip(*descent.values, strict=True)]
     largest = [max(float(values[0]) for values in layer) for layer in layers]
     smallest = [min(float(values[-1]) for values in layer) for layer in layers]
@@ -201,7 +200,7 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
 
 
 def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
-    """Check that each level needs fewer steps to the target than the level below."""
+    """Check that each level reaches the target in fewer steps than the level below."""
     steps = [each.reached() for each in descents]
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,
@@ -213,15 +212,15 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
 def over_flattening(
     draws: Draws, *, side: int = 48, steps: int = 300, adamw: float = 1e-2, muon: float = 3e-2
 ) -> Outcome:
-    """If all singular values of a weight are mapped to 1, the weight cannot represent a target with
-    other values.
+    """A weight whose singular values are all mapped to 1 cannot represent a target with other
+    singular values.
 
-    The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here
-    one matrix learns a linear map with singular values 1 / k, from the same initial weight: as a
-    plain weight, in a PC layer, and with the over-flattening composite. The best multiple of an
-    orthogonal matrix has the relative error 1 - nr(T) / n for the target T, so the composite is
-    worst with any optimizer. This is not evidence about language models, for which the paper
-    reports a worse loss at 271M parameters and studies/pc/over_flattening.yaml tests a small model.
+    The over-flattening ablation of the PC paper (appendix J) maps all singular values to 1. Here, a
+    matrix learns a linear map with singular values 1 / k from the same initial weight: as a plain
+    weight, in a PC layer, and with the over-flattening composite. For a target T, the best multiple
+    of an orthogonal matrix has a relative error of 1 - nr(T) / n, so the composite is worst with
+    any optimizer. This is not evidence about language models, for which the paper reports a worse
+    loss at 271M parameters; studies/pc/over_flattening.yaml tests a small model.
 
     `adamw` and `muon` are peak learning rates.
     """
@@ -269,7 +268,7 @@ class Layer(nn.Module):
         self.u, self.v = start.new_zeros(1, len(start)), start.new_zeros(1, start.shape[1])
 
     def forward(self) -> Tensor:
-        """Return the effective weight."""
+        """Compute the effective weight."""
         if self.level is None:
             return self.gamma * self.weight
         pair = top_singular(self.weight.detach()[None], self.u, self.v, steps=16)
@@ -281,8 +280,8 @@ class Layer(nn.Module):
 def train(
     layer: Layer, optimizer: torch.optim.Optimizer, target: Tensor, steps: int
 ) -> list[float]:
-    """Train. Return the loss before each step, |effective W - T|_F^2 / |T|_F^2, which is the error
-    on isotropic inputs."""
+    """Train and return the loss before each step: |effective W - T|_F^2 / |T|_F^2, which is the
+    error on isotropic inputs."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     losses = []
     for _ in range(steps):

@@ -1,5 +1,5 @@
-"""Random features A = f(V X) of the criterion paper, with their stable rank, and gradient and
-spectral descent on |W A - Y|_F^2 / (2 n)."""
+"""Random features A = f(V X) from the criterion paper: their stable rank, and gradient and spectral
+descent on |W A - Y|_F^2 / (2 n)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from scripts.experiments.experiment import Check, Draws, Outcome, Panel, at_leas
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, spectral_norm, stable_rank
 
-# With this number of steps, msign is the exact polar factor of all relevant gradients.
+# With this many steps, msign converges to the polar factor of all gradients that matter here.
 POLAR_STEPS = 20
-# Relative error of a step in float64 with converged msign.
+# Relative error of a float64 step once msign has converged.
 EXACT = 1e-6
 BOUND = math.pi  # E relu^2 / (E relu)^2 = (1/2) / (1 / (2 pi))
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 RESTARTED = 100
 """Number of spectral descent steps after each restart."""
-# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F, and the spectral
+# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F, and a spectral
 # step decreases the loss by exactly the guaranteed amount, up to rounding.
 ROUNDING = 1e-9
 MODELS = ("realizable", "teacher-student")
@@ -45,12 +45,12 @@ class Regression:
 
     @property
     def euclidean(self) -> float:
-        """L_F = |A|_2^2 / n, the curvature in the Frobenius norm."""
+        """L_F = |A|_2^2 / n, the curvature with respect to the Frobenius norm."""
         return float(spectral_norm(self.a)) ** 2 / self.a.shape[1]
 
     @property
     def spectral(self) -> float:
-        """L_op = |A|_F^2 / n, the curvature in the spectral norm."""
+        """L_op = |A|_F^2 / n, the curvature with respect to the spectral norm."""
         return float(self.a.square().sum()) / self.a.shape[1]
 
     def start(self) -> Tensor:
@@ -65,10 +65,10 @@ class Regression:
 def drawn(
     draws: Draws, sizes: tuple[int, int, int], maps: int, feature: Callable[..., Tensor]
 ) -> Regression:
-    """Return the problem with A = feature(V X) and Y = W# A. `feature` has `maps` arguments, each
-    with a separate V.
+    """Return the problem with A = feature(V X) and Y = W# A. `feature` takes `maps` arguments, each
+    with its own V.
 
-    `sizes` are the numbers of inputs, features and samples. Rows of V and W# have a mean squared
+    `sizes` are the number of inputs, features and samples. Rows of V and W# have a mean squared
     length of 1.
     """
     inputs, features, samples = sizes
@@ -81,11 +81,11 @@ def drawn(
 
 @dataclass(frozen=True)
 class Descent:
-    """A run: measurements of the iterate before each step."""
+    """Measurements of a run, taken before each step."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
-    promised: list[float]  # decrease of the loss that theory guarantees for the step
+    promised: list[float]  # loss decrease that theory guarantees for the step
     weights: list[Tensor]
 
     def share(self, level: float) -> float:
@@ -93,11 +93,11 @@ class Descent:
         return sum(rank >= level for rank in self.ranks) / len(self.ranks)
 
     def data(self, level: float) -> dict[str, Any]:
-        """Return the run's data for recorded.yaml."""
+        """Return the data to compare with recorded.yaml."""
         return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:
-        """Return the smallest ratio of actual to guaranteed decrease."""
+        """Return the smallest ratio of actual to guaranteed loss decrease."""
         taken = (a - b for a, b in pairwise(self.losses))
         return min(t / p for t, p in zip(taken, self.promised, strict=False))
 
@@ -131,7 +131,7 @@ def descend(
 
 
 def first_steps(problem: Regression) -> list[Check]:
-    """Check the first step of both descents against an SVD of the gradient."""
+    """Check the first step of both methods against an SVD of the gradient."""
     n = problem.a.shape[1]
     start = problem.start()
     gradient = (start @ problem.a - problem.y) @ problem.a.mT / n
@@ -168,11 +168,11 @@ def pi_bound(
         (100, 50, 400), (256, 128, 512), (512, 256, 2048), (1024, 512, 2048), (2048, 1024, 4096),
     ),
 ) -> Outcome:  # fmt: skip
-    """The stable rank of ReLU features stays below pi for any width.
+    """The stable rank of ReLU features stays below pi at any width.
 
-    The experiment compares st(A) of A = relu(V X) with pi and with the bound from the mean column.
+    The experiment compares st(A) for A = relu(V X) with pi and with the bound from the mean column.
 
-    `shapes` contains (features, inputs, samples) of each problem.
+    `shapes` lists (features, inputs, samples) for each problem.
     """
     ranks, bounds, by_svd = {}, {}, []
     for features, inputs, samples in shapes:
@@ -203,7 +203,7 @@ def pi_bound(
 
 
 def moment_ratio(activation: Callable[[Tensor], Tensor]) -> float:
-    """Return E f(x)^2 / (E f(x))^2 for a standard normal x, by numerical integration."""
+    """Return E f(x)^2 / (E f(x))^2 for standard normal x, computed by numerical integration."""
     x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
     density = (-x.square() / 2).exp()
     density = density / density.sum()
@@ -220,9 +220,9 @@ def relu_features(
 ) -> Outcome:
     """Figure 3 of the criterion paper: spectral descent wins on ReLU random features.
 
-    Both descents run on A = relu(V X). Spectral descent also starts from iterates of gradient
-    descent: the iterate with the highest nuclear rank, and every `restart`-th iterate. For `sizes`
-    see `drawn`.
+    Both methods run on A = relu(V X). Spectral descent is also started from gradient descent
+    iterates: the one with the highest nuclear rank, and every `restart`-th one. For `sizes`, see
+    `drawn`.
     """
     task = drawn(draws, sizes, 1, torch.relu)
     stable = float(stable_rank(task.a))
@@ -238,8 +238,8 @@ def relu_features(
     ratio = gd.losses[early] / spec.losses[early]
     theory = "theory, eq. 1.5"
     checks = [
-        at_least("GD: least decrease / guaranteed", gd.kept(), 1 - ROUNDING, theory),
-        at_least("SpecGD: least decrease / guaranteed", spec.kept(), 1 - ROUNDING, theory),
+        at_least("GD: smallest decrease / guaranteed", gd.kept(), 1 - ROUNDING, theory),
+        at_least("SpecGD: smallest decrease / guaranteed", spec.kept(), 1 - ROUNDING, theory),
         at_least(f"loss of GD / SpecGD, step {early}", ratio, 1, "paper"),
         at_least("share of GD steps with nr >= st", gd.share(stable), 1, "paper"),
         *first_steps(task),
@@ -260,7 +260,7 @@ def gated_features(
 ) -> Outcome:
     """Figure 11 of the criterion paper: spectral descent is slower on SwiGLU features.
 
-    Both descents run on A = silu(V_1 X) * (V_2 X). For `sizes` see `drawn`.
+    Both methods run on A = silu(V_1 X) * (V_2 X). For `sizes`, see `drawn`.
     """
     task = drawn(draws, sizes, 2, lambda gate, up: F.silu(gate) * up)
     stable = float(stable_rank(task.a))
@@ -281,7 +281,7 @@ def gated_features(
         "gd": gd.data(stable),
         "spectral": spec.data(stable),
     }
-    title = f"SwiGLU features: loss, which crosses at step {crossing}"
+    title = f"SwiGLU features: loss, crossing at step {crossing}"
     return Outcome(checks, data, panels(title, stable, gd, spec))
 
 
@@ -292,11 +292,11 @@ def rank_growth(
     repeats: int = 3,
     times: tuple[int, ...] = (0, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000),
 ) -> Outcome:
-    """Figures 16 and 17 of the criterion paper: one step makes the gradient's nuclear rank grow
-    with the width.
+    """Figures 16 and 17 of the criterion paper: after a single step, the gradient's nuclear rank
+    grows with the width.
 
-    The experiment computes the mean nuclear rank over `repeats` draws for both models by width and
-    step.
+    The experiment computes the nuclear rank, averaged over `repeats` draws, for both models by
+    width and step.
     """
     ranks: dict[str, dict[int, dict[int, float]]] = {model: {} for model in MODELS}
     stable = {}
@@ -322,9 +322,9 @@ def rank_growth(
 
 
 def problem(draws: Draws, k: int, model: str) -> Regression:
-    """Return a problem with A = relu(V X): k features, k / 2 inputs and 2 k samples.
+    """Return a problem with A = relu(V X), k features, k / 2 inputs and 2 k samples.
 
-    The labels are W# A (realizable), or W# relu(V# X) from other features.
+    The labels are W# A (realizable), or W# relu(V# X) computed from other features.
     """
     x = draws.normal(k // 2, 2 * k)
     a = (draws.normal(k, k // 2) @ x).relu()
@@ -338,7 +338,7 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
     """Return the gradients `[times, rows, features]` of gradient descent from zero with step size
     1 / L_F.
 
-    Their closed form is -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
+    In closed form, they are -C (I - B / L_F)^t with B = A A^T / n and C = Y A^T / n.
     """
     n = task.a.shape[1]
     values, vectors = torch.linalg.eigh(task.a @ task.a.mT / n)
@@ -350,8 +350,8 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
 
 
 def growth(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
-    """Check the paper's theory: ranks do not depend on the width at step 0, and are proportional to
-    the width after one step."""
+    """Check the paper's theory: ranks are independent of the width at step 0, and proportional to
+    it after one step."""
     checks = []
     for model, by_width in ranks.items():
         initial = max(values[0] for values in by_width.values())
@@ -360,7 +360,7 @@ def growth(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
         ratio = by_width[large][1] / by_width[small][1]
         checks += [
             at_most(f"{model}: largest nr at step 0", initial, 10, "paper"),
-            at_least(f"{model}: least nr / k at step 1", growth, 0.3, "paper"),
+            at_least(f"{model}: smallest nr / k at step 1", growth, 0.3, "paper"),
             near(f"{model}: growth of nr at step 1 from k = {small} to {large}", ratio,
                  large / small, 0.1, "paper: linear"),
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs of experiments: checks of numbers, result files, figures and tables."""
+"""Run experiments: check their numbers, and write result files, figures and tables."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from spectral.batching import grouped
 
 
 class Experiment(NamedTuple):
-    """An experiment, with its function, the seed of its published run, and sizes for tests."""
+    """An experiment: its function, the seed of the published run, and the sizes for tests."""
 
     run: Callable[..., Outcome]
     seed: int
@@ -39,11 +39,11 @@ class Experiment(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The claim of the experiment: the first paragraph of the function's docstring."""
+        """The experiment's claim, which is the first paragraph of the function's docstring."""
         return " ".join((getdoc(self.run) or "").split("\n\n")[0].split())
 
     def settings(self, *, small: bool) -> dict[str, Any]:
-        """Return the paper's sizes or, with `small`, the sizes for tests."""
+        """Return the paper's sizes or, with `small`, the test sizes."""
         sizes = self.run.__kwdefaults__ or {}
         return sizes | self.small if small else sizes
 
@@ -75,7 +75,7 @@ EXPERIMENTS: Final = {
 }  # fmt: skip
 """The experiments by name."""
 RECORDED: Final = Path(__file__).with_name("recorded.yaml")
-"""File with numbers of an earlier run of each experiment."""
+"""File with numbers recorded in an earlier run of each experiment."""
 HEADINGS: Final = ("experiment", "figure", "measured", "expected", "from", "")
 
 
@@ -89,19 +89,19 @@ class Result:
 
     @property
     def failed(self) -> int:
-        """The number of failed checks."""
+        """Number of failed checks."""
         return sum(not check.passed for check in self.checks)
 
     def content(self) -> dict[str, Any]:
-        """Return the content of the result's JSON file."""
+        """Return the contents of the result's JSON file."""
         checks = [{**finite(asdict(check)), "passed": check.passed} for check in self.checks]
         seconds = round(self.seconds, 1)
         return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
 
 def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: str) -> Result:
-    """Run an experiment. Write NAME.json and the figure NAME`suffix` to `output`. If the experiment
-    diverges, its only check fails, and an earlier figure is removed."""
+    """Run an experiment and write NAME.json and the figure NAME`suffix` to `output`. If it
+    diverges, the result is a single failed check, and any previous figure is removed."""
     experiment = EXPERIMENTS[name]
     published = not small and seed in (None, experiment.seed)
     seed = experiment.seed if seed is None else seed
@@ -109,8 +109,8 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
     begin = time.perf_counter()
     try:
         outcome = experiment.run(Draws(seed), **settings)
-    except FloatingPointError as error:  # step sizes are chosen for the published seed
-        outcome = Outcome([Check(f"runs that diverge ({error})", 1, 0, 0, "theory")], {}, [])
+    except FloatingPointError as error:  # step sizes are tuned for the published seed
+        outcome = Outcome([Check(f"diverged runs ({error})", 1, 0, 0, "theory")], {}, [])
     seconds = time.perf_counter() - begin
     data = json.loads(json.dumps(outcome.data))
     checks = [*outcome.checks, *(recorded(name, data) if published else [])]
@@ -140,7 +140,7 @@ def perform(name: str, output: Path, *, seed: int | None, small: bool, suffix: s
 
 
 def drawn(panels: Sequence[Panel]) -> Figure:
-    """Return the figure of an experiment."""
+    """Draw the figure of an experiment."""
     figure, axes = new_figure(len(panels), width=5.0 if len(panels) < 3 else 4.2)
     for axis, panel in zip(axes, panels, strict=True):
         for lines, style in ((panel.lines, "-"), (panel.dashed, "--"), (panel.dots, "o")):
@@ -163,7 +163,7 @@ def drawn(panels: Sequence[Panel]) -> Figure:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinite values (open ends of ranges) with None, because JSON has no infinity."""
+    """Replace infinite values (open-ended ranges) with None, because JSON has no infinity."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -186,16 +186,16 @@ def expectation(check: Check) -> str:
 
 
 def room(check: Check) -> float:
-    """Return the distance from a number to the nearer end of its range, as a fraction of the
-    range."""
+    """Return the distance of a check's number from the nearest end of its range, as a fraction of
+    the range."""
     size = check.high - check.low
     least = min(check.measured - check.low, check.high - check.measured)
     return least / size if 0 < size < math.inf else least
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """Yield the table rows of an experiment (columns `HEADINGS`). Passed checks of a series share
-    one row, which shows the worst check."""
+    """Yield the table rows for an experiment (columns `HEADINGS`). Passing checks in a series share
+    a row, which shows the worst one."""
     for members in grouped(result.checks, lambda check: check.series or check.name).values():
         shown, about = [check for check in members if not check.passed], ""
         if not shown:
@@ -208,13 +208,13 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def recorded(name: str, data: Any) -> list[Check]:
-    """Compare an experiment's JSON data with recorded.yaml. Return the checks."""
+    """Return checks that compare an experiment's JSON data with recorded.yaml."""
     numbers = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
     return list(compared(numbers.get(name, {}), data, ()))
 
 
 def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
-    """Yield a check per number in `expected` against the number at the same path in `measured`."""
+    """Yield a check of `measured` for each number in `expected`, matched by path."""
     if isinstance(expected, str):
         low, high = bounds(expected)
         yield Check(", ".join(path), measured, low, high, "recorded", ", ".join(path[:-1]))
@@ -227,7 +227,7 @@ def compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Ch
 def bounds(text: str) -> tuple[float, float]:
     """Parse a range: `LOW to HIGH`, `NUMBER ± PERCENT%` or `NUMBER`.
 
-    The range of `NUMBER` extends one unit of its last digit in both directions.
+    `NUMBER` alone means plus or minus one unit in its last digit.
     """
     if " to " in text:
         low, high = text.split(" to ")
@@ -236,6 +236,6 @@ def bounds(text: str) -> tuple[float, float]:
     if percent:
         slack = abs(float(number)) * float(percent.removesuffix("%")) / 100
     else:
-        # The factor allows for rounding of the bounds in binary.
+        # The factor makes up for rounding the bounds to binary.
         slack = 1.001 * float(Decimal(10) ** int(Decimal(number).as_tuple().exponent))
     return float(number) - slack, float(number) + slack

@@ -17,9 +17,9 @@ MOST_EVALUATIONS = 8
 GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 KRYLOV = 100
 EXACT_SHAPES = ((16, 16), (32, 16), (16, 32), (64, 128), (128, 64))
-"""Shapes of the matrices whose multipliers are in recorded.yaml, with nine digits."""
+"""Shapes of the matrices whose multipliers are recorded to nine digits in recorded.yaml."""
 BISECTED = (24, 16)
-# Steps of msign in float64, after which square matrices also have all recorded digits.
+# Float64 msign steps after which square matrices, too, have converged to all recorded digits.
 EXACT_STEPS = 26
 
 
@@ -30,10 +30,10 @@ def solver_curve(
     repeats: int = 5,
 ) -> Outcome:
     """Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone. For
-    independent Gaussian matrices its root is near 0. The solver computes this root.
+    independent Gaussian matrices, its root is close to 0. The solver finds this root.
 
-    The experiment computes f on a grid and the roots of several draws for each shape, and the
-    multipliers of small matrices to nine digits.
+    For each shape, the experiment computes f on a grid and the roots for several draws. It also
+    computes the multipliers of small matrices to nine digits.
     """
     checks, panels, data = [], [], []
     for rows, cols in shapes:
@@ -79,21 +79,21 @@ def gaussian(draws: Draws, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def problem(m: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return M scaled to Frobenius norm 1, and the top singular vectors and value of W."""
+    """Return M scaled to unit Frobenius norm, and the top singular vectors and value of W."""
     top, u, v = cold_start(w, steps=KRYLOV)
     return m / torch.linalg.matrix_norm(m), u, v, top
 
 
 def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
-    """Return <u v^T, direction> of one matrix."""
+    """Return <u v^T, direction> for a single matrix."""
     return float(u[0] @ direction[0] @ v[0])
 
 
 def expected_root(rows: int, cols: int) -> float:
     """Return the standard deviation of lambda* for independent Gaussian matrices, to first order.
 
-    Let m <= n. Then f(0) = u^T Q v, where Q is random with orthonormal rows, has variance 1 / n.
-    The singular values of M are near s = 1 / sqrt(m), so the slope of f at 0 is at least (1 - m /
+    Let m <= n. Then f(0) = u^T Q v has variance 1 / n, where Q is random with orthonormal rows. The
+    singular values of M are close to s = 1 / sqrt(m), so the slope of f at 0 is at least (1 - m /
     (2 n)) / s.
     """
     short, long = sorted((rows, cols))
@@ -103,12 +103,12 @@ def expected_root(rows: int, cols: int) -> float:
 def properties(
     shape: tuple[int, int], f: Mapping[float, float], roots: Sequence[float], interval: float
 ) -> list[Check]:
-    """Check that f increases, and that the roots are near 0 and in the interval of theorem A.3."""
+    """Check that f increases, and that its roots are near 0 and in the interval of theorem A.3."""
     name = f"{shape[0]} x {shape[1]}"
     rise = min(after - before for before, after in pairwise(f.values()))
     mean = 3 * expected_root(*shape) / math.sqrt(len(roots))
     return [
-        at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
+        at_least(f"{name}: smallest increase of f on the grid", rise, 0, "paper, theorem A.2"),
         at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), interval, "paper, theorem A.3"),
         Check(f"{name}: mean lambda* of {len(roots)}", sum(roots) / len(roots), -mean, mean,
               "theory: 3 standard errors of 0"),
@@ -116,7 +116,7 @@ def properties(
 
 
 def by_bisection(draws: Draws, seed: int) -> Check:
-    """Return a check of a small matrix's multiplier against bisection of f with exact SVDs."""
+    """Return a check of a small matrix's multiplier against bisection of f using exact SVDs."""
     m, w = (each.double()[0] for each in gaussian(draws, *BISECTED))
     m = m / m.norm()
     left, _, right = torch.linalg.svd(w)

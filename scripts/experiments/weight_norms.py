@@ -1,4 +1,4 @@
-"""The spectral norm of weights in the Muon++ paper: under steps of the algorithms, and for
+"""The spectral norm of weights in the Muon++ paper: over steps of its algorithms, and for
 correlated weights."""
 
 import math
@@ -13,7 +13,7 @@ from spectral.rules import MuonPlusPlusRule, take_step
 from spectral.singular_triplets import cold_start
 
 MOMENTUM = 0.95
-# Error of the rule's msign in float64 if no singular value is tiny.
+# Error of the rule's float64 msign if no singular value is tiny.
 EXACT = 1e-6
 LONG_RUNS = (
     ("algorithm 1, random gradients, eta 0.01", "project", "random", 0.01),
@@ -30,10 +30,10 @@ TRANSITION = (
 )  # fmt: skip
 STRONG = (0.5, 1.0, 2.0)
 """Values of Z for rho = n^-1/2 and c = 1."""
-FINITE = 0.025  # relative tolerance: at n = 1500 the norms are within 1% to 2% of the limits
+FINITE = 0.025  # relative tolerance: at n = 1500, norms are within 1% to 2% of their limits
 KRYLOV = 200
 # Estimates of rho from 64 x 64 matrices.
-NONE_NEGATIVE = 0.683  # probability of a negative estimate if rho is 0: P(chi^2_1 < 1)
+NONE_NEGATIVE = 0.683  # probability that the estimate for rho = 0 is negative: P(chi^2_1 < 1)
 CORRELATIONS = (0.0, 1e-3, 0.05)
 QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 
@@ -46,12 +46,12 @@ def muon_gap(
     side: int = 128,
     steps: int = 300,
 ) -> Outcome:
-    """Muon++: a step shorter than the spectral gap preserves the norm, and a longer step may change
-    it. Over many steps only the rescaling algorithm preserves the norm.
+    """Muon++: a step shorter than the spectral gap preserves the norm, while a longer step may
+    change it. Over many steps, only the rescaling algorithm preserves the norm.
 
     The experiment measures the spectral gaps of `repeats` initial matrices of each shape, the norm
-    after single steps shorter and longer than the gap, and the norm over many steps of a `side` x
-    `side` matrix.
+    after single steps shorter and longer than the gap, and the norm of a `side` x `side` matrix
+    over many steps.
     """
     initial = [on_sphere(draws.normal(repeats, *shape)) for shape in shapes]
     gaps = [relative_gap(w) for w in initial]
@@ -73,7 +73,7 @@ def muon_gap(
         "gaps": {name: gap.tolist() for name, gap in by_shape.items()},
         "mean_gap": means,
         "norms": runs,
-        # First step after which the norm exceeds S, or 0 if it never does.
+        # First step after which the norm exceeds S, or 0 if there is none.
         "first_above": {
             name: next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
             for name, norms in runs.items()
@@ -99,7 +99,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
     norms = []
     for one, grad, lr in zip(w, gradient, eta, strict=True):
         weight = one[None].clone()
-        # Exact vectors, because a cold Krylov iteration converges slowly for a gap of 1%.
+        # Use exact vectors: a cold-started Krylov iteration converges slowly at a gap of 1%.
         state = rule.init_state(weight)
         left, _, right = torch.linalg.svd(weight, full_matrices=False)
         state["u"].copy_(left[:, :, 0])
@@ -110,7 +110,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 
 
 def runner_up(w: Tensor) -> Tensor:
-    """Return -u_2 v_2^T, the gradient whose step increases the second singular value."""
+    """Return -u_2 v_2^T, the gradient along which a step increases the second singular value."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
     direction: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
     return direction
@@ -119,8 +119,8 @@ def runner_up(w: Tensor) -> Tensor:
 def long_run(
     draws: Draws, side: int, steps: int, algorithm: str, gradients: str, eta: float
 ) -> list[float]:
-    """Return |W|_2 / S after each step, with random gradients or, for "target", gradients W - T
-    with a target T of norm 2 S."""
+    """Return |W|_2 / S after each step, for random gradients or, with "target", for gradients W - T
+    towards a target T of norm 2 S."""
     w = on_sphere(draws.normal(1, side, side))
     target = 2 * on_sphere(draws.normal(1, side, side)) if gradients == "target" else None
     rule = MuonPlusPlusRule(algorithm=algorithm, momentum=MOMENTUM)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
 
 
 def counterexample() -> list[Check]:
-    """Check W = diag(1, 0.2), D = diag(0, -1), whose norm is constant up to eta = 0.8."""
+    """Check W = diag(1, 0.2) with D = diag(0, -1), whose norm is constant up to eta = 0.8."""
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
     gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
     norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))
@@ -154,7 +154,7 @@ def counterexample() -> list[Check]:
 
 
 def every_draw(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> list[Check]:
-    """Check statements that are true for every draw."""
+    """Check statements that hold for every draw."""
     one, _, target, two, two_target = runs.values()
     first, *_, last = means.values()
     return [
@@ -169,7 +169,7 @@ def every_draw(means: Mapping[str, float], runs: Mapping[str, list[float]]) -> l
 def panels(
     gaps: Mapping[str, Tensor], means: Mapping[str, float], runs: Mapping[str, list[float]]
 ) -> list[Panel]:
-    """Return panels of the norm over steps and of the gaps of Gaussian matrices."""
+    """Return panels of the norm over steps, and of the gaps of Gaussian matrices."""
     rescaled = {name: run for name, run in runs.items() if name.startswith("algorithm 2")}
     plain = {name: run for name, run in runs.items() if name not in rescaled}
     dots = {f"{name}, mean {means[name]:.4f}": gap.tolist() for name, gap in gaps.items()}
@@ -185,7 +185,7 @@ def correlated_weights(
 ) -> Outcome:
     """Correlated weights in the Muon++ paper: propositions 4.8 and 4.9, and the estimator of rho.
 
-    The propositions are checked on matrices with n columns, the estimator on `repeats` random
+    The propositions are checked on matrices with n columns, and the estimator on `repeats` random
     `side` x `side` matrices.
     """
     phi = {c: draws.normal(round(c * n), n) for c in (0.25, 1.0)}
@@ -227,13 +227,13 @@ def correlated(phi: Tensor, rho: float, z: float | Tensor) -> Tensor:
 
 
 def krylov_norm(w: Tensor) -> float:
-    """Return |W|_2 of a matrix by `cold_start`, a block Krylov iteration."""
+    """Return |W|_2 of a matrix, computed by `cold_start`, a block Krylov iteration."""
     return float(cold_start(w[None], steps=KRYLOV)[0])
 
 
 def strong(phi: Tensor) -> dict[float, dict[str, float]]:
-    """Return two numbers by Z, for rho far above 1 / n: |W|_2 / sqrt(m n rho), with the limit |Z|,
-    and the stable rank, with the limit 1 / (Z^2 rho)."""
+    """Return two numbers by Z, for rho far above 1 / n: |W|_2 / sqrt(m n rho), whose limit is |Z|,
+    and the stable rank, whose limit is 1 / (Z^2 rho)."""
     rho = phi.shape[1] ** -0.5
     errors = {}
     for z in STRONG:
@@ -245,7 +245,7 @@ def strong(phi: Tensor) -> dict[float, dict[str, float]]:
 
 
 def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[float]], list[Check]]:
-    """Check the estimator of eq. 4.13, which is unbiased but uses only one draw of Z per matrix."""
+    """Check the estimator in eq. 4.13, which is unbiased but uses a single draw of Z per matrix."""
     estimates = {}
     for rho in CORRELATIONS:
         z = draws.normal(repeats, 1, 1)
@@ -255,7 +255,8 @@ def estimate(draws: Draws, repeats: int, side: int) -> tuple[dict[float, list[fl
     error = deviation / math.sqrt(repeats)
     checks = [
         Check("mean estimate of rho = 0", float(none.mean()), -4 * error, 4 * error, "theory"),
-        # A squared Gaussian has kurtosis 15, so the deviation has the error sqrt(14 / 4 / draws).
+        # A squared Gaussian has kurtosis 15, so the relative error of the standard deviation is
+        # sqrt(14 / 4 / draws).
         near("its deviation", float(none.std()), deviation, 4 * math.sqrt(3.5 / repeats),
              "theory: sqrt 2 / (m n)"),
         near("share of negative estimates", float((none < 0).double().mean()), NONE_NEGATIVE,

@@ -1,4 +1,4 @@
-"""The parts of scripts/convert_hf.py, which are export, import and their verification.
+"""Modules of scripts/convert_hf.py: export, import and verification.
 
-Start with export.py. models/huggingface/ maps our models and tensors to those of transformers.
+Start with export.py. models/huggingface/ maps our models and tensors to those in transformers.
 """

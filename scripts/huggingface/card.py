@@ -1,4 +1,4 @@
-"""The model card, README.md, of an exported model."""
+"""The model card (README.md) of an exported model."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ tags: [spectrain]
 def card(
     info: CheckpointInfo, *, name: str, architecture: str, dtype: str, tokenizer: bool = True
 ) -> str:
-    """Return the text of README.md. With `tokenizer`, the folder contains a tokenizer."""
+    """Return the text of README.md. `tokenizer` is whether the folder contains a tokenizer."""
     config = info.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"][: 1 + tokenizer]
     loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokenizer else ""
@@ -40,7 +40,7 @@ def card(
 
 
 def _documents(info: CheckpointInfo) -> str:
-    """Return a message on the tokens that separate documents."""
+    """Return a note on which tokens separate documents."""
     if info.imported:
         return "Documents are separated as in the source model."
     return (
@@ -50,7 +50,7 @@ def _documents(info: CheckpointInfo) -> str:
 
 
 def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[str, str]]:
-    exported = replace(config.model, vocab_multiple=1)  # without padding of the vocabulary
+    exported = replace(config.model, vocab_multiple=1)  # without vocabulary padding
     size = model_size(exported, config.train.sequence_length)
     yield "parameters", f"{size.parameters:,}"
     if size.active_parameters != size.parameters:
@@ -98,9 +98,9 @@ def _pc(config: Config) -> str:
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:
-    """Return the last validation losses logged up to the checkpoint's step, by set.
+    """Return the last validation loss of each set that was logged up to the checkpoint's step.
 
-    The dict is empty for a checkpoint outside a run folder.
+    The dict is empty if the checkpoint is not in a run folder.
     """
     losses_by_set: dict[str, float] = {}
     run = info.path.parent.parent

@@ -1,4 +1,4 @@
-"""Comparison of the trained model with its export as loaded by transformers."""
+"""Compare the trained model with its export, as loaded by transformers."""
 
 import contextlib
 import os
@@ -32,15 +32,15 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Largest difference of float32 logits that counts as rounding; relative to the largest logit if
-that logit exceeds 1."""
+"""Maximum difference in float32 logits that is attributed to rounding, relative to the largest
+logit if that exceeds 1."""
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> None:
-    """Print the largest difference of float32 logits between our model and the export in `folder`.
+    """Print the largest difference in float32 logits between our model and the export in `folder`.
 
     Only one of the two models is in memory at a time. Raises InputError if transformers reports
-    missing or extra tensors, or if the difference exceeds TOLERANCE.
+    missing or unexpected tensors, or if the difference exceeds TOLERANCE.
     """
     tokens = text_tokens(weights, folder)
     with progress(lambda: "loading the exported model in float32, computing logits"):
@@ -55,13 +55,13 @@ def verify(weights: CheckpointWeights, folder: Path) -> None:
     )
     if not difference <= TOLERANCE * max(1.0, largest):
         raise InputError(
-            f"the exported model's logits must equal the trained model's within {TOLERANCE:g} "
+            f"the exported model's logits must match the trained model's to within {TOLERANCE:g} "
             f"times the largest logit, {largest:.3g}, got a difference of {difference:.3g}"
         )
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Return tokens `[1, n]` of TEXT or, without a tokenizer, tokens from the whole vocabulary."""
+    """Return the tokens `[1, n]` of TEXT or, without a tokenizer, ids from the whole vocabulary."""
     length = weights.config.train.sequence_length
     vocabulary = weights.config.model.vocab_size
     assert vocabulary is not None
@@ -73,10 +73,10 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 
 
 def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
-    """Return the folder's tokenizer as loaded by transformers.
+    """Return the tokenizer in `folder` as loaded by transformers.
 
-    Raises InputError if the loaded tokenizer encodes or decodes text differently from the folder's
-    tokenizer.json. See `check_tokens`.
+    Raises InputError if it encodes or decodes text differently than the folder's tokenizer.json.
+    See `check_tokens`.
     """
     from transformers import AutoTokenizer
 
@@ -88,8 +88,8 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
     if more:
         raise InputError(
             f"tokenizer_config.json in {folder} must not add tokens to tokenizer.json, because "
-            f"text would be encoded differently than in training, got {named(more)}; remove these "
-            "tokens"
+            f"text would be encoded differently than during training, got {named(more)}; remove "
+            "these tokens"
         )
     check_tokens(tokenizer, stored, with_template=with_template)
     return tokenizer
@@ -98,18 +98,18 @@ def checked_tokenizer(folder: Path, *, with_template: bool) -> Any:
 def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None:
     """Raise InputError if transformers and tokenizer.json encode or decode TEXT differently.
 
-    `with_template` permits a template that adds tokens to a text. Data is prepared without these
+    `with_template` allows a template that adds tokens to the text. Data is prepared without these
     tokens, but an imported model's tokenizer may add them.
     """
-    # verbose=False: no warning about the length, because no model gets this text.
+    # verbose=False: no warning about the length, because this text is not fed to a model.
     tokens = loaded(TEXT, add_special_tokens=not with_template, verbose=False)["input_ids"]
     expected = stored.encode(TEXT, add_special_tokens=False).ids
     if tokens != expected:
-        place = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
+        first = next(i for i, pair in enumerate(zip_longest(tokens, expected)) if len({*pair}) > 1)
         raise InputError(
             f"transformers' {type(loaded).__name__} must encode text as tokenizer.json does: "
-            f"at token {place}, expected {expected[place : place + 4]}, got "
-            f"{tokens[place : place + 4]}"
+            f"at token {first}, expected {expected[first : first + 4]}, got "
+            f"{tokens[first : first + 4]}"
         )
     text, stored_text = loaded.decode(tokens), stored.decode(expected, skip_special_tokens=False)
     if text != stored_text:
@@ -126,7 +126,7 @@ def check_tokens(loaded: Any, stored: Tokenizer, *, with_template: bool) -> None
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return float32 logits `[1, n, vocabulary]` of the model in `folder`, and its stored dtype."""
+    """Return the float32 logits `[1, n, vocabulary]` and stored dtype of the model in `folder`."""
     from transformers import AutoConfig
 
     with offline():
@@ -138,7 +138,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Disable the network and progress bars of the Hugging Face libraries within a context."""
+    """Disable network access and progress bars in the Hugging Face libraries within a context."""
     from huggingface_hub import constants
     from transformers.utils import logging
 
@@ -155,11 +155,11 @@ def offline() -> Iterator[None]:
 
 @torch.no_grad()
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 logits `[1, n, vocabulary]` of our model, with weights rounded to `dtype`.
+    """Return our model's float32 logits `[1, n, vocabulary]`, with weights rounded to `dtype`.
 
-    PC layers are evaluated in the graph, which shares no code with the export's merged weights.
+    PC layers are computed in the graph, which shares no code with merging weights for export.
     """
-    # Other kernels need GPUs or packages.
+    # Other attention kernels require GPUs or packages.
     model = replace(weights.config.model, attention_backend="sdpa", attention_kernel="auto")
     family = FAMILIES[model.family]
     stage = ChunkSpec(tuple(range(model.layers)))
@@ -176,7 +176,7 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
 
 def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Copy the checkpoint's weights to the model, with PC(W) as the weights of PC layers."""
+    """Copy the checkpoint's weights to the model, using PC(W) as the weights of PC layers."""
     config = weights.config
     stored = StoredTensors(weights.info.state)
     units = all_units(config.model, **unit_options(config))
@@ -206,7 +206,7 @@ def fill_buffers(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Provide process groups within a context: existing groups, or groups of this process alone."""
+    """Set up process groups for a single process within a context, unless they already exist."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -1,6 +1,6 @@
-"""Export of a checkpoint as a Hugging Face model folder or as safetensors with Spectrain's names.
+"""Export a checkpoint to a Hugging Face model folder, or to safetensors with Spectrain's names.
 
-Only one parameter is in memory at a time, and at most one file of weights.
+At most one parameter and one weight file are in memory at a time.
 """
 
 import json
@@ -35,7 +35,7 @@ PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 SPARE_BYTES = 64 << 20
-"""Disk space reserved for all files except weights, in bytes."""
+"""Disk space to reserve for all files other than weights, in bytes."""
 
 
 def export(
@@ -48,18 +48,18 @@ def export(
     without_tokenizer: bool = False,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
-    """Export a checkpoint as a Hugging Face model to a new folder `target`. Return the checkpoint.
+    """Export a checkpoint to a new Hugging Face model folder `target`. Return the checkpoint.
 
     Raises InputError if the source, the model or the target cannot be used.
 
     Args:
         source: run folder or checkpoint folder.
-        target: new folder, which appears after `verify(weights, folder)` has returned.
-        dtype: dtype of the weights; None: the training precision.
-        shard_bytes: maximum size of a weight file.
-        tokenizer: file or folder of the tokenizer; None: the run's tokenizer.
+        target: new folder, which is only created after `verify(weights, folder)` returns.
+        dtype: weight dtype, the training precision by default.
+        shard_bytes: maximum size per weight file.
+        tokenizer: tokenizer file or folder, the run's tokenizer by default.
         without_tokenizer: whether to omit the tokenizer.
-        verify: check of the folder; its errors abort the export.
+        verify: checks the folder and aborts the export by raising an error.
     """
     info, weights = opened(source)
     model = weights.config.model
@@ -79,8 +79,8 @@ def export(
     tensors = their_weights(weights, model)
     with new_folder(target, entries, tensors, shard_bytes) as folder:
         write_settings(folder, weights, prepared, dtype)
-        there = prepared is not None
-        text = card(info, name=target.name, architecture=name, dtype=dtype, tokenizer=there)
+        included = prepared is not None
+        text = card(info, name=target.name, architecture=name, dtype=dtype, tokenizer=included)
         (folder / "README.md").write_text(text, encoding="utf-8")
         if verify is not None:
             verify(weights, folder)
@@ -88,7 +88,7 @@ def export(
 
 
 def opened(source: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
-    """Return an intact checkpoint and its weights."""
+    """Return a checkpoint and its weights, after checking that it is intact."""
     info = read_checkpoint(source)
     raise_problems(info)
     return info, CheckpointWeights(info)
@@ -98,8 +98,8 @@ def opened(source: Path) -> tuple[CheckpointInfo, CheckpointWeights]:
 def new_folder(
     target: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> Iterator[Path]:
-    """Provide a folder with weight files (see `write_shards`), which becomes `target` at the end of
-    a context without errors."""
+    """Yield a folder with weight files (see `write_shards`), which becomes `target` if the context
+    exits without an error."""
     check_room(target, sum(entry.nbytes for entry in entries.values()))
     with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, tensors, limit)
@@ -108,20 +108,20 @@ def new_folder(
 
 
 def check_room(target: Path, needed: int) -> None:
-    """Raise InputError if the disk of `target` lacks free space for `needed` bytes of weights."""
-    place = target.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    """Raise InputError if the disk of `target` has no space for `needed` bytes of weights."""
+    existing = target.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:
         raise InputError(
-            f"target {target} needs {(needed + SPARE_BYTES) / 1e9:.2f} GB of disk space, got "
+            f"target {target} requires {(needed + SPARE_BYTES) / 1e9:.2f} GB of disk space, got "
             f"{free / 1e9:.2f} GB"
         )
 
 
 def raise_problems(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError if a file is damaged or a tensor is not finite."""
+    """Raise BrokenCheckpointError if any file is damaged or any tensor is not finite."""
     number, files = 0, len(info.files)
     with progress(lambda: f"{info.path.name}: {number} of {files} files checked"):
         for number in range(files):
@@ -133,14 +133,14 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Return the training precision, or the stored dtype of imported weights, as a dtype name."""
+    """Return the name of the training dtype or, for imported weights, of the stored dtype."""
     if info.imported:
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
 
 
 def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, float32 value) of every exported tensor in order, loading one parameter at a
+    """Yield (name, float32 value) for every exported tensor in order, loading one parameter at a
     time."""
     tensors = their_tensors(model)
     done, total = 0, short(sum(tensor.numel for tensor in tensors))
@@ -180,10 +180,11 @@ def write_settings(
 def export_consolidated(
     source: Path, target: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> CheckpointInfo:
-    """Write whole parameters and buffers to a new folder `target`. Return the checkpoint.
+    """Write unsharded parameters and buffers to a new folder `target`. Return the checkpoint.
 
-    For `dtype` and `shard_bytes` see `export`. Tensors have megatron-core's shapes on one rank. PC
-    layers are merged into weights. Raises InputError if the source or target cannot be used.
+    For `dtype` and `shard_bytes`, see `export`. Tensors have the shapes that megatron-core uses on
+    a single rank. PC layers are merged into the weights. Raises InputError if the source or target
+    cannot be used.
     """
     info, weights = opened(source)
     weights.check()
@@ -208,8 +209,8 @@ def _tensors(weights: CheckpointWeights) -> Iterator[tuple[str, Tensor]]:
 
 
 def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
-    """Group consecutive tensors into files of at most `limit` bytes. A larger tensor gets a
-    separate file."""
+    """Group consecutive tensors into files of at most `limit` bytes. Larger tensors get a file of
+    their own."""
     runs: list[dict[str, Tensor]] = []
     size = 0
     for name, entry in entries:
@@ -224,11 +225,11 @@ def shards(entries: Iterable[tuple[str, Tensor]], limit: int) -> list[dict[str, 
 def write_shards(
     folder: Path, entries: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
-    """Write `tensors` to model.safetensors, or, above `limit` bytes, to several files and an index.
+    """Write `tensors` to model.safetensors or, above `limit` bytes, to several files and an index.
 
-    `tensors` yields (name, value) in the order of `entries`, whose meta-device tensors have the
-    shapes and dtypes to write. One file is in memory at a time. Raises InputError if a value is not
-    finite in its entry's dtype, or if a file cannot be written.
+    `tensors` yields (name, value) in the order of `entries`, whose meta tensors define the shapes
+    and dtypes to write. Only one file is in memory at a time. Raises InputError if a value is not
+    finite in the target dtype, or if a file cannot be written.
     """
     runs = shards(entries.items(), limit)
     names = ["model.safetensors"]

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face model folder as a weights-only checkpoint."""
+"""Import a Hugging Face model folder as a weights-only checkpoint."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,19 +37,19 @@ from training.json_file import UNFETCHED, check_shape, is_pointer, parse_json, r
 POSITIONS = "max_position_embeddings"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Importable dtypes by their safetensors names."""
+"""Supported dtypes, by safetensors name."""
 IGNORED = "rotary_emb.inv_freq"
-"""Suffix of tensors that old versions of transformers stored although they are not weights."""
+"""Suffix of non-weight tensors stored by old versions of transformers."""
 
 
 def import_model(
     source: Path, target: Path, config_file: Path, overrides: Sequence[str] = ()
 ) -> str:
-    """Write the weights of `source` to a new checkpoint folder `target`. Return their dtype.
+    """Write the weights of `source` to a new checkpoint folder `target` and return their dtype.
 
     A run can be initialized from this checkpoint (`checkpoint.initialize_from`) but cannot resume
-    from it. Only one parameter is in memory at a time. Raises InputError if the config's model
-    differs from the model in `source`, or if files are missing or unreadable.
+    from it. Only one parameter is in memory at a time. Raises InputError if the model in the config
+    does not match the one in `source`, or if files are missing or unreadable.
     """
     config = load_config(config_file, overrides)
     settings = their_settings(source)
@@ -60,8 +60,8 @@ def import_model(
     exported = max_positions(config.model, length)
     if theirs not in (None, exported):
         print(
-            f"note: {source} has {POSITIONS} {theirs}, but an export of this checkpoint would have "
-            f"{exported}, because train.sequence_length is {length}"
+            f"note: {source} has {POSITIONS} {theirs}, but exporting this checkpoint would set it "
+            f"to {exported}, because train.sequence_length is {length}"
         )
     if dropout := [f"{k} {v}" for k, v in settings.items() if "dropout" in k and v]:
         print(f"note: {source} has {', '.join(dropout)}, but runs train without dropout")
@@ -85,8 +85,8 @@ def import_model(
 
 
 def their_settings(source: Path) -> dict[str, Any]:
-    """Return the settings in `source`'s config.json, with transformers' defaults for missing
-    keys."""
+    """Return the settings in the config.json of `source`, filling in transformers' defaults for
+    missing keys."""
     path = source / "config.json"
     if not path.is_file():
         raise InputError(
@@ -98,15 +98,15 @@ def their_settings(source: Path) -> dict[str, Any]:
     try:
         with offline():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises errors of many types for unknown models
+    except Exception as error:  # transformers raises many exception types for unknown models
         raise InputError(f"{path}: {first_line(error)}") from error
     settings: dict[str, Any] = config.to_dict()
-    # Some settings have two names; add the second name.
+    # Some settings have an alias; add it.
     return settings | {alias: settings[name] for alias, name in config.attribute_map.items()}
 
 
 def write_config(source: Path, base: Path, target: Path) -> None:
-    """Write a new config file `target` that extends the file `base` with the model of `source`.
+    """Write a new config file `target` that extends `base` with the model settings from `source`.
 
     Raises InputError if `target` exists, or if the model cannot be imported.
     """
@@ -121,10 +121,10 @@ def write_config(source: Path, base: Path, target: Path) -> None:
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
-    """Raise InputError if the config's model differs from the model that `settings` describe."""
+    """Raise InputError if the model in `config` does not match the one described by `settings`."""
     if config.pc is not None:
         raise InputError(
-            "pc must be null for an import, because W cannot be computed from PC(W) in the files"
+            "pc must be null for an import, because W cannot be recovered from PC(W) in the files"
         )
     try:
         expected = model_settings(config.model)
@@ -132,7 +132,7 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
         raise InputError(str(error)) from None
     problems = differences(expected, settings)
     if problems:
-        remedy = "; --write-config NEW writes a config with this model"
+        remedy = "; pass --write-config NEW to write a config for this model"
         try:
             model_section(settings)
         except InexpressibleError:
@@ -141,9 +141,9 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
 
 
 class TheirFiles:
-    """The tensors in a folder's safetensors files, which are read on request.
+    """The tensors in a folder's safetensors files, read on demand.
 
-    dtype   torch name of the weights' dtype, set by `checked`
+    dtype   torch name of the weight dtype, set by `checked`
     """
 
     def __init__(self, source: Path, stack: ExitStack) -> None:
@@ -161,7 +161,7 @@ class TheirFiles:
                 raise InputError(f"{path} cannot be read: {reason}") from None
             twice = self._files.keys() & set(file.keys())
             if twice:
-                raise InputError(f"{path}: {named(twice)} must be in one file, got several files")
+                raise InputError(f"{path}: {named(twice)} must be in only one file, got several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
@@ -184,11 +184,11 @@ class TheirFiles:
         return [self.source / Path(name).name for name in sorted(names)]
 
     def checked(self, tensors: Iterable[TheirTensor], *, tied: bool) -> list[TheirTensor]:
-        """Return `tensors` if the files contain exactly these tensors and shapes, in one dtype.
+        """Return `tensors` if the files contain exactly these names and shapes, in a single dtype.
 
-        With `tied`, the files may also contain a head that equals the embedding. Raises InputError
-        for missing or extra tensors, wrong shapes or dtypes, or a tied head that differs from the
-        embedding.
+        With `tied`, the files may also contain a head equal to the embedding. Raises InputError for
+        missing or unexpected tensors, wrong shapes or dtypes, or a tied head that does not match
+        the embedding.
         """
         expected = {tensor.name: tensor for tensor in tensors}
         missing = [name for name in expected if name not in self._files]
@@ -196,7 +196,8 @@ class TheirFiles:
             others = self._files.keys() - expected.keys()
             instead = f"; it has {named(others)} instead" if others else ""
             raise InputError(
-                f"{self.source} lacks tensors of the config's model: {named(missing)}{instead}"
+                f"{self.source} is missing tensors of the model in the config: {named(missing)}"
+                f"{instead}"
             )
         kinds = set()
         for name, tensor in expected.items():
@@ -212,7 +213,8 @@ class TheirFiles:
         more = [name for name in self._files.keys() - legal if not name.endswith(IGNORED)]
         if more:
             raise InputError(
-                f"{self.source} contains {named(more)}, which are not in the config's model"
+                f"{self.source} contains unexpected tensors, which are not in the config's model: "
+                f"{named(more)}"
             )
         if len(kinds) != 1 or not kinds <= DTYPES.keys():
             raise InputError(
@@ -230,7 +232,7 @@ class TheirFiles:
         return list(expected.values())
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor in its stored dtype. Raises InputError if the tensor is not finite."""
+        """Read a tensor in its stored dtype. Raises InputError if it is not finite."""
         tensor: Tensor = self._files[name].get_tensor(name)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
@@ -238,7 +240,7 @@ class TheirFiles:
 
 
 def _other_weights(source: Path) -> str:
-    """Return the end of the error for missing safetensors: the weights in other formats, if any."""
+    """Return the suffix of the missing safetensors error, which names weights in other formats."""
     kinds = (".bin", ".pth", ".pt", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".npz")
     names = sorted(path.name for path in source.iterdir() if path.suffix in kinds)
     if not names:
@@ -250,10 +252,10 @@ def _other_weights(source: Path) -> str:
 
 
 def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str, str]]:
-    """Copy the tokenizer files to `folder`. Return the tokenizer's entry in the checkpoint's
-    identity, or {} without a tokenizer. `rows` is the number of the model's token ids.
+    """Copy the tokenizer files to `folder`. Return the tokenizer entry for the checkpoint's
+    identity, or {} if there is no tokenizer. `rows` is the model's number of token ids.
 
-    Raises InputError for a link that leads out of `source`, or a file that cannot be parsed.
+    Raises InputError if a symlink points outside `source` or a file cannot be parsed.
     """
     names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
     files = {name: companion for name in names if (companion := own_file(source, name)) is not None}
@@ -274,7 +276,7 @@ def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str,
         (folder / name).write_bytes(content)
     if TOKENIZER_FILE not in files:
         print(
-            f"note: {source} has no {TOKENIZER_FILE}, so an export of this model needs --tokenizer "
+            f"note: {source} has no {TOKENIZER_FILE}, so exporting this model requires --tokenizer "
             f"PATH; if the folder has a tokenizer in another format, convert it before importing: "
             f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{source}")'
         )
@@ -285,7 +287,7 @@ def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str,
 def read_parameter(parts: Mapping[str, list[TheirTensor]], files: TheirFiles, name: str) -> Tensor:
     """Return a parameter or buffer of our model in float32, assembled from `parts` in the files.
 
-    Padding rows of the vocabulary are 0.
+    Vocabulary padding rows are 0.
     """
     value = torch.zeros(parts[name][0].view_shape, dtype=torch.float32)
     for part in parts[name]:

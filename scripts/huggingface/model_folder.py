@@ -1,4 +1,4 @@
-"""Loading model folders of transformers, which may come from untrusted sources."""
+"""Load transformers model folders, which may come from untrusted sources."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -7,8 +7,8 @@ from training.errors import InputError
 from training.json_file import check_shape, read_json
 
 ATTENTION: Final = (None, "eager", "sdpa")
-"""Attention implementations in transformers itself. Other values of the setting would make
-transformers download and run code."""
+"""Attention implementations built into transformers. Any other value would make transformers
+download and run code."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def load_whole(folder: Path, **options: Any) -> Any:
     """Load the model in `folder` with transformers, without running code from the folder.
 
     transformers silently initializes missing weights randomly and ignores stored weights that do
-    not match config.json. In both cases this function raises InputError with the weights' names. It
-    also raises InputError for a folder that cannot be loaded.
+    not match config.json. This function raises InputError naming the weights instead. It also
+    raises InputError if the folder cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -49,7 +49,7 @@ def load_whole(folder: Path, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # the readers of these files raise errors of many types
+    except Exception as error:  # transformers raises many exception types here
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     finally:
         logging.set_verbosity(before)

@@ -1,4 +1,4 @@
-"""The tokenizer files of an exported model: the run's tokenizer in transformers' format."""
+"""Tokenizer files of an exported model: the run's tokenizer in transformers format."""
 
 import json
 import sys
@@ -22,9 +22,9 @@ SETTINGS_FILE = "tokenizer_config.json"
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
-    It is the `given` file or folder, else the tokenizer in an imported checkpoint, else the
-    tokenizer in the config or the data's manifest. Raises InputError if there is no tokenizer, or
-    if the tokenizer differs from the run's or has more tokens than the model's vocabulary.
+    Use the `given` file or folder, the tokenizer in an imported checkpoint, or the one in the
+    config or data manifest, in this order. Raises InputError if there is no tokenizer, or if it is
+    not the run's tokenizer or has more tokens than the model's vocabulary.
     """
     config = info.config
     manifest = _manifest(config)
@@ -37,7 +37,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
     assert end_token is not None  # only manifests of earlier versions lack it
     if end is None and not info.imported:
         print(
-            f"note: the data has no manifest; its end-of-document token is taken from {source}: "
+            f"note: the data has no manifest, so its end-of-document token is taken from {source}: "
             f"{end_token}",
             file=sys.stderr,
         )
@@ -61,13 +61,13 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenize
 def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
     """Raise InputError if `content`, the tokenizer.json of `source`, is not the run's tokenizer.
 
-    Print a note on stderr if the checkpoint does not contain the sha256 of its tokenizer.
+    Print a note to stderr if the checkpoint does not record the sha256 of its tokenizer.
     """
     recorded, digest = info.meta["identity"].get("tokenizer", {}).get("sha256"), sha256(content)
     if recorded is None:
         print(
-            f"note: the tokenizer {source} was not checked, because the checkpoint contains no "
-            "sha256 of the run's tokenizer",
+            f"note: the tokenizer {source} was not checked, because the checkpoint does not record "
+            "the sha256 of the run's tokenizer",
             file=sys.stderr,
         )
     elif digest.hexdigest() != recorded:
@@ -78,9 +78,9 @@ def compare(info: CheckpointInfo, source: Path, content: bytes) -> None:
 
 
 def as_trained(content: bytes) -> bytes:
-    """Return a tokenizer.json without the template that adds tokens such as `<s>` to a text.
+    """Strip the template that adds tokens such as `<s>` to a text from a tokenizer.json.
 
-    Data is prepared without these tokens, so the model was never trained on them.
+    Data is prepared without these tokens, so the model was not trained on them.
     """
     tokenizer = Tokenizer.from_str(content.decode())
     with_template, without = (tokenizer.encode("a", add_special_tokens=x) for x in (True, False))
@@ -96,7 +96,7 @@ def as_trained(content: bytes) -> bytes:
 
 
 def _manifest(config: Config) -> Manifest | None:
-    """Return the manifest of the run's data, or None if the data is not on this machine."""
+    """Return the manifest of the run's data, or None if the data is not available here."""
     try:
         return data_manifest(config)
     except DataError:
@@ -104,9 +104,10 @@ def _manifest(config: Config) -> Manifest | None:
 
 
 def tokenizer_source(info: CheckpointInfo) -> Path | None:
-    """Return the file or folder of a checkpoint's tokenizer, or None if it is unknown.
+    """Return the file or folder of a checkpoint's tokenizer, or None if unknown.
 
-    The order is: an imported checkpoint's own folder, the config's path, the data manifest's path.
+    Checks an imported checkpoint's own folder, the path in the config and the path in the data
+    manifest, in this order.
     """
     if (info.path / TOKENIZER_FILE).is_file():
         return info.path
@@ -117,7 +118,7 @@ def tokenizer_source(info: CheckpointInfo) -> Path | None:
 
 
 def _found_source(info: CheckpointInfo) -> Path:
-    """Return `tokenizer_source`. Raises InputError if the source is unknown."""
+    """Return `tokenizer_source(info)`. Raises InputError if it is unknown."""
     source = tokenizer_source(info)
     if info.imported and source != info.path:
         raise InputError(
@@ -138,8 +139,8 @@ def settings_of(
 ) -> bytes:
     """Return a tokenizer_config.json for transformers 4 and 5.
 
-    If `trained`, the model was trained on tokens of tokenizer.json. The class must then be
-    PreTrainedTokenizerFast, because other classes would change the tokenization.
+    `trained` means that the model was trained on the tokens of tokenizer.json. The class must then
+    be PreTrainedTokenizerFast, because other classes would change the tokenization.
     """
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:

@@ -12,8 +12,8 @@ from scripts.preflight import (
     checks,
     copy_check,
     integers,
+    matmul_check,
     over_ranks,
-    product_check,
     start,
 )
 
@@ -38,6 +38,6 @@ def with_faults(wrong: int, slow: int) -> tuple[list[str], list[str], dict[str, 
         amounts |= {each.name: each.amount for each in checks(device, 3_000_000)}
     # Products of these integers are rounded in float32.
     with patch("scripts.preflight.integers", lambda *of: 4097 * integers(*of)):
-        product = over_ranks(product_check(device), device)
+        product = over_ranks(matmul_check(device), device)
     dist.destroy_process_group()
     return row.wrong, row.slow, amounts, product.wrong

@@ -23,7 +23,7 @@ def test_every_check_of_sound_ranks_is_right(start, root, tmp_path) -> None:
     rows = json.loads(target.read_text())["checks"]
     names = [re.sub(r",.*", "", row["name"]) for row in rows]
     assert names == [
-        "product", "memory", "link", "link", "all-reduce", "reduce-scatter", "all-gather",
+        "matmul", "memory", "link", "link", "all-reduce", "reduce-scatter", "all-gather",
         "all-to-all",
     ]  # fmt: skip
     assert all(0 < row["slowest"] <= row["median"] and not row["wrong"] for row in rows)

@@ -99,6 +99,8 @@ def test_a_folder_that_another_run_has_made_meanwhile_is_not_replaced(output) ->
 @pytest.mark.parametrize("name", ["data.preparing", "data.replaced"])
 def test_a_folder_of_somebody_else_is_left_alone(output, name) -> None:
     (output.parent / name).mkdir()
-    with pytest.raises(InputError, match=f"{name} already exists, but prepare_data.py"):
+    with pytest.raises(
+        InputError, match=f"{name} already exists but was not written by prepare_data.py"
+    ):
         new(output).__enter__()
     assert beside(output) == ["data", name]

@@ -122,7 +122,7 @@ def test_a_task_is_never_of_other_tokens(prepared, tmp_path) -> None:
     file.write_text(json.dumps(settings | {"normalizer": {"type": "Replace", "pattern": {
         "String": "matrix"}, "content": "m"}}))  # fmt: skip
     config = config_of(tmp_path, prepared)
-    with pytest.raises(InputError, match="tokens differ after decoding and encoding"):
+    with pytest.raises(InputError, match="tokens differ after decoding and re-encoding"):
         write_tasks(tmp_path, config, file, {})
     config = replace(config, data=replace(config.data, validation={}))
     with pytest.raises(InputError, match=r"data\.validation must contain a set"):

@@ -263,7 +263,7 @@ def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, refu
 
     monkeypatch.setattr(exporting, "config_json", dishonest)
     said = refusal(main(["export", str(folder), str(out)]))
-    assert "logits must equal the trained model's within 0.0001" in said
+    assert "logits must match the trained model's to within 0.0001" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -375,7 +375,9 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
     shutil.copy(tokens / "tokenizer.json", folder)
     more = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["Q"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(more))
-    assert "in training, got Q;" in refused(capsys, tmp_path / "run", out, "--tokenizer", folder)
+    assert "during training, got Q;" in refused(
+        capsys, tmp_path / "run", out, "--tokenizer", folder
+    )
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:

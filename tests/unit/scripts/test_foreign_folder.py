@@ -165,7 +165,7 @@ def test_a_pipe_is_not_read(tmp_path):
         ("", ["\udcff"], "the prompt must be UTF-8"),
         ("", ["a", "--temperature", "nan"], "--temperature must be finite and at least 0, got nan"),
         ("", ["a", "--temperature", "-1"], "--temperature must be finite and at least 0, got -1"),
-        ("", ["a", "--tokenizer", "t"], "only valid with a run or checkpoint, got the exported model"),
+        ("", ["a", "--tokenizer", "t"], "only valid with a run or checkpoint, got the exported"),
         ("", ["a"], "must contain tokenizer.json; export it with a tokenizer"),
         ("absent", ["a"], "absent does not exist"),
         ("empty", ["a"], "empty contains no checkpoint"),

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, refusal) -> None:
     assert "contains model.extra, which" in refused(refusal, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
-    said = "lacks tensors of the config's model: model.norm.weight"
+    said = "is missing tensors of the model in the config: model.norm.weight"
     assert refused(refusal, source, run, config).endswith(said)
     save_file({f"_orig_mod.{name}": value for name, value in tensors.items()}, weights)
     said = f"; it has _orig_mod.lm_head.weight (and {len(tensors) - 1} others) instead"
@@ -262,7 +262,7 @@ def test_tensors_that_transformers_takes_from_elsewhere_are_refused(
         files = {path: load_file(path) for path in source.glob("*.safetensors")}
         path = next(path for path, held in files.items() if "lm_head.weight" not in held)
         save_file({**files[path], "lm_head.weight": tensors["lm_head.weight"] + 1}, path)
-        wanted = "must be in one file, got several files"
+        wanted = "must be in only one file, got several"
     elif case == "two sets of files":
         save_file(tensors, source / "model.safetensors")
         wanted = "got both"

@@ -102,7 +102,7 @@ def test_files_that_differ_only_in_the_suffix_are_warned_of(names, warned, tmp_p
     for name in names:
         (tmp_path / name).write_text("")
     warnings = list(find_inputs(str(tmp_path)).warnings())
-    assert any("differ only in the suffix" in text for text in warnings) is warned
+    assert any("differ only in their suffix" in text for text in warnings) is warned
 
 
 def test_the_end_token_and_a_shortened_tokenizer_training_are_said(tmp_path, capsys, monkeypatch):
@@ -128,7 +128,7 @@ def test_links_and_closed_folders_are_not_left_out_in_silence(tmp_path: Path) ->
     found = find_inputs(str(folder))
     assert len(found.inputs) == 2 and "1 linked folder" in str(found)
     (folder / "c.jsonl").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"c\.jsonl is a broken link"):
+    with pytest.raises(DataError, match=r"c\.jsonl is a broken symlink"):
         find_inputs(str(folder))
 
 
@@ -239,7 +239,7 @@ def test_xz_content_is_what_the_program_writes(tmp_path: Path) -> None:
 def test_an_empty_compressed_file_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.jsonl.{suffix}"
     path.touch()
-    with pytest.raises(DataError, match="it is empty, perhaps after a failed download"):
+    with pytest.raises(DataError, match="it is empty, possibly after a failed download"):
         read(path)
 
 
@@ -299,16 +299,18 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "e.jsonl.gz": (gzip.compress(gzip.compress(b"{}")), "gzip, compressed twice"),
     "f.txt": (b"PK\x03\x04rest", "a zip archive: unzip"),
     "g.jsonl": (b"PAR1rest", r"a Parquet file: mv .*g\.jsonl .*g\.parquet"),
-    "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n', r"one list that .* jq -c '\.\[\]' "),
+    "h.json": (b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n',
+               r"a single list that .* jq -c '\.\[\]' "),
     "i.json": (b'[{"text": "a"}, {"text": "b"}]',
                r"rows must be objects, got a list; .*jq -c '\.\[\]' "),
-    "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'), "one list that spans .* gzip -dc .* jq -c"),
+    "k.json.gz": (gzip.compress(b'[\n{"text": "a"}]'),
+                  "a single list that spans .* gzip -dc .* jq -c"),
     "l.txt": (POINTED, r"l\.txt is a Git LFS pointer, not the file itself: git lfs pull"),
     "m.jsonl": (POINTED, "is a Git LFS pointer"),
     "n.parquet": (POINTED, "cannot read .* is a Git LFS pointer"),
     "o.jsonl": (b"<!DOCTYPE html>\n<html></html>\n",
-                "the file is HTML or XML, perhaps after a failed"),
-    "p.parquet": (b"<html></html>", r"a Parquet file begins with PAR1, got b'<html></html>'"),
+                "the file is HTML or XML, possibly after a failed"),
+    "p.parquet": (b"<html></html>", r"Parquet files start with PAR1, got b'<html></html>'"),
     "q.txt": (b"aa\0", r"byte 0x00 at offset 2; .* sed 's/\\x00//g' "),
     "r.md.gz": (gzip.compress(b"\0\0aa"), r"byte 0x00 at offset 0; .*gzip -dc .* \| sed "),
     "s.txt": ("é".encode("latin-1"), "0xe9 at offset 0 .* if it is Latin-1: iconv -f ISO-8859-1"),
@@ -345,7 +347,7 @@ def test_a_long_window_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(subprocess.run(["zstd", "-q", "--long=31"], input=lines(TEXTS),
                                     capture_output=True, check=True).stdout)  # fmt: skip
-    with pytest.raises(DataError, match=r"its zstd window exceeds 128 MiB") as error:
+    with pytest.raises(DataError, match=r"its zstd window is over 128 MiB") as error:
         read(path)
     command = re.search(r"zstd -dc .* -o (\S+)$", str(error.value))
     assert command is not None
@@ -368,7 +370,7 @@ def test_parts_are_found_in_a_snapshot_of_the_hub(tmp_path: Path, layout: str) -
     for portion, part in zip(plan.portions, corpus.parts, strict=True):
         assert list(read_documents(portion.inputs, ReadOptions())) == [part]
     shutil.rmtree(tmp_path / layout / "wiki")
-    looked = f"move the files of wiki to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
+    looked = f"move the wiki files to one of {tmp_path}/wiki, {tmp_path}/data/wiki"
     with pytest.raises(DataError, match=f"no folder for wiki, a part of olmo_mix; {looked}"):
         corpus.set_plan(100_000, tmp_path)
 

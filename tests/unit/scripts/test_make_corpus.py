@@ -86,7 +86,7 @@ def test_other_texts_are_refused_with_the_packages_that_differ(description, tmp_
         ({"sha256": "0" * 64, "leave_out": []}, "than recorded: thing-doc 1:2.0-3. Run"),
         ({"leave_out": []}, "than recorded: none. Run"),
         ({"files": ["usr/share/doc/thing/*.gz"]}, "than recorded: none. Run"),
-        ({"files": ["usr/share/doc/thing/*.md"]}, "contains no file that matches usr/share/doc"),
+        ({"files": ["usr/share/doc/thing/*.md"]}, "contains no files matching usr/share/doc"),
         ({"files": ["usr/share/doc/thing/*.png"]}, "thing/picture.png is not UTF-8: "),
     ):
         content["sets"]["texts"]["sources"] = [package | change, own]

@@ -49,7 +49,9 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     assert main(command) == 0
     first = hashes(out)
     write_jsonl(source, TEXTS[:10])
-    assert "contains data from other inputs or options; --overwrite" in refusal(main(command))
+    assert "contains data from different inputs or options; pass --overwrite" in refusal(
+        main(command)
+    )
     assert hashes(out) == first
     assert main([*command, "--overwrite"]) == 0
     assert texts(out, "set.train") == TEXTS[:10]
@@ -62,7 +64,7 @@ def test_other_preparation_is_replaced_only_on_request(tokenizer, tmp_path, refu
     (out / "thesis.tex").write_text("precious")
     write_jsonl(source, TEXTS)
     said = refusal(main([*command, "--overwrite"]))
-    assert "contains thesis.tex, which prepare_data.py did not write" in said
+    assert "contains thesis.tex, which was not written by prepare_data.py" in said
     assert (out / "thesis.tex").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
@@ -80,7 +82,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
     options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1", *shard]
-    assert "an input changed during the preparation" in refusal(main([f"set={source}", *options]))
+    assert "an input changed during preparation" in refusal(main([f"set={source}", *options]))
     left = ["out.shards"] * bool(shard) + ["rows.jsonl"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == left
 
@@ -214,7 +216,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl", "pass exactly one of --train-tokenizer VOCABULARY and --tokenizer"),
     (
         "set={}/rows.jsonl --train-tokenizer 9000",
-        "too short for .* 9000 tokens; .* possible vocabulary is [34]..",
+        "too little text for .* 9000 tokens; .* possible vocabulary is [34]..",
     ),
     ("set={}/nowhere.txt --train-tokenizer 300",
      "nowhere.txt must be a file, a folder or a pattern"),
@@ -238,7 +240,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
      "nowhere.json must be an existing file or folder"),
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous; pass --eod TOKEN.*<.endoftext.>, <s0>"),
-    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token, which the end"),
+    ("set={}/rows.jsonl --tokenizer {}/none", "none has no special token to mark the end"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json contains <s0>, <s1>; pass --eod"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod Q", "token 'Q' of .* must be a special token"),
     ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),

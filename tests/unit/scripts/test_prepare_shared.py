@@ -240,7 +240,7 @@ def test_other_options_begin_again(inputs, whole, tmp_path, capsys) -> None:
     assert killed("add", 200, [word.replace("0.1", "0.3") for word in options])
     assert main(options) == 0
     said = capsys.readouterr()
-    assert "out.preparing was made from other inputs or options" in said.err
+    assert "out.preparing was made from different inputs or options" in said.err
     assert "resuming" not in said.out and hashes(tmp_path / "out") == whole("trained")
 
 
@@ -301,7 +301,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     assert "out.shards lacks 2-of-3: prepare the missing shards (--shard 2/3" in said
     assert not out.exists()
     assert main([*options[:1], *options[3:], "--shard", "2/3"]) == 0  # without its validation set
-    assert "2-of-3 was made from other inputs or options" in refusal(main(options))
+    assert "2-of-3 was made from different inputs or options" in refusal(main(options))
     assert main([*options, "--shard", "2/3"]) == 2
     assert main([*options, "--shard", "2/3", "--overwrite"]) == 0
     shard = tmp_path / "out.shards/2-of-3"
@@ -311,7 +311,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
         assert "2-of-3 is damaged or from an earlier version" in refusal(main(options))
         (shard / name).write_bytes(whole)
     (shard / "tokens.bin").write_bytes(b"")
-    assert "2-of-3 is damaged: its files have wrong sizes" in refusal(main(options))
+    assert "2-of-3 is damaged: its files have the wrong sizes" in refusal(main(options))
 
 
 def test_a_file_of_the_hub_that_fails_is_read_again(monkeypatch, capsys) -> None:
