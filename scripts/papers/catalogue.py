@@ -1,6 +1,6 @@
-"""The tables and figures of papers.yaml, with their commands and the GPU-hours of full runs.
+"""The tables and figures in papers.yaml, with their commands and the GPU-hours of full runs.
 
-The planner estimates the GPU-hours, which are stored in gpu_hours.json for docs/papers.md.
+GPU-hours are estimated by the planner and stored in gpu_hours.json for docs/papers.md.
 """
 
 import json
@@ -32,22 +32,22 @@ HOURS_FILE: Final = Path(__file__).with_name("gpu_hours.json")
 
 
 class Hours(TypedDict):
-    """GPU count and estimated GPU-hours of a run."""
+    """A run's GPU count and estimated GPU-hours."""
 
     gpus: int
     gpu_hours: float
 
 
 def key_of(run: str) -> str:
-    """Return a run's key in gpu_hours.json: `run` without overrides that do not change its time."""
+    """Return a run's key in gpu_hours.json: `run` without overrides that do not affect its time."""
     recipe, *overrides = shlex.split(run)
     kept = [each for each in overrides if not each.startswith(("run.", "seed="))]
     return " ".join([recipe, *kept])
 
 
 def planned(run: str) -> Hours:
-    """Estimate the GPU-hours of a run on the number of GPUs that its recipe specifies."""
-    # Imported here because these modules load megatron-core, which the page does not need.
+    """Estimate the GPU-hours of a run on the number of GPUs specified in its recipe."""
+    # Deferred: these modules import megatron-core, which the page does not need.
     from training.dry_run import plan_run
     from training.planning.added_cost import run_hours
 
@@ -66,7 +66,7 @@ def read_hours() -> dict[str, Hours]:
 
 
 def write_hours(runs: Iterable[str]) -> None:
-    """Estimate the GPU-hours of every run and write gpu_hours.json."""
+    """Estimate the GPU-hours of all runs and write gpu_hours.json."""
     table = {key: planned(key) for key in sorted({key_of(run) for run in runs})}
     HOURS_FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
@@ -78,19 +78,19 @@ Status = Literal[
 
 
 class Item(Section):
-    """A table or figure, or a proposition of a paper that has neither.
+    """A table or figure, or a proposition from a paper that has neither.
 
-    shows     subject of the item in a few words
-    status    status of our result (docs/papers.md explains each status)
+    shows     what the item shows, in a few words
+    status    status of our result (see docs/papers.md)
     tiny      commands for a laptop, in order; training commands run once per seed in `measure`
-    full      runs at the paper's size: recipes in configs/ with overrides
-    plot      arguments of scripts/plot.py that draw the item from the tiny runs
-    full_plot arguments of scripts/plot.py that draw the item from the full runs
+    full      runs at the paper's scale: recipes in configs/ with overrides
+    plot      scripts/plot.py arguments that draw the item from the tiny runs
+    full_plot scripts/plot.py arguments that draw the item from the full runs
     expected  the paper's numbers
-    result    our result, which starts with the name of the model
-    file      committed file with the result or its test
+    result    our result, starting with the name of the model
+    file      committed file that contains the result or its test
     measure   values that `--measure` reads from the tiny runs and writes to `file`
-    why       a remark, or the reason for a missing command or result
+    why       a remark, or why a command or result is missing
     """
 
     shows: str
@@ -117,7 +117,7 @@ class Item(Section):
 
 
 class Paper(Section):
-    """A paper, with title, a note on several items, and the items by name, such as figure_1."""
+    """A paper: its title, a note on several items, and the items by name, such as figure_1."""
 
     title: str
     note: str | None = None
@@ -131,12 +131,12 @@ class Catalogue(Section):
 
 
 def read_catalogue() -> dict[str, Paper]:
-    """Read papers.yaml. Raises InvalidConfigError with all problems of the file."""
+    """Read papers.yaml. Raises InvalidConfigError listing every problem in the file."""
     return bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8"))).papers
 
 
 def full_command(run: str, gpus: int) -> list[str]:
-    """Return the command of a full run, on one node or, for more than 8 GPUs, as a SLURM job."""
+    """Return the command for a full run, on one node or, for more than 8 GPUs, as a SLURM job."""
     recipe, *overrides = shlex.split(run)
     config = f"configs/{recipe}.yaml"
     if gpus > 8:
@@ -152,17 +152,18 @@ def full_command(run: str, gpus: int) -> list[str]:
 def write_measured(item: Item) -> None:
     """Write an item's result file from its finished tiny runs and print a table of the results.
 
-    Raises InputError if the item has no `measure`, or if a run is missing.
+    Raises InputError if the item has no `measure` or a run is missing.
     """
     if item.measure is None or item.file is None:
-        raise InputError(f"--measure needs an item with `measure` in papers.yaml, got {item.shows}")
+        rule = "--measure requires an item with `measure` in papers.yaml"
+        raise InputError(f"{rule}, got {item.shows}")
     content = measure(item.measure, item.tiny)
     write_whole(ROOT / item.file, to_json(content))
     print(statistics_table(content).to_string(index=False))
 
 
 def commands(item: Item, *, full: bool) -> list[list[str]]:
-    """Return the commands of an item, with `python` replaced by this interpreter."""
+    """Return the commands of an item, replacing `python` with this interpreter."""
     if full:
         hours = read_hours()
         return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
@@ -173,7 +174,7 @@ def commands(item: Item, *, full: bool) -> list[list[str]]:
 
 
 def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
-    """Return a list with the command that draws the item, or an empty list."""
+    """Return a list with the command that draws the item, or an empty list if there is none."""
     arguments = item.full_plot if full else item.plot
     if arguments is None:
         return []
@@ -189,7 +190,7 @@ def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
 def describe(
     item: Item, runs: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
 ) -> None:
-    """Print the item's subject, the paper's numbers, our result, the commands and their cost."""
+    """Print what the item shows, the paper's numbers, our result, and the commands and costs."""
     print(f"shows: {item.shows}")
     for label, value in (
         ("paper's numbers", item.expected),

@@ -1,7 +1,7 @@
-"""The measured results behind a row of docs/papers.md, committed as JSON.
+"""Measured results behind the rows of docs/papers.md, committed as JSON.
 
-The JSON contains each run's command, config hash, versions and series of values over the monitored
-steps, or the losses of each variant of a study.
+The JSON contains each run's command, config hash, versions and metric series over the monitored
+steps, or the losses of each variant in a study.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from training.json_file import read_json
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DIGITS: Final = 5
-"""Significant digits of stored values, more than one seed of a tiny model determines."""
+"""Significant digits of stored values; a single seed of a tiny model determines fewer."""
 
 OVER: Final[dict[str, Callable[[list[float]], float]]] = {
     "least": min,
@@ -42,16 +42,16 @@ Series = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The metrics to read from finished runs or from a finished study.
+    """Metrics to read from finished runs or from a finished study.
 
-    runs    folders of the runs, or names of the study's variants, by a short name
-    series  metrics by name, read at every step that logged the metric: `metric NAME` from
+    runs    run folders, or names of study variants, by short name
+    series  metrics by name, read at every step at which they were logged: `metric NAME` from
             metrics.jsonl; `OVER NAME ROLE` or `OVER NAME ROLE LAYER` over matrices; `OVER NAME
             blocks` over blocks. OVER is least, median, mean or largest. NAME after OVER is a
             metric in docs/monitors.md, or `quantile_P`: the singular value at P percent divided
             by the largest singular value (of PC(W) in PC layers)
-    study   folder of a study's results; series are read from the runs of all its seeds
-    seeds   seeds of each run, whose results are in the subfolders seed_1, seed_2, ...; empty: one
+    study   folder with a study's results; series are read from the runs of all its seeds
+    seeds   seeds of each run, with results in the subfolders seed_1, seed_2, ...; empty: a single
             run with the recipe's seed
     """
 
@@ -70,9 +70,9 @@ class Measure:
 
 
 def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a result file. `commands` are the row's tiny commands.
+    """Return the contents of a result file. `commands` are the row's tiny commands.
 
-    Raises InputError if a run is missing or unfinished, has another config, or lacks a metric.
+    Raises InputError if a run is missing or unfinished, used a different config, or lacks a metric.
     """
     if what.study is not None:
         return measure_study(what, commands)
@@ -94,7 +94,7 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
-    """Return the provenance and series of a command's finished run."""
+    """Return the provenance and metric series of a command's finished run."""
     folder = ROOT / load_config(*arguments(command)).run.dir
     made = provenance(folder, command)
     run = read_run(folder)
@@ -102,7 +102,7 @@ def measure_run(command: str, series: Mapping[str, str]) -> dict[str, Any]:
 
 
 def seeded(command: str, seeds: Sequence[int]) -> list[str]:
-    """Return a training command per seed, or the command itself if there are no seeds."""
+    """Return one training command per seed, or just the command if there are no seeds."""
     if not seeds:
         return [command]
     folder = load_config(*arguments(command)).run.dir
@@ -110,7 +110,7 @@ def seeded(command: str, seeds: Sequence[int]) -> list[str]:
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a result file for the study that one of `commands` runs.
+    """Return the contents of a result file for the study run by one of `commands`.
 
     Raises InputError if the study is unfinished or does not match its YAML file.
     """
@@ -118,12 +118,12 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     file = ROOT / str(what.study) / "results.json"
     results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     keys = results.keys() & Study.__dataclass_fields__.keys()
-    # Keys that an earlier version did not write have their default values.
+    # Keys that were not written by an earlier version take their default values.
     if not results["complete"] or bind(Study, {key: results[key] for key in keys}) != read_study(
         study_file(command)
     ):
         raise InputError(
-            f"{file.parent} must contain the finished study; remove the folder and run {command}"
+            f"{file.parent} must contain the finished study; delete the folder and run {command}"
         )
     rows = {row["variant"]: row for row in results["rows"]}
     table = comparison(results).astype(object).where(lambda frame: frame.notna(), None)
@@ -148,9 +148,9 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
 
 def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> dict[str, Series]:
-    """Return the series of a study's run, whose folder is in `output`.
+    """Return the metric series of a study's run, whose folder is in `output`.
 
-    Raises InputError if the folder's config or loss differs from the record.
+    Raises InputError if the folder's config or loss does not match the record.
     """
     name, *overrides = record.settings
     folder = output / Run(record.label, name, tuple(overrides)).folder
@@ -166,22 +166,22 @@ def trained_series(record: Record, output: Path, series: Mapping[str, str]) -> d
 
 
 def study_command(what: Measure, commands: Sequence[str]) -> str:
-    """Return the command that runs the study."""
+    """Return the command among `commands` that runs the study."""
     return next(each for each in commands if shlex.split(each)[-1] == what.study)
 
 
 def study_file(command: str) -> Path:
-    """Return the YAML file of a command that runs a study."""
+    """Return the study's YAML file, given the command that runs it."""
     return ROOT / shlex.split(command)[2]
 
 
 def trains(command: str) -> bool:
-    """Return whether a command is a training run."""
+    """Return whether a command runs training."""
     return "pretrain.py" in shlex.split(command)
 
 
 def arguments(command: str) -> tuple[Path, list[str]]:
-    """Return the config file and the overrides of a training command."""
+    """Return the config file and overrides of a training command."""
     words = shlex.split(command)
     at = words.index("--config")
     return ROOT / words[at + 1], words[at + 2 :]
@@ -189,7 +189,7 @@ def arguments(command: str) -> tuple[Path, list[str]]:
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
     """Return the provenance of a run: config hash, versions and last step."""
-    from models.engine import import_engine  # imported here because the import takes seconds
+    from models.engine import import_engine  # deferred: slow import
 
     import_engine()
     from training.checkpoint.checkpoints import read_checkpoint
@@ -207,24 +207,24 @@ def provenance(folder: Path, command: str) -> dict[str, Any]:
 
 
 def check_config(folder: Path, command: str, file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config of `file` with `overrides`. Raises InputError if the run in `folder` has
-    another config."""
+    """Load the config `file` with `overrides`. Raises InputError if the run in `folder` used a
+    different config."""
     config, saved = load_config(file, overrides), folder / "config.yaml"
     if not saved.is_file():
         raise InputError(f"{folder} must contain a finished run; run {command}")
     expected, actual = asdict(config), asdict(load_saved_config(saved))
-    # The run's config contains the data's vocabulary size, and its folder may have been moved.
+    # The run's config has the vocabulary size of the data, and its folder may have been moved.
     expected["model"]["vocab_size"] = actual["model"]["vocab_size"]
     expected["run"]["dir"] = actual["run"]["dir"]
     if expected != actual:
         raise InputError(
-            f"{folder} was trained with another config; remove the folder and run {command}"
+            f"{folder} was trained with a different config; delete the folder and run {command}"
         )
     return config
 
 
 def series_of(run: RunData, text: str) -> Series:
-    """Return the metric described by `text` (see `Measure`) at each step."""
+    """Return the metric specified by `text` (see `Measure`) at each step."""
     over, figure, *rest = text.split()
     if over == "metric":
         series = {
@@ -241,7 +241,7 @@ def series_of(run: RunData, text: str) -> Series:
 def values(
     run: RunData, line: Line, figure: str, role: str, layer: str | None = None
 ) -> Iterator[float]:
-    """Yield the metric of a role's matrices, or of all blocks, from a line of monitors.jsonl."""
+    """Yield a metric for a role's matrices, or for all blocks, from a line of monitors.jsonl."""
     records = line["blocks"].values() if role == "blocks" else run.units(line, role)
     for record in records:
         if layer is not None and record["layer"] != int(layer):
@@ -254,14 +254,15 @@ def values(
 
 
 def runs_of(run: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the results of a run by seed, with key "" for a run without seeds."""
+    """Return a run's results by seed, under the key "" for a run without seeds."""
     return dict(run["seeds"]) if "seeds" in run else {"": run}
 
 
 def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
     """Return a row for each variant of a study, and for each series of each run and seed.
 
-    Column `early` is the mean over the first fifth of the steps, `settled` over the second half.
+    Column `early` is the mean over the first fifth of the steps, and `settled` over the second
+    half.
     """
     lines = []
     for name, run in content.items():
@@ -278,7 +279,7 @@ def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics that results quote for a series."""
+    """Return the statistics of a series that are quoted in results."""
     values = pd.Series([*series.values()])
     return {
         "first": values.iloc[0],
@@ -293,7 +294,7 @@ def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
 
 
 def to_json(content: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return results as JSON with one line per key of a run."""
+    """Format results as JSON with one line per key of a run."""
     runs = []
     for name, run in content.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in run.items()]

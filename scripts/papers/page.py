@@ -1,5 +1,5 @@
-"""The text and figures of docs/papers.md. The text is from introduction.md, papers.yaml and
-gpu_hours.json. Figures are drawn from committed results.
+"""Generate the text and figures of docs/papers.md. The text comes from introduction.md, papers.yaml
+and gpu_hours.json. Figures are drawn from committed results.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ FOLDER: Final = Path("docs/images/papers")
 
 
 def figure_file(paper: str, key: str) -> Path:
-    """Return the path of a row's figure, relative to the project's root."""
+    """Return the path of a row's figure, relative to the project root."""
     return FOLDER / f"{paper}_{key}.svg"
 
 
 def draw(item: Item) -> Figure:
-    """Draw the committed series of a measured item or, without series, its study's losses."""
+    """Draw the committed series of a measured item or, if it has none, the losses of its study."""
     assert item.measure is not None and item.file is not None
     results = read_json(ROOT / item.file)
     if item.measure.series:
@@ -36,21 +36,21 @@ def draw(item: Item) -> Figure:
 
 
 def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure:
-    """Draw a panel per series, with a line (or a single point) per run and seed."""
+    """Draw a panel per series, with a line (or single point) per run and seed."""
     figure, panels = new_grid(len(described), columns=3, width=3.4, height=2.6)
     names = [name.replace("_", " ") for name in runs]
     for panel, (series, text) in zip(panels, described.items(), strict=True):
         panel.set_title(text.removeprefix("metric "), fontsize=9)
         points = False
-        for place, (name, content) in enumerate(zip(names, runs.values(), strict=True)):
+        for i, (name, content) in enumerate(zip(names, runs.values(), strict=True)):
             for index, run in enumerate(runs_of(content).values()):
                 values, label = run["series"][series], name if index == 0 else None
                 points = len(values) == 1
                 if points:
-                    panel.plot([*values.values()], place, "o", color=f"C{place}", label=label)
+                    panel.plot([*values.values()], i, "o", color=f"C{i}", label=label)
                 else:
                     steps = [int(step) for step in values]
-                    panel.plot(steps, [*values.values()], color=f"C{place}", label=label)
+                    panel.plot(steps, [*values.values()], color=f"C{i}", label=label)
         if points:
             panel.set_yticks(range(len(names)), names)
             panel.invert_yaxis()
@@ -63,15 +63,13 @@ def draw_series(runs: Mapping[str, Any], described: Mapping[str, str]) -> Figure
 
 
 def draw_study(variants: Mapping[str, Any]) -> Figure:
-    """Draw the validation losses of variants: all seeds, the mean and its standard error."""
+    """Draw the validation losses of all variants: every seed, the mean and its standard error."""
     figure, (panel,) = new_figure(width=6.0, height=1.2 + 0.34 * len(variants))
     rows = [*variants.values()][::-1]
-    for place, variant in enumerate(rows):
+    for i, variant in enumerate(rows):
         losses, color = variant["losses"], COLORS[variant["against"] is not None]
-        panel.plot(losses, [place] * len(losses), "o", color=color, alpha=0.35, markersize=4)
-        panel.errorbar(
-            variant["loss"], place, xerr=variant["error"], fmt="D", color=color, capsize=3
-        )
+        panel.plot(losses, [i] * len(losses), "o", color=color, alpha=0.35, markersize=4)
+        panel.errorbar(variant["loss"], i, xerr=variant["error"], fmt="D", color=color, capsize=3)
     panel.set_yticks(range(len(rows)), [variant["variant"] for variant in rows])
     panel.set_xlabel("validation loss (nats per token)")
     return figure
@@ -100,7 +98,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
 
 
 def count_line(counts: Counter[Status]) -> str:
-    """Return a line with the number of items per status."""
+    """Return a line with the number of items by status."""
     total = sum(counts.values())
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
@@ -123,12 +121,12 @@ def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[
 
 
 def spaced(key: str) -> str:
-    """Return an item's name with spaces."""
+    """Return an item's name with spaces instead of underscores."""
     return key.replace("_", " ")
 
 
 def shown(runs: Sequence[Hours]) -> str:
-    """Return the total GPU-hours of runs and the largest GPU count, or an empty string."""
+    """Format the total GPU-hours of runs and their largest GPU count, or return an empty string."""
     if not runs:
         return ""
     return f"{sum(run['gpu_hours'] for run in runs):,.0f} on {max(run['gpus'] for run in runs)}"

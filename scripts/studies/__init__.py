@@ -1,1 +1,1 @@
-"""The parts of scripts/study.py: description, runs, search and comparison."""
+"""Modules of scripts/study.py: description, runs, search and comparison."""

@@ -1,4 +1,4 @@
-"""The description of a study: variants, seeds, and tuning in this study or in another study."""
+"""The description of a study: variants, seeds, and tuning in this or another study."""
 
 import itertools
 import math
@@ -19,23 +19,23 @@ VARIABLES: Final = (
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
-"""Environment variables that a study may set, none of which can load or run code."""
+"""Environment variables that a study may set. None of them can load or run code."""
 
 
 def first_key(keys: str) -> str:
-    """Return the first key of `KEY+KEY`, which sets several keys to the same value in a grid."""
+    """Return the first key of `KEY+KEY`, the grid syntax for setting several keys to one value."""
     return keys.split("+")[0]
 
 
 def settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Return a list of overrides as a dict. The last value of a key is used."""
+    """Convert a list of overrides to a dict. The last value of each key wins."""
     return dict(override.split("=", 1) for override in overrides)
 
 
 def tuned_value(keys: str, overrides: Sequence[str]) -> float:
-    """Return the value in `overrides` of the first key in `keys` (`KEY+KEY`).
+    """Return the value that `overrides` sets for the first key in `keys` (`KEY+KEY`).
 
-    Raises InvalidConfigError if `overrides` does not set the key.
+    Raises InvalidConfigError if `overrides` does not set this key.
     """
     value = settings(overrides).get(first_key(keys))
     if value is None:
@@ -46,12 +46,12 @@ def tuned_value(keys: str, overrides: Sequence[str]) -> float:
 
 
 class Stage(Section):
-    """The candidates of a search stage, given by exactly one of three fields.
+    """The candidates of a search stage, specified by exactly one of three fields.
 
-    grid     values of each key; every combination is a candidate. `KEY+KEY` sets several keys to
+    grid     values for each key; every combination is a candidate. `KEY+KEY` sets several keys to
              the same value
-    factors  like `grid`, but with factors of the value that was tuned in `tuned_in`
-    choices  candidates as lists of overrides
+    factors  like `grid`, but with multiples of the value tuned in `tuned_in`
+    choices  candidates given as lists of overrides
     """
 
     grid: dict[str, list[float]] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class Stage(Section):
             raise ValueError("exactly one of grid, factors and choices must be set")
 
     def candidates(self, tuned: list[str]) -> list[list[str]]:
-        """Return the overrides of each candidate. `tuned` contains the values that `factors`
-        multiply."""
+        """Return the overrides of each candidate. `tuned` holds the values to multiply by
+        `factors`."""
         if self.choices:
             return self.choices
         values = self.grid or {
@@ -87,16 +87,16 @@ class Stage(Section):
 
 
 class Rung(Section):
-    """A rung: candidates train for `share` of a run's full length, and the best `keep` remain."""
+    """A rung: train candidates for `share` of the full length and keep the best `keep`."""
 
     share: float
     keep: int
 
 
 class Search(Section):
-    """Successive halving with one seed and the same rungs for every variant.
+    """Successive halving with a single seed and the same rungs for all variants.
 
-    Each stage starts from the settings that the previous stage chose.
+    Each stage starts from the settings chosen in the previous one.
     """
 
     seed: int
@@ -104,9 +104,10 @@ class Search(Section):
 
 
 class Curve(Section):
-    """Additional runs of `variant` for other `shares` of the full length.
+    """Additional runs of `variant` at other `shares` of the full length.
 
-    The curve of loss over tokens shows how many tokens the variant needs to reach a loss.
+    The resulting curve of loss over tokens shows how many tokens the variant needs to reach a given
+    loss.
     """
 
     variant: str
@@ -115,11 +116,11 @@ class Curve(Section):
 
 
 class TunedIn(Section):
-    """Another study, from which each variant takes the settings chosen for the variant `tuned_as`,
-    or for the variant of the same name.
+    """Another study. Variants take over the settings that it chose for their `tuned_as` or, by
+    default, for the variant of the same name.
 
-    results  folder of the other study's results
-    best     train only this many variants, those with the lowest mean loss in the other study
+    results  folder with the other study's results
+    best     only train this many variants: those with the lowest mean loss in the other study
     always   variants to train in addition to `best`
     """
 
@@ -131,12 +132,12 @@ class TunedIn(Section):
 class Variant(Section):
     """A variant: a config file with overrides.
 
-    against   name of the variant to compare with
-    differs   keys in which the config files of this variant and of `against` differ intentionally;
-              the study reports other differing keys on the screen and in its tables
-    tuned_as  variant of the study in `tuned_in` whose settings this variant starts from; null: the
+    against   name of the variant to compare this one with
+    differs   keys that differ intentionally between the config files of this variant and `against`;
+              other differing keys are reported on the console and in the tables
+    tuned_as  variant in the `tuned_in` study whose settings this variant starts from; null: the
               variant of the same name
-    search    candidates of each search stage
+    search    candidates for each search stage
     """
 
     config: str
@@ -148,13 +149,13 @@ class Variant(Section):
 
 
 class Study(Section):
-    """Variants to compare with the same seeds and `overrides`, which variants may override.
+    """Variants to compare, with common seeds and `overrides`, which variants may override in turn.
 
-    full          integer settings, such as train.steps, of a run of full length; shorter runs
-                  multiply them by their share
-    environment   environment variables of every run; names must be in `VARIABLES`
-    level_within  largest difference, in nats per token, that counts as none: the verdict is `level`
-                  if the whole 95% interval is within this distance of 0
+    full          integer settings, such as train.steps, of a full-length run; shorter runs multiply
+                  them by their share
+    environment   environment variables for every run; names must be in `VARIABLES`
+    level_within  largest difference, in nats per token, to treat as zero: the verdict is `level` if
+                  the whole 95% interval is within this distance of 0
     """
 
     title: str
@@ -169,11 +170,11 @@ class Study(Section):
     tuned_in: TunedIn | None = None
 
     def length(self, share: float) -> list[str]:
-        """Return the overrides that set a run's length to `share` of the full length."""
+        """Return the overrides that shorten a run to `share` of the full length."""
         return [f"{key}={max(1, round(value * share))}" for key, value in self.full.items()]
 
     def budget(self, name: str) -> float:
-        """Return a variant's tuning cost in runs of full length, including reused runs."""
+        """Return a variant's tuning cost in units of full-length runs, including reused runs."""
         if self.search is None:
             return 0.0
         total = 0.0
@@ -186,9 +187,9 @@ class Study(Section):
 
 
 def read_study(path: Path, given: Sequence[str] = ()) -> Study:
-    """Read a study from a file. `given` are overrides from the command line.
+    """Read a study file. `given` are overrides from the command line.
 
-    Raises InvalidConfigError with all problems of the file and of `given`.
+    Raises InvalidConfigError listing every problem in the file and in `given`.
     """
     try:
         study = bind(Study, read_merged(path))
@@ -201,7 +202,7 @@ def read_study(path: Path, given: Sequence[str] = ()) -> Study:
 
 
 def _problems(study: Study, given: Sequence[str]) -> list[str]:
-    """Return the problems of a study and of the overrides `given` on the command line."""
+    """Return the problems in a study and in the overrides `given` on the command line."""
     problems = [
         f"environment.{name} must be one of {', '.join(VARIABLES)}"
         for name in study.environment
@@ -213,7 +214,7 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
         if "\0" in value
     ]
     if len(set(study.seeds)) < max(1, len(study.seeds)):
-        problems.append(f"seeds must be a nonempty list of distinct numbers, got {study.seeds}")
+        problems.append(f"seeds must be a non-empty list of distinct numbers, got {study.seeds}")
     problems += _override_problems("overrides", study.overrides, study.full)
     problems += _override_problems("the command line", given)
     for name, variant in study.variants.items():
@@ -221,7 +222,7 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
         if variant.against is not None and variant.against not in study.variants:
             problems.append(f"{name}.against must be a variant of the study, got {variant.against}")
         if variant.differs and variant.against is None:
-            problems.append(f"{name}.differs needs against, got null")
+            problems.append(f"{name}.differs requires against, got null")
         problems += _search_problems(study, name)
     if not problems:
         problems += _budget_problems(study)
@@ -235,23 +236,24 @@ def _problems(study: Study, given: Sequence[str]) -> list[str]:
 
 
 def _override_problems(
-    place: str, overrides: Sequence[str], full: Collection[str] = ()
+    origin: str, overrides: Sequence[str], full: Collection[str] = ()
 ) -> list[str]:
-    """Return the problems of a list of overrides: keys with two values, and keys that the study
-    sets in each run. Keys of `full` (`Study.full`) except train.steps may be overridden."""
-    problems = [f"{place} must set each key once: {text}" for text in replaced(overrides)]
+    """Return the problems in a list of overrides from `origin`: keys set twice, and keys that the
+    study itself sets in each run. Keys in `full` (`Study.full`) other than train.steps may be
+    overridden."""
+    problems = [f"{origin} must set each key only once: {text}" for text in replaced(overrides)]
     given = {key for key, _ in flat(merged_overrides(overrides))}
-    origins = {"seed": "seeds", "run.dir": "the study's folder"}
-    origins |= {"train.steps": "full"} if "train.steps" in full else {}
+    sources = {"seed": "seeds", "run.dir": "the study's folder"}
+    sources |= {"train.steps": "full"} if "train.steps" in full else {}
     return problems + [
-        f"{place} must not set {key}, which the study sets from {origin}"
-        for key, origin in origins.items()
+        f"{origin} must not set {key}, which the study sets from {source}"
+        for key, source in sources.items()
         if key in given
     ]
 
 
 def _search_problems(study: Study, name: str) -> list[str]:
-    """Return the problems of a variant's search."""
+    """Return the problems in a variant's search."""
     stages = study.search.stages if study.search is not None else {}
     stages_given = study.variants[name].search
     if list(stages_given) != list(stages):
@@ -262,18 +264,18 @@ def _search_problems(study: Study, name: str) -> list[str]:
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
             problems.append(
-                f"{name}: the number of candidates must decrease at each rung of {stage} and end "
+                f"{name}: the number of candidates must decrease at every rung of {stage} and end "
                 f"at 1, got {sizes}"
             )
         if any(not 0 < rung.share <= 1 for rung in rungs):
             problems.append(f"search.stages.{stage}: shares must be in (0, 1]")
         if stages_given[stage].factors and study.tuned_in is None:
-            problems.append(f"{name}: factors in {stage} need tuned_in, got null")
+            problems.append(f"{name}: factors in {stage} require tuned_in, got null")
     return problems
 
 
 def _budget_problems(study: Study) -> list[str]:
-    """Return a problem if the variants' tuning costs differ."""
+    """Return a problem if tuning costs differ between variants."""
     budgets = {name: study.budget(name) for name in study.variants}
     if len(set(budgets.values())) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Keys that differ between compared variants although the study does not set them."""
+"""Find keys that differ between compared variants although the study does not set them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -10,17 +10,17 @@ from training.config.yaml_files import flat
 from training.errors import InputError
 
 Differences = dict[str, tuple[Any, Any]]
-"""The values of a variant and of its reference by key."""
+"""The values in a variant and in its reference, by key."""
 
 NOT_TRAINED: Final = ("run.", "seed", "optimizer.matrix.rule")
-"""Prefixes of keys that are never reported, because they do not affect results or are the compared
-rule."""
+"""Prefixes of keys that are never reported: they do not affect results, or are the rule being
+compared."""
 
 
 def pairs(study: Study) -> Iterator[tuple[str, str]]:
-    """Yield each variant with its reference.
+    """Yield (variant, reference) pairs.
 
-    The reference is `against` or, in a study without any `against`, the first variant.
+    The reference is `against` or, if no variant of the study sets it, the first variant.
     """
     first = next(iter(study.variants))
     if any(variant.against for variant in study.variants.values()):
@@ -34,9 +34,9 @@ def differences(
 ) -> dict[str, Differences]:
     """Return the keys in which each variant unexpectedly differs from its reference.
 
-    `start` contains settings tuned in another study, `configs` the config of each variant. Expected
-    differences are keys that the study tunes, keys in `overrides` of either variant, keys in
-    `differs`, and hyper-parameters that only one of the two rules has.
+    `start` holds settings tuned in another study, and `configs` the config of each variant.
+    Differences are expected in keys that the study tunes, keys in the `overrides` of either
+    variant, keys in `differs`, and hyper-parameters that only one of the two rules has.
 
     Raises InputError if a key in `differs` has the same value in both variants.
     """
@@ -58,7 +58,7 @@ def differences(
 
 
 def covered(key: str, keys: Collection[str]) -> bool:
-    """Return whether `keys` contains `key`, a section around `key`, or a key inside `key`."""
+    """Return whether `keys` contains `key`, a section that contains it, or a key within it."""
     return any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in keys)
 
 
@@ -77,7 +77,7 @@ def stage_keys(stage: Stage) -> set[str]:
 def unlike_keys(one: Config, other: Config) -> Differences:
     """Return the keys that affect results and differ between two configs.
 
-    A section that only one of the configs contains counts as one key.
+    A section that is present in only one of the configs counts as a single key.
     """
     first, second = dict(flat(asdict(one))), dict(flat(asdict(other)))
     skipped = [*NOT_TRAINED, *(f"optimizer.rules.{rule}." for rule in unshared_rules(one, other))]
@@ -95,7 +95,7 @@ def unlike_keys(one: Config, other: Config) -> Differences:
 
 
 def unlike_settings(one: Config, other: Config) -> Differences:
-    """Return the hyper-parameters that both matrix rules have, but with different values."""
+    """Return the hyper-parameters that both matrix rules share but with different values."""
     rule, its = one.optimizer.matrix.rule, other.optimizer.matrix.rule
     first = asdict(one.optimizer)["rules"][rule]
     second = asdict(other.optimizer)["rules"][its] if rule != its else first
@@ -107,7 +107,7 @@ def unlike_settings(one: Config, other: Config) -> Differences:
 
 
 def unshared_rules(one: Config, other: Config) -> set[str]:
-    """Return the rules that only one of two configs uses."""
+    """Return the rules used by at most one of two configs."""
     used = [
         {str(value) for key, value in flat(asdict(each)) if key.endswith(".rule")}
         for each in (one, other)
@@ -121,6 +121,6 @@ def sentences(study: Study, differ: Mapping[str, Differences]) -> list[str]:
     return [
         f"{name} and {compared[name]} also differ in "
         + ", ".join(f"{key} ({mine}, {its})" for key, (mine, its) in keys.items())
-        + f"; if intended, add differs: [{', '.join(keys)}] to {name}"
+        + f"; if this is intentional, add differs: [{', '.join(keys)}] to {name}"
         for name, keys in differ.items()
     ]

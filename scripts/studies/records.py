@@ -1,4 +1,4 @@
-"""Records of finished runs, stored as JSON lines, and claims on runs in progress."""
+"""Records of finished runs, stored as JSON lines, and claims to runs in progress."""
 
 import fcntl
 import json
@@ -23,10 +23,10 @@ class Record:
 
     key       hash of the run's merged config, which identifies the record
     settings  config file and all overrides
-    failed    whether the loss or gradient became nonfinite; a failed run has no loss
-    seconds   processor time of the run, including start and validation
-    figures   result of trainer.py's `summary`
-    facts     the run's `environment` and `data`; {} in records of earlier versions
+    failed    whether the loss or gradient became nonfinite; failed runs have no loss
+    seconds   CPU time of the run, including startup and validation
+    figures   result of `summary` in trainer.py
+    facts     the run's `environment` and `data`; {} in records from earlier versions
     """
 
     key: str
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def loss(self) -> float | None:
-        """The last validation loss in nats per token, or None if the run failed."""
+        """The final validation loss in nats per token, or None if the run failed."""
         return None if self.failed else self.figures["loss"]
 
 
@@ -51,11 +51,11 @@ SHAPE = {
     "seconds": int | float,
     "figures": {"loss": int | float | None, "course": [[int | float]]},
 }
-"""Shape of a line, for `check_shape`."""
+"""Shape of a line, to validate with `check_shape`."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects in a file of JSON lines. Raises InputError if a line is damaged."""
+    """Read the objects in a JSON lines file. Raises InputError if a line is damaged."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class RecordBook:
-    """The records in `folder`/runs.jsonl by key, to which several threads and processes may add."""
+    """The records in `folder`/runs.jsonl, by key. Several threads and processes may add records."""
 
     def __init__(self, folder: Path) -> None:
         """Read the existing records."""
@@ -83,14 +83,14 @@ class RecordBook:
         return self._records[key]
 
     def refresh(self) -> None:
-        """Read records added by other processes."""
+        """Read records that other processes have added."""
         if self.path.is_file():
             with self._file():
                 for line in read_lines(self.path):
                     self._records[line["key"]] = Record(**line)
 
     def add(self, record: Record) -> None:
-        """Add a record on disk and in memory."""
+        """Add a record, on disk and in memory."""
         with self._file() as file:
             file.write(json.dumps(asdict(record)) + "\n")
         self._records[record.key] = record
@@ -99,7 +99,7 @@ class RecordBook:
     def _file(self) -> Iterator[TextIO]:
         """Open the file for appending and lock it against other threads and processes.
 
-        An incomplete line that a killed process wrote is removed.
+        An incomplete line left by a killed process is removed.
         """
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +114,14 @@ class RecordBook:
 def claimed(folder: Path) -> Iterator[bool]:
     """Claim `folder` within a context. Yield False if another thread or process has claimed it.
 
-    The claim is a file lock, which the operating system releases even if the process is killed. A
-    file system shared by several nodes must support locks.
+    The claim is a file lock, which the operating system releases even if the process is killed. If
+    nodes share the file system, it must support locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / CLAIM).open("a", encoding="utf-8") as file:
         try:
-            # flock distinguishes threads, and closing other descriptors does not release the lock.
+            # flock locks are per open file, so they also exclude other threads and are not released
+            # when another descriptor is closed.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False

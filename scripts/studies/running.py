@@ -29,10 +29,10 @@ def run_study(
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune the variants, train all seeds, then train the curve. Return the content of results.json.
+    """Tune the variants, train all seeds, then the curve. Return the contents of results.json.
 
-    results.json is updated after each part. After the tuning, `begin_runs` is called with all
-    remaining runs, so that no processor or GPU is idle between parts.
+    results.json is updated after each part. After tuning, `begin_runs` is called with all remaining
+    runs, so that CPUs and GPUs do not sit idle between parts.
     """
     study, start = begin(study, ROOT)
     given = list(extra)
@@ -78,7 +78,7 @@ def run_study(
 
 
 def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
-    """Return the study with `full` replaced by values in `extra`, and the rest of `extra`.
+    """Return the study with `full` overridden by values in `extra`, and the rest of `extra`.
 
     Raises InputError if such a value is not a non-negative integer.
     """
@@ -95,21 +95,21 @@ def shortened(study: Study, extra: Sequence[str]) -> tuple[Study, list[str]]:
 
 
 def check_tokenizers(study: Study, extra: Sequence[str]) -> None:
-    """Raise InputError if the data of compared variants has different tokenizers."""
+    """Raise InputError if the data of variants to compare has different tokenizers."""
     data = {name: run_of(study, name, [], 0, extra=extra).data for name in study.variants}
     made = {name: {sums[0] for sums in sets.values()} - {UNKNOWN} for name, sets in data.items()}
     for name, variant in study.variants.items():
         if variant.against is not None and made[name] != made[variant.against]:
             raise InputError(
                 f"{name} and {variant.against} must have the same tokenizer, because losses per "
-                "token are comparable only for one tokenizer"
+                "token are not comparable across tokenizers"
             )
 
 
 def check_candidates(
     study: Study, start: dict[str, list[str]], extra: Sequence[str]
 ) -> dict[str, Config]:
-    """Load the configs of all candidates. Return the config of each variant's first candidates.
+    """Load the configs of all candidates. Return each variant's config with its first candidates.
 
     Raises InputError if a config is invalid.
     """
@@ -132,8 +132,8 @@ def check_candidates(
 def config_of(
     study: Study, name: str, tuned: list[str], extra: Sequence[str], stage: str = ""
 ) -> Config:
-    """Return a variant's config. Raises InputError with the variant's name for an invalid
-    config."""
+    """Return a variant's config. Raises InputError, naming the variant, if the config is
+    invalid."""
     run = run_of(study, name, tuned, 0, extra=extra)
     try:
         return load_config(ROOT / run.config, run.overrides)
@@ -142,13 +142,13 @@ def config_of(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return a variant's losses and record keys, one per seed."""
+    """Return a variant's losses and record keys, with one entry per seed."""
     losses = [record.loss for record in records]
     return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 
 
 def curve_runs(study: Study, outcome: Outcome, extra: Sequence[str]) -> dict[float, list[Run]]:
-    """Return the curve's runs, one per seed, by share of the full length."""
+    """Return the runs of the curve, one per seed, by share of the full length."""
     if study.curve is None:
         return {}
     name = study.curve.variant

@@ -1,4 +1,4 @@
-"""Tuning of a study's variants by successive halving, or from another study's results."""
+"""Tune a study's variants by successive halving, or take settings from another study."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +15,12 @@ from training.errors import DataError, InputError
 Candidate = list[str]
 Results = list[Record]
 Train = Callable[[Iterable[Run]], Results]
-"""Function that trains runs, several at a time, and returns their records in order."""
+"""Function that trains runs, possibly several at a time, and returns their records in order."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate trained in one rung of a stage. `loss` is None if the run failed."""
+    """A candidate trained in a rung of a stage. `loss` is None if the run failed."""
 
     variant: str
     stage: str
@@ -31,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a search: the chosen overrides by variant, and all trials."""
+    """The result of a search: the overrides chosen for each variant, and all trials."""
 
     chosen: dict[str, list[str]]
     trials: list[Trial]
@@ -44,9 +44,9 @@ def search(
     train: Train,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Tune every variant, starting from its overrides in `start`. `extra` applies to every run.
+    """Tune every variant, starting from its overrides in `start`. `extra` applies to all runs.
 
-    `report` is called with the results so far after every rung.
+    `report` is called after every rung with the results so far.
     """
     chosen = {name: list(start.get(name, [])) for name in study.variants}
     trials: list[Trial] = []
@@ -75,9 +75,9 @@ def try_all(
     extra: Sequence[str],
     train: Train,
 ) -> list[Trial]:
-    """Train the remaining candidates of every variant for the rung's share of the length."""
+    """Train all remaining candidates for the rung's share of the full length."""
     assert study.search is not None
-    places = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
+    entries = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
     runs = [
         run_of(
             study,
@@ -88,25 +88,25 @@ def try_all(
             extra=extra,
             label=f"{name} {stage} {rung.share:g} {' '.join(candidate)}",
         )
-        for name, candidate in places
+        for name, candidate in entries
     ]
     trained = train(runs)
     candidate_of: dict[tuple[str, str], Candidate] = {}
-    for (name, candidate), record in zip(places, trained, strict=True):
+    for (name, candidate), record in zip(entries, trained, strict=True):
         other = candidate_of.setdefault((name, record.key), candidate)
         if other is not candidate:
             raise InputError(
                 f"{name}: the candidates {' '.join(other)} and {' '.join(candidate)} are the same "
-                "run, because later overrides replace the differing values; remove one candidate"
+                "run, because later overrides replace the values that differ; remove one of them"
             )
     return [
         Trial(name, stage, rung.share, candidate, record.loss)
-        for (name, candidate), record in zip(places, trained, strict=True)
+        for (name, candidate), record in zip(entries, trained, strict=True)
     ]
 
 
 def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
-    """Return the `count` candidates of a variant with the lowest losses, failed candidates last."""
+    """Return the `count` candidates of a variant with the lowest loss. Failed ones come last."""
     mine = [trial for trial in trials if trial.variant == variant]
     mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
     return [trial.candidate for trial in mine[:count]]
@@ -122,9 +122,9 @@ def run_of(
     extra: Sequence[str] = (),
     label: str | None = None,
 ) -> Run:
-    """Return the run of a variant for `share` of the full length.
+    """Return a variant's run at `share` of the full length.
 
-    The overrides in `tuned` and then in `extra` replace the variant's own overrides.
+    `tuned`, and then `extra`, take precedence over the variant's own overrides.
     """
     variant = study.variants[name]
     overrides = (
@@ -139,10 +139,10 @@ def run_of(
 
 
 def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
-    """Return the study with the variants to train, and the tuned overrides of each variant.
+    """Return the study with only the variants to train, and the tuned overrides of each variant.
 
-    `tuned_in.results` is relative to the folder `root`. Raises DataError if the other study is
-    incomplete, lacks a variant, or chose a setting at an end of a grid.
+    `tuned_in.results` is relative to `root`. Raises DataError if the other study is incomplete,
+    lacks a variant, or chose a setting at an end of its grid.
     """
     if study.tuned_in is None:
         return study, {}
@@ -165,8 +165,8 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
 
 
 def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
-    """Return the names of the variants to train. These are the `tuned.best` best variants (null:
-    all), the variants in `tuned.always`, and the references of both."""
+    """Return the names of the variants to train: the `tuned.best` best ones (null: all), those in
+    `tuned.always`, and the references of both."""
     if tuned.best is None:
         return set(study.variants)
     losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)

@@ -1,4 +1,4 @@
-"""The tables of a study, computed only from its results.json."""
+"""Tables of a study, computed from its results.json alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from training.report.text import markdown_table
 Results = Mapping[str, Any]
 
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Half width of Student's 95% interval, in standard errors, for 2 to 10 seeds."""
+"""Half-width of the 95% Student's t interval in standard errors, for 2 to 10 seeds."""
 
 
 def half_width(seeds: int) -> float:
-    """Return the half width of Student's 95% interval in standard errors, or NaN for one seed.
+    """Return the half-width of the 95% Student's t interval in standard errors, NaN for one seed.
 
-    For more than 10 seeds an expansion is used (Abramowitz and Stegun, 26.7.5), which is exact to
-    three decimals.
+    Above 10 seeds, use an expansion (Abramowitz and Stegun, 26.7.5) that is exact to three
+    decimals.
     """
     if seeds < 2:
         return math.nan
@@ -54,12 +54,12 @@ LATER: Final = {
     "points": [{"share": int | float, "losses": [NUMBER]}],
     "level_within": int | float,
 }
-"""Shapes of results.json for `check_shape`: SHAPE for keys in every file, LATER for keys that are
-added during the study."""
+"""Shapes of results.json, for `check_shape`: SHAPE has the keys in every file, and LATER those
+added over the course of the study."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a study's results.json. Raises InputError if the file is not a study's results."""
+    """Read a study's results.json. Raises InputError if it is not a study's results file."""
     try:
         content: dict[str, Any] = read_json(path)
         check_shape(content, SHAPE, str(path))
@@ -73,7 +73,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _check_variants(results: Results) -> None:
-    """Raise InputError if the rows, references or trials do not match the study's variants."""
+    """Raise InputError if rows, references or trials do not match the study's variants."""
     names, rows = results["variants"], {row["variant"]: row for row in rows_of(results)}
     if rows and rows.keys() != names.keys():
         raise InputError(f"rows must be the variants {', '.join(names)}, got {', '.join(rows)}")
@@ -87,7 +87,7 @@ def _check_variants(results: Results) -> None:
 
 
 def tables(results: Results) -> dict[str, pd.DataFrame]:
-    """Return the nonempty tables of a study by name."""
+    """Return the non-empty tables of a study, by name."""
     frames = {"comparison": comparison(results), "also differ": also_differ(results)}
     for key in searched_keys(results):
         frames[f"loss by {first_key(key)}"] = loss_by(results, key)
@@ -97,7 +97,7 @@ def tables(results: Results) -> dict[str, pd.DataFrame]:
 
 
 def markdown(results: Results) -> str:
-    """Return all tables of a study in Markdown, each under a heading."""
+    """Return all tables of a study as Markdown, each under a heading."""
     parts = [
         f"### {name}\n\n{markdown_table(list(frame.columns), frame.to_numpy().tolist())}"
         for name, frame in shown(tables(results)).items()
@@ -108,9 +108,9 @@ def markdown(results: Results) -> str:
 def comparison(results: Results) -> pd.DataFrame:
     """Return a row per variant with its loss and its difference from its reference `against`.
 
-    Losses and differences are means over seeds in nats per token. Differences are paired by seed.
-    `error` is the standard error of a mean. `low` and `high` are the ends of Student's 95%
-    interval. A variant with a failed run has NaN as loss.
+    Losses and differences are in nats per token, averaged over seeds. Differences are paired by
+    seed. `error` is the standard error of a mean, and `low` and `high` are the ends of the 95%
+    Student's t interval. The loss of a variant with a failed run is NaN.
     """
     losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
     against = {name: variant["against"] for name, variant in results["variants"].items()}
@@ -136,7 +136,7 @@ def comparison(results: Results) -> pd.DataFrame:
 
 
 def also_differ(results: Results) -> pd.DataFrame:
-    """Return a row per undeclared difference between a variant and its reference.
+    """Return a row for each undeclared difference between a variant and its reference.
 
     Undeclared keys are neither set by the study nor listed in `differs`.
     """
@@ -150,12 +150,12 @@ def also_differ(results: Results) -> pd.DataFrame:
 
 
 def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a study. There are none until the first seed has been trained."""
+    """Return the rows of a study. There are none until the first seed is trained."""
     return results.get("rows", ())
 
 
 def paired(differences: pd.Series) -> dict[str, float]:
-    """Return the mean of differences with its standard error and 95% interval."""
+    """Return the mean of paired differences with its standard error and 95% interval."""
     seeds = len(differences)
     mean, error = differences.mean(skipna=False), differences.sem(skipna=False)
     half = half_width(seeds) * error
@@ -165,16 +165,15 @@ def paired(differences: pd.Series) -> dict[str, float]:
 
 
 def refused(ended: Sequence[str]) -> str:
-    """Return the verdict for chosen settings at ends of their grids."""
+    """Return the verdict for settings chosen at an end of their grid."""
     return f"refused: {'; '.join(dict.fromkeys(ended))}"
 
 
 def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) -> str:
     """Return the verdict on a difference.
 
-    It is `higher` or `lower` if the 95% interval does not contain 0, otherwise `level` if the
-    interval is within `level_within` of 0, otherwise `cannot tell`. It may also be a reason for no
-    verdict.
+    It is `higher` or `lower` if the 95% interval excludes 0, else `level` if the interval is within
+    `level_within` of 0, else `cannot tell`. If no verdict is possible, return the reason.
     """
     if ended:
         return refused(ended)
@@ -190,9 +189,9 @@ def verdict(line: Mapping[str, Any], ended: Sequence[str], level_within: float) 
 
 
 def grid_ends(results: Results) -> dict[str, list[str]]:
-    """Return a message per chosen setting at an end of its grid, by variant.
+    """Return messages, by variant, about settings chosen at an end of their grid.
 
-    A better value may exist beyond the end of a grid. The value 0 does not count as a lower end.
+    There may be a better value beyond the end of the grid. A lower end of 0 does not count.
     """
     ends: dict[str, list[str]] = {}
     for name, overrides in results.get("chosen", {}).items():
@@ -207,16 +206,16 @@ def grid_ends(results: Results) -> dict[str, list[str]]:
 
 
 def searched_keys(results: Results, name: str | None = None) -> list[str]:
-    """Return the keys in the grids of a variant, or of all variants."""
+    """Return the keys in a variant's grids, or in those of all variants."""
     variants = results["variants"]
     stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
     return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
 
 
 def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
-    """Return (value of `key`, loss) of a variant's trials in the stage that varies `key`.
+    """Return (value of `key`, loss) for a variant's trials in the stage that varies `key`.
 
-    Only trials of the first rung are included, because it trains all candidates.
+    Only trials in the first rung are included, because it trains all candidates.
     """
     stages = results["variants"][name]["search"]
     varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
@@ -233,13 +232,13 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
 
 
 def short(overrides: Sequence[str]) -> str:
-    """Return overrides as short text with only the last part of each key."""
+    """Format overrides concisely, with only the last component of each key."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
     return ", ".join(dict.fromkeys(pairs))
 
 
 def loss_by(results: Results, key: str) -> pd.DataFrame:
-    """Return a row per variant with its lowest loss for each value of `key`."""
+    """Return a row per variant with its lowest loss at each value of `key`."""
     points = [
         (name, value, loss)
         for name in results["variants"]
@@ -253,12 +252,11 @@ def loss_by(results: Results, key: str) -> pd.DataFrame:
 
 
 def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each variant, the tokens that the curve's variant needs to reach the same loss,
-    relative to the tokens of a full run.
+    """Return, for each variant, how many tokens the curve's variant needs to reach the same loss,
+    as a fraction of a full run.
 
-    The curve of loss over the logarithm of tokens is interpolated linearly. Beyond its ends, values
-    are NaN. The interval is the 95% interval of the variant's loss, converted to tokens by the mean
-    curve.
+    The curve of loss over log tokens is interpolated linearly. Values beyond its ends are NaN. The
+    interval is the 95% interval of the variant's loss, converted to tokens using the mean curve.
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()
@@ -278,7 +276,7 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return the tables with formatted cells: standard errors after numbers, lowest losses bold."""
+    """Format the cells of all tables, adding standard errors and setting lowest losses in bold."""
     texts = {}
     for name, frame in frames.items():
         if name == "comparison":
@@ -298,7 +296,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formatted cells of a row of the comparison."""
+    """Return the formatted cells of a row in the comparison table."""
     loss = number(line["loss"], ".4f", line["error"])
     interval = [number(line.get(end), "+.4f") for end in ("low", "high")]
     return {
@@ -313,7 +311,7 @@ def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the formatted cells of a row of losses, with the lowest in bold."""
+    """Return the formatted cells of a row of losses, with the lowest one in bold."""
     figures = {key: value for key, value in line.items() if key != "variant"}
     cells = {key: number(value, ".4f") for key, value in figures.items()}
     finite = {key: value for key, value in figures.items() if not math.isnan(value)}
@@ -322,7 +320,7 @@ def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
-    """Format a number with its standard error. A missing number becomes an empty string."""
+    """Format a number with its standard error, or return an empty string if it is missing."""
     if value is None or math.isnan(value):
         return ""
     if error is None or math.isnan(error):
@@ -331,5 +329,5 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
 
 
 def text(value: object) -> str:
-    """Return a text cell, or an empty string if `value` is not text."""
+    """Return `value` as a text cell, or an empty string if it is not text."""
     return value if isinstance(value, str) else ""

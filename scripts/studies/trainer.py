@@ -1,6 +1,6 @@
-"""Training of a study's unrecorded runs by pretrain.py, with one thread per rank.
+"""Train a study's unrecorded runs with pretrain.py, using one thread per rank.
 
-Several runs may use processor cores or GPUs of this node at the same time.
+Several runs may share this node's CPUs or GPUs at a time.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from training.report.log_lines import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
-"""Seconds between checks for records of runs that other processes train."""
+"""Seconds between checks for records of runs trained by other processes."""
 
 UNKNOWN: Final = "unknown"
 """Placeholder for the sha256 of an unknown tokenizer."""
@@ -40,7 +40,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True)
 class Run:
-    """A run, with its name, its config file and all overrides, including the seed."""
+    """A run: its label, config file and all overrides, including the seed."""
 
     label: str
     config: str
@@ -48,17 +48,17 @@ class Run:
 
     @property
     def settings(self) -> list[str]:
-        """The config file and the overrides of the run."""
+        """The config file followed by the overrides."""
         return [self.config, *self.overrides]
 
     @cached_property
     def merged(self) -> Content:
-        """The content of the config file, merged with its bases and the overrides."""
+        """The contents of the config file, merged with its bases and the overrides."""
         return read_merged(ROOT / self.config, self.overrides)
 
     @cached_property
     def key(self) -> str:
-        """The hexadecimal sha256 of `merged`."""
+        """The sha256 of `merged`, in hexadecimal."""
         return hashlib.sha256(json.dumps(self.merged, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def folder(self) -> str:
-        """Name of the run's folder."""
+        """The name of the run folder."""
         return "".join(c if c.isalnum() or c in ".-" else "_" for c in self.label)
 
 
@@ -90,14 +90,14 @@ def digests(prefix: Path) -> list[str]:
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    """Return inode, size and modification time of a file, which change when it is replaced."""
+    """Return a file's inode, size and modification time, which change when it is replaced."""
     facts = file.stat()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 @cache
 def _digest(file: Path, version: tuple[int, int, int]) -> str:
-    """Return the sha256 of a file, cached by version."""
+    """Return the sha256 of a file, cached by its version."""
     return file_sha256(file)
 
 
@@ -105,8 +105,8 @@ def _digest(file: Path, version: tuple[int, int, int]) -> str:
 class Place:
     """Resources for one run at a time.
 
-    ranks   number of ranks of a run
-    gpus    names of the GPUs for CUDA_VISIBLE_DEVICES; None: all GPUs
+    ranks   number of ranks per run
+    gpus    GPU names to set in CUDA_VISIBLE_DEVICES; None: all GPUs
     """
 
     ranks: int = 1
@@ -114,12 +114,12 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of runs on these resources."""
+        """Environment variables for runs on these resources."""
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
 
 
 def places(options: argparse.Namespace) -> list[Place]:
-    """Return the places that the options request, one per simultaneous run.
+    """Return the places requested by the options, one per concurrent run.
 
     Raises InputError if the options request more GPUs than this node has.
     """
@@ -130,7 +130,8 @@ def places(options: argparse.Namespace) -> list[Place]:
     most = len(gpus) // each
     if most == 0:
         raise InputError(
-            f"--gpus-per-run must be at most {len(gpus)}, this node's number of GPUs, got {each}"
+            f"--gpus-per-run must be at most {len(gpus)}, the number of GPUs on this node, got "
+            f"{each}"
         )
     jobs: int = options.jobs or most
     if jobs > most:
@@ -142,7 +143,7 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def visible_gpus() -> Sequence[str]:
-    """Return the names of visible GPUs. As in CUDA, the list ends at the first invalid name."""
+    """Return the names of the visible GPUs. As in CUDA, the list ends at the first invalid name."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         names = (name.strip() for name in named.split(","))
@@ -151,14 +152,14 @@ def visible_gpus() -> Sequence[str]:
 
 
 class RunFailedError(InputError):
-    """Error for a run that has no loss for a reason other than a nonfinite loss or gradient."""
+    """Raised if a run ends without a loss, other than through a nonfinite loss or gradient."""
 
 
 class Trainer:
-    """Trainer of a study's runs, with run folders in `output` and records in `book`.
+    """Trains a study's runs, with run folders in `output` and records in `book`.
 
-    Several processes, on one or several nodes, may share the folders. Each run is trained by one
-    process, and all processes read its record.
+    Several processes, on one or more nodes, may share the folders. Each run is trained by one
+    process, and its record is read by all of them.
     """
 
     def __init__(
@@ -182,15 +183,15 @@ class Trainer:
             self._free.put(place)
 
     def state(self) -> str:
-        """Return the folder and the last output line of each run in progress."""
+        """Return the folder and last output line of each run in progress."""
         logs = ((log.parent.name, lines_of(log) or ["starts"]) for log in [*self._logs])
         lines = [f"{name}: {text[-1]:.80}" for name, text in logs]
-        return "; ".join(lines) or "no run is in progress in this process"
+        return "; ".join(lines) or "no runs in progress in this process"
 
     def begin(self, runs: Iterable[Run]) -> None:
         """Queue the runs without a record, in order, and return immediately.
 
-        Raises InputError if a record's data or environment differs from its run's.
+        Raises InputError if a record's data or environment does not match its run.
         """
         for run in runs:
             key = run.key
@@ -200,7 +201,7 @@ class Trainer:
                 self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
-        """Train the runs without a record. Return the records of all runs in order.
+        """Train the runs without a record, and return the records of all runs in order.
 
         Raises RunFailedError if a run cannot be trained.
         """
@@ -217,33 +218,33 @@ class Trainer:
         return [self.book[key] for key, _ in keys]
 
     def _check(self, run: Run, record: Record) -> None:
-        """Raise InputError if a record's data or environment differs from the run's."""
+        """Raise InputError if a record's data or environment does not match the run."""
         if not record.facts and not self._warned:
             self._warned = True
-            text = "records of earlier versions contain no hashes with which to check the data"
+            text = "records from earlier versions contain no hashes to check the data against"
             print(f"warning: {self.book.path}: {text}", file=sys.stderr)
         for kind, now in self._facts(run).items():
             was = record.facts.get(kind, now)
             if was != now:
                 raise InputError(
                     f"{self.book.path}: {kind} in the record of {run.label} must be {now}, got "
-                    f"{was}; choose another --results, or remove the record"
+                    f"{was}; choose another --results folder, or delete the record"
                 )
 
     def _facts(self, run: Run) -> dict[str, Any]:
-        """Return the environment and data of a run."""
+        """Return a run's environment and data."""
         return {"environment": self.given, "data": run.data}
 
     def _try(self, key: str, run: Run) -> bool:
         """Train a run unless it has a record. Return False if another process is training it.
 
-        Such a process may have been started by a study that was killed.
+        That process may have been started by a study that has since been killed.
         """
         folder = self.output / run.folder
         with claimed(folder) as mine:
             if not mine:
                 return False
-            self.book.refresh()  # the process with the previous claim may have trained the run
+            self.book.refresh()  # the previous holder of the claim may have trained the run
             if key in self.book:
                 return True
             record = self._train(key, run, folder)
@@ -275,7 +276,7 @@ class Trainer:
         return Record(key, run.label, run.settings, failed, round(seconds, 1), figures, facts)
 
     def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Run pretrain.py in a free place. Return the exit code and total processor seconds."""
+        """Run pretrain.py in a free place. Return the exit code and the total CPU seconds."""
         place = self._free.get()
         ranks = [] if place.ranks == 1 else ["--ranks", str(place.ranks)]
         try:
@@ -303,11 +304,8 @@ class Trainer:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return the results of a run.
-
-    They are the last validation loss (nats per token, mean over the datasets), the number of
-    training tokens, and the validation losses by step.
-    """
+    """Return the results of a run: the final validation loss (nats per token, averaged over the
+    datasets), the number of training tokens, and the validation losses by step."""
     metrics = read_metrics(folder)
     course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
     tokens = max((line.get("progress/tokens", 0) for line in metrics), default=0)
@@ -315,18 +313,18 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def message(log: Path) -> str:
-    """Return the first line of the last error in a run's log, or the last line if the log contains
-    no error."""
+    """Return the first line of the last error in a run's log, or the last line if there is no
+    error."""
     lines = lines_of(log) or ["nothing"]
     errors = [list(group) for error, group in groupby(lines, is_error) if error]
     return errors[-1][0] if errors else lines[-1]
 
 
 def lines_of(log: Path) -> list[str]:
-    """Return the lines of a log, which may end within a character."""
+    """Return the lines of a log, which may be truncated in mid-character."""
     return log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
 
 def is_error(line: str) -> bool:
-    """Return whether a line of a log belongs to an error. A command prefixes all its lines."""
+    """Return whether a log line belongs to an error. Commands prefix every line of an error."""
     return line.startswith("error: ")

@@ -221,7 +221,7 @@ def test_results_of_an_earlier_evaluation_are_not_those_of_this_one(tmp_path) ->
     for name in ("config.json", "results_1.json"):
         (tmp_path / name).write_text("{}")
     run = Run(model=tmp_path, tasks=["a"], python=Path("/bin/true"), output=tmp_path)
-    with pytest.raises(InputError, match="code 0 without results"):
+    with pytest.raises(InputError, match="code 0 and wrote no results"):
         evaluate(run, offline=True)
 
 

@@ -162,7 +162,7 @@ def test_a_pipe_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "options", "rule"),
     [
-        ("", ["\udcff"], "the prompt must be UTF-8"),
+        ("", ["\udcff"], "the prompt must be valid UTF-8"),
         ("", ["a", "--temperature", "nan"], "--temperature must be finite and at least 0, got nan"),
         ("", ["a", "--temperature", "-1"], "--temperature must be finite and at least 0, got -1"),
         ("", ["a", "--tokenizer", "t"], "only valid with a run or checkpoint, got the exported"),

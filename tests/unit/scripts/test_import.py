@@ -135,7 +135,7 @@ def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world,
         said, replaced = capsys.readouterr()
         assert "=64 replaces override train.sequence_length=32" in replaced
         assert f"{dtype} weights" in said
-        assert "would have 64, because train.sequence_length is 64" in said
+        assert "would set it to 64, because train.sequence_length is 64" in said
         assert same_state(stored, tensors_of(read_checkpoint(tmp_path / "again"), "weight/")) == []
 
 

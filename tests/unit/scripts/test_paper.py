@@ -165,7 +165,7 @@ def test_a_row_without_commands_is_refused(refusal) -> None:
         (["sso", "figure_99"], "item must be"),
         ([paper, item], f"{item} has no tiny command"),
         ([paper, item, "--full"], f"{item} has no full command"),
-        ([paper, item, "--measure"], "--measure needs an item with `measure` in papers.yaml"),
+        ([paper, item, "--measure"], "--measure requires an item with `measure` in papers.yaml"),
     ):
         assert said in refusal(main(options))
 
@@ -557,7 +557,7 @@ def test_series_are_the_figures_that_the_run_logged(world, folder: str) -> None:
     record = Record("key", "run", settings, False, 1.0, figures, {})
     assert trained_series(record, Path(folder), texts) == series
     for change in ({"figures": figures | {"loss": 1.0}}, {"settings": [*settings, "seed=5"]}):
-        with pytest.raises(InputError, match="recorded loss 1.0|was trained with another config"):
+        with pytest.raises(InputError, match="recorded loss 1.0|trained with a different config"):
             trained_series(replace(record, **change), Path(folder), texts)
     for change, said in (
         ({"series": {"a": "metric train/los"}}, "contains no values of `metric train/los`"),

@@ -140,7 +140,7 @@ def test_a_record_of_other_data_or_another_environment_is_refused(study_file, tm
 def test_a_record_that_does_not_say_its_data_is_warned_of(study_file, tmp_path, capsys):
     record_all(study_file, tmp_path)
     assert main([str(study_file), str(tmp_path)]) == 0
-    assert capsys.readouterr().err.count("contain no hashes with which to check the data") == 1
+    assert capsys.readouterr().err.count("contain no hashes to check the data against") == 1
 
 
 def test_a_record_is_that_of_the_merged_config(study_file, minimal):
@@ -379,12 +379,12 @@ CURVE = {"variant": "plain", "shares": [0.5], "seeds": [1]}
         ),
         (searching(2, 3), "must have the same tuning budget in full runs, got a 2, b 3"),
         (searching(3, rungs=((0.5, 3), (1, 1))), "and end at 1, got [3, 3, 1]"),
-        (searching(3, rungs=((1, 2),)), "decrease at each rung of s and end at 1, got [3, 2]"),
+        (searching(3, rungs=((1, 2),)), "decrease at every rung of s and end at 1, got [3, 2]"),
         (searching(2, rungs=((1.5, 1),)), "search.stages.s: shares must be in (0, 1]"),
         (searching(2, rungs=((0, 1),)), "search.stages.s: shares must be in (0, 1]"),
-        (searching(2, kind="factors"), "a: factors in s need tuned_in, got null"),
+        (searching(2, kind="factors"), "a: factors in s require tuned_in, got null"),
         ({}, "the command line must not set seed, which the study sets from seeds"),
-        ({"seeds": [1, 1]}, "seeds must be a nonempty list of distinct numbers, got [1, 1]"),
+        ({"seeds": [1, 1]}, "seeds must be a non-empty list of distinct numbers, got [1, 1]"),
         (
             {"variants": {"a": {"config": "x", "against": "b"}}},
             "a.against must be a variant of the study, got b",

@@ -94,7 +94,7 @@ def test_a_declared_key_that_is_the_same_is_refused(tmp_path):
     with pytest.raises(InputError, match=refusal):
         found_in(tmp_path, variants)
     variants["b"] = {"config": SSO, "differs": ["model.init"]}
-    with pytest.raises(InputError, match="b.differs needs against, got null"):
+    with pytest.raises(InputError, match="b.differs requires against, got null"):
         found_in(tmp_path, variants)
 
 
