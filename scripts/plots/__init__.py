@@ -1,1 +1,1 @@
-"""Figures and pages of scripts/plot.py."""
+"""Figures and HTML pages for scripts/plot.py."""

@@ -1,4 +1,4 @@
-"""The page that compares several runs: a table of all runs, and overlaid curves."""
+"""The page that compares several runs, with a table of all runs and overlaid curves."""
 
 import os
 import re
@@ -18,47 +18,47 @@ from training.errors import InputError
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
 """Figures on the page, with one colour per run."""
 
-COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "time of stepping")
-"""Columns of the table, in addition to the metric by which runs are sorted."""
+COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "training time")
+"""Table columns, in addition to the metric that runs are sorted by."""
 
 MOST = 12
-"""Maximum number of runs in a figure: those with the lowest validation loss, or with the lowest
-training loss if no run validates."""
+"""Maximum number of runs per figure: those with the lowest validation loss or, if no run has one,
+with the lowest training loss."""
 
 SHOWN_KEYS = 8
-"""Maximum number of differing config keys per run in the table."""
+"""Maximum number of differing config keys to list per run."""
 
 ABOUT = (
-    "Sorted by {}. Below each run are its model and the config keys whose values differ between "
-    "runs. A small difference may be chance; scripts/study.py compares several seeds."
+    "Sorted by {}. Each run is followed by its model and the config keys that differ between runs. "
+    "Small differences may be due to chance; use scripts/study.py to compare several seeds."
 )
 
 UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
-"""Keys that do not affect training; datasets are compared by content instead of path."""
+"""Keys that do not affect training. Datasets are compared by content rather than by path."""
 
 MEASURED = re.compile(
     r"data\.(validation\..*|document_mask|first_token_loss)|train\.sequence_length"
     r"|validation\.samples"
 )
-"""Keys, apart from model and tokenizer, on which the measured validation loss depends."""
+"""Keys that the measured validation loss depends on, besides the model and tokenizer."""
 
-UNLIKE = "The validation losses of these runs cannot be compared, because the runs differ in {}."
+UNLIKE = "The validation losses of these runs are not comparable, because the runs differ in {}."
 
 
 LOSS = ("val/loss", "validation loss")
 BITS = ("val/bpb", "bits per byte")
-"""Metrics by which runs are sorted, with their column headings."""
+"""Metrics that runs can be sorted by, with their column headings."""
 
 
 def measure(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Return the metric by which runs are sorted. It is nats per token, or bits per byte if
-    tokenizers differ and all validated runs logged bits per byte."""
+    """Return the metric to sort runs by: nats per token, or bits per byte if tokenizers differ and
+    all validated runs logged it."""
     complete = all(run.series(BITS[0]) for run in runs if run.series(LOSS[0]))
     return BITS if unlike_tokenizers(runs) and complete else LOSS
 
 
 def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
-    """Return whether the runs' tokenizers or vocabulary sizes differ."""
+    """Return whether tokenizers or vocabulary sizes differ between runs."""
     sizes = {run.config["model"].get("vocab_size") for run in runs}
     return len(sizes) > 1 or len({run.contents.get("tokenizer") for run in runs} - {None}) > 1
 
@@ -66,7 +66,7 @@ def unlike_tokenizers(runs: Sequence[RunData]) -> bool:
 def unlike_measurements(
     runs: Sequence[RunData], configs: Sequence[dict[str, Any]], metric: str
 ) -> list[str]:
-    """Return the settings that make values of `metric` incomparable between validated runs."""
+    """Return the settings that make `metric` incomparable across validated runs."""
     validated = [i for i, run in enumerate(runs) if run.series(metric)]
     keys = unlike_keys([settings_in_use(configs[i]) for i in validated])
     reasons = [key for key in keys if MEASURED.fullmatch(key)]
@@ -76,8 +76,8 @@ def unlike_measurements(
 
 
 def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return each run's config with a key `content` in each dataset. It is the dataset's hash. If
-    an earlier version without hashes wrote any of the runs, it is the dataset's path."""
+    """Return each run's config with a key `content` added to every dataset: the dataset's hash or,
+    if any of the runs was written by an earlier version without hashes, its path."""
     known = all(run.contents for run in runs)
     configs = []
     for run in runs:
@@ -95,7 +95,7 @@ def with_contents(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run's row in the table. `settings` are `key value` of the keys in which runs differ."""
+    """A run's table row. `settings` has `key value` for the keys that differ between runs."""
 
     run: RunData
     settings: list[str]
@@ -104,7 +104,7 @@ class Compared:
 
     @cached_property
     def status(self) -> RunStatus:
-        """The status of the run."""
+        """Status of the run."""
         return run_status(self.run)
 
     @property
@@ -114,8 +114,8 @@ class Compared:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Sort key: the metric or, without it, the training loss. Runs with the metric are first,
-        runs with neither are last."""
+        """Sort key: the metric or, if missing, the training loss. Runs with the metric come first,
+        and runs with neither come last."""
         for missing, name in ((False, self.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:
@@ -124,14 +124,14 @@ class Compared:
 
     @property
     def figures(self) -> dict[str, str]:
-        """The run's value in each column."""
+        """The run's value for each column."""
         cards = dict(key_figures(self.run, self.metric))
         names = {self.heading: "validation loss"} | {name: name for name in COLUMNS}
         return {name: cards.get(key, "-") for name, key in names.items()}
 
 
-def find_runs(folder: Path, around: Path) -> list[RunData]:
-    """Return all runs in a folder and its subfolders, labelled by their path relative to `around`.
+def find_runs(folder: Path, base: Path) -> list[RunData]:
+    """Return all runs in a folder and its subfolders, labelled by their path relative to `base`.
 
     Raises InputError if there are no runs, or if a run cannot be read.
     """
@@ -139,24 +139,24 @@ def find_runs(folder: Path, around: Path) -> list[RunData]:
         raise InputError(f"{folder} must be an existing folder")
     runs = []
     seen: set[str] = set()
-    for place, inside, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            inside.clear()  # already read through another link, or a cycle
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()  # already visited through another symlink, or a cycle
             continue
         seen.add(real)
         if "metrics.jsonl" in files and "config.yaml" in files:
-            path = Path(place)
-            label = path.absolute().relative_to(around.absolute()).as_posix()
+            path = Path(parent)
+            label = path.absolute().relative_to(base.absolute()).as_posix()
             runs.append(read_run(path, None if label == "." else label))
-            inside.clear()  # checkpoints also contain configs
+            folders.clear()  # checkpoints contain configs, too
     if not runs:
         raise InputError(f"{folder} contains no run folder (metrics.jsonl and config.yaml)")
     return runs
 
 
-def comparison(around: Path, folders: Sequence[Path]) -> str:
-    """Return the page about all runs in `folders`. `around` contains all folders."""
-    found_in = {run.name: run for folder in folders for run in find_runs(folder, around)}
+def comparison(base: Path, folders: Sequence[Path]) -> str:
+    """Return the page that compares all runs in `folders`, which must be inside `base`."""
+    found_in = {run.name: run for folder in folders for run in find_runs(folder, base)}
     runs = [found_in[name] for name in sorted(found_in)]
     metric, heading = measure(runs)
     configs = with_contents(runs)
@@ -164,7 +164,7 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
     rows = (Compared(*each, metric, heading) for each in zip(runs, differing, strict=True))
     compared = sorted(rows, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
-    less = f" The best {MOST} of {len(logged)} runs are drawn." if len(logged) > MOST else ""
+    less = f" Only the best {MOST} of {len(logged)} runs are shown." if len(logged) > MOST else ""
     about = ABOUT.format(heading)
     if reasons := unlike_measurements(runs, configs, metric):
         about = f"{UNLIKE.format(', '.join(reasons))} {about}"
@@ -180,13 +180,13 @@ def comparison(around: Path, folders: Sequence[Path]) -> str:
             sections.append(PageSection(name, heading, "", "reason", each.status, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
-    return page(around.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
+    return page(base.resolve().name, f"{len(runs)} runs", cards=counts, sections=sections)
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each config, `key value` of the keys whose values differ between configs.
+    """Return, for each config, `key value` for the keys that differ between configs.
 
-    A section that is null in some configs counts as one key.
+    A section that is null in some of the configs counts as a single key.
     """
     values = [settings_in_use(config) for config in configs]
     unlike = unlike_keys(values)
@@ -203,13 +203,14 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def unlike_keys(values: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys that affect training and differ between results of `settings_in_use`."""
+    """Return the keys that affect training and differ between `values`, which come from
+    `settings_in_use`."""
     keys = dict.fromkeys(key for each in values for key in each if not UNCOMPARED.fullmatch(key))
     return [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
 
 
 def settings_in_use(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `config` by dotted key, without rules that no role uses."""
+    """Flatten `config` to a dict with dotted keys, dropping rules that no role uses."""
     optimizer = config["optimizer"]
     sections = [*optimizer.values(), *(optimizer.get("roles") or {}).values()]
     used = {each["rule"] for each in sections if isinstance(each, dict) and "rule" in each}
@@ -218,7 +219,7 @@ def settings_in_use(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(key: str) -> int:
-    """Return the sort position of a key's section: the most informative sections are first."""
+    """Return a key's sort position by section, with the most informative sections first."""
     first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
     section = key.split(".")[0]
     return first.index(section) if section in first else len(first)

@@ -12,21 +12,21 @@ from scripts.plots.run_data import RunData, Series
 from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
-"""Line styles of runs in figures whose colours do not denote runs."""
+"""Line styles that tell runs apart in figures where colours denote something else."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
-"""Monitored signal-to-noise metrics and their names in titles."""
+"""Monitored signal-to-noise metrics, and their names in titles."""
 
 RULE = "monitor/rule_"
-"""Prefix of the metrics reported by update rules."""
+"""Prefix of metrics reported by update rules."""
 
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Loss in nats per token. Lines show training batches, dots the mean over the validation sets.
-    If training and validation sets have the same names, the mean is weighted like the training
-    mixture."""
+    """Loss in nats per token. Lines show training batches, and dots the mean over the validation
+    sets. If training and validation sets have the same names, the mean uses the weights of the
+    training mixture."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -42,7 +42,7 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
-    axes[1].set(xlabel=f"{unit} of training steps", ylabel="loss (nats per token)")
+    axes[1].set(xlabel=f"training time ({unit})", ylabel="loss (nats per token)")
     axes[0].legend()
     return figure
 
@@ -56,7 +56,7 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
     groups = list(dict.fromkeys(name for run in runs for name in run.names("lr/")))
     for j, run in enumerate(runs):
         for i, group in enumerate(groups):
-            # With a single run, line styles distinguish groups whose lines coincide.
+            # With a single run, use line styles to distinguish groups whose lines coincide.
             style = STYLES[(j if len(runs) > 1 else i) % len(STYLES)]
             short = group.removeprefix("lr/")
             label = f"{literal(run.name)}, {short}" if len(runs) > 1 else short
@@ -73,8 +73,8 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Largest singular value divided by the mean of the smallest 10% of the singular values. Lower
-    values are better conditioned. The lines are the mean of each role and the geometric mean of all
+    """Largest singular value divided by the mean of the smallest 10% of singular values. Lower is
+    better conditioned. The lines show the mean for each role and the geometric mean over all
     matrices."""
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -91,8 +91,8 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the tracked spectral norm of PC layers. Solid lines are medians over a
-    role's matrices, dashed lines are maxima."""
+    """Relative error of the tracked spectral norm in PC layers. Solid lines show the median over a
+    role's matrices, and dashed lines the maximum."""
     name = "pc_norm_error"
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -111,12 +111,12 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def signal(run: RunData) -> Figure | None:
-    """Signal and noise in gradients of one step's micro-batches and in updates of the last steps.
-    SNR is the common part of these samples divided by their deviations. TopShare is the share of
-    the deviations in their top direction. The dotted line is its minimum. Alignment is the cosine
-    with the previous step."""
+    """Signal and noise in the gradients of a step's micro-batches and in the updates of the last
+    steps. SNR is the common part of these samples divided by their deviations. TopShare is the
+    share of the deviations in their top direction, and the dotted line is its minimum. Alignment is
+    the cosine with the previous step."""
     panels = [
-        (f"{what}_{figure}", f"{name}, of {what}s")
+        (f"{what}_{figure}", f"{name} of {what}s")
         for figure, name in SIGNALS.items()
         for what in ("gradient", "update")
         if run.names(f"monitor/{what}_{figure}/")
@@ -143,8 +143,8 @@ def signal(run: RunData) -> Figure | None:
 
 
 def rule_reports(run: RunData) -> Figure | None:
-    """Metrics reported by the update rules, averaged over the matrices of each role. Metrics that
-    are always 0 are omitted."""
+    """Metrics reported by the update rules, averaged over each role's matrices. Metrics that are
+    always 0 are omitted."""
     reports = {name: run.series(name) for name in run.names(RULE)}
     reports = {name: series for name, series in reports.items() if any(y for _, y in series)}
     titles = list(dict.fromkeys(name.split("/")[1] for name in reports))
@@ -163,13 +163,13 @@ def rule_reports(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio in the worst layer: (largest - mean) / mean of the experts' loads. 0 is perfect
+    """MaxVio in the worst layer: (largest - mean) / mean of the expert loads. 0 means perfect
     balance."""
-    return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
+    return _one(runs, "moe/max_vio", "MaxVio in the worst layer")
 
 
 def tasks(runs: Sequence[RunData]) -> Figure | None:
-    """Accuracy on multiple-choice tasks. The choice is made by log-likelihood (solid lines) or by
+    """Accuracy on multiple-choice tasks, choosing by log-likelihood (solid lines) or by
     log-likelihood per character (dashed lines)."""
 
     def draw(axis: Axes, run: RunData) -> None:
@@ -185,7 +185,7 @@ def tasks(runs: Sequence[RunData]) -> Figure | None:
 
 
 def z_loss(runs: Sequence[RunData]) -> Figure | None:
-    """Mean squared log-sum-exp of the logits, without the z-loss coefficient."""
+    """Mean squared log-sum-exp of the logits, excluding the z-loss coefficient."""
     return _one(runs, "train/z_loss", "squared log-sum-exp of the logits", log=True)
 
 
@@ -195,7 +195,7 @@ def penalty(runs: Sequence[RunData]) -> Figure | None:
 
 
 def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False) -> Figure | None:
-    """Draw one metric over tokens with a colour per run. Return None if no run logged it."""
+    """Draw a metric over tokens with one colour per run. Return None if no run logged it."""
     runs = [run for run in runs if run.series(metric)]
     if not runs:
         return None
@@ -212,7 +212,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
 def _per_run(
     runs: Sequence[RunData], prefix: str, label: str, draw: Callable[[Axes, RunData], None]
 ) -> Figure | None:
-    """Return a figure with a panel, drawn by `draw`, for each run that logged metrics with
+    """Return a figure with a panel, drawn by `draw`, for each run that logged metrics starting with
     `prefix`."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
@@ -222,7 +222,7 @@ def _per_run(
         draw(axis, run)
         axis.set(title=literal(run.name))
         count_tokens(axis)
-        # Without arguments, legend warns if all values of a run are missing.
+        # Called without arguments, legend warns if all values of a run are missing.
         names = axis.get_legend_handles_labels()
         axis.legend(*names, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_ylabel(label)
@@ -230,9 +230,9 @@ def _per_run(
 
 
 def look(i: int) -> dict[str, Any]:
-    """Return colour and line style of the i-th line. The style changes when colours repeat."""
-    round_, place = divmod(i, len(COLORS))
-    return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
+    """Return the colour and line style of the i-th line. The style changes when colours repeat."""
+    cycle, color = divmod(i, len(COLORS))
+    return {"color": COLORS[color], "linestyle": STYLES[cycle % len(STYLES)]}
 
 
 def _line(axis: Axes, series: Series, **style: object) -> None:

@@ -1,4 +1,4 @@
-"""Figures of the singular values of W and PC(W) in a checkpoint, and of PC layers' polynomials."""
+"""Plot the singular values of W and PC(W) in a checkpoint, and the PC layer polynomials."""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """Draw a histogram per role of the singular values of its units, relative to each unit's
+    """Draw a histogram for each role of its units' singular values, relative to each unit's
     largest.
 
-    For PC layers the histogram also shows PC(W). `path` is a run folder or a checkpoint. Without
-    `roles`, all matrix roles except embedding and head are drawn. Raises InputError for a role that
+    For PC layers, the histogram also shows PC(W). `path` is a run folder or a checkpoint. By
+    default, all matrix roles except embedding and head are drawn. Raises InputError for a role that
     is not in the model.
     """
     info = read_checkpoint(path)
@@ -52,7 +52,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
 
 
 def normalised(weight: Tensor) -> Tensor:
-    """Return the singular values divided by the largest, or zeros for a zero matrix."""
+    """Return the singular values divided by the largest one, or zeros for a zero matrix."""
     values = torch.linalg.svdvals(weight)
     return values / values[0].clamp(min=torch.finfo(values.dtype).tiny)
 
@@ -62,9 +62,9 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Draw the polynomial g of each level, its target, and the factor g(x) / x.
+    """Draw the polynomial g for each level, its target, and the factor g(x) / x.
 
-    The polynomials are valid up to `DOMAIN`. The grey area is beyond this limit.
+    The polynomials are valid up to `DOMAIN`. The area beyond is shaded grey.
     """
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Reading a run folder's files for figures, and the run's status."""
+"""Read a run folder's files for figures, and determine the run's status."""
 
 import socket
 import sys
@@ -22,12 +22,12 @@ Line = dict[str, Any]
 T = TypeVar("T")
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
 BLOCK = ("gate_up", "gate", "up", "down")
-"""Roles of a layer's matrices in the order of the forward pass: attention, then feed-forward."""
+"""Roles of a layer's matrices in forward order: attention, then feed-forward."""
 
 TOKENS = "progress/tokens"
 NUMBER = int | float | None
 METRICS = {...: NUMBER}
-"""Shape of a line of metrics without text samples, for `check_shape`."""
+"""Shape of a metrics line without text samples, for `check_shape`."""
 UNIT = {"role": str, "layer": int | None, ...: int | float | list | None}
 MONITORS = {"units": {...: UNIT}, "blocks": {...: {...: NUMBER}}}
 EVENTS = {"kind": str, "text": str, "time": str}
@@ -49,7 +49,7 @@ Series = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of a run folder: lines of metrics, monitors and events, and the config."""
+    """The contents of a run folder: metrics, monitor and event lines, and the config."""
 
     folder: Path
     metrics: list[Line]
@@ -60,19 +60,19 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Name of the run in figures, which is its label or the name of its folder."""
+        """Name of the run in figures: its label or, by default, its folder name."""
         return self.label or self.folder.resolve().name
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """Hashes of datasets and tokenizer in data.json ({} for runs of earlier versions)."""
+        """Dataset and tokenizer hashes from data.json ({} for runs of earlier versions)."""
         found = _content(self.folder / "data.json").get("contents")
         named = found.items() if isinstance(found, dict) else ()
         return {name: each for name, each in named if isinstance(each, str)}
 
     @property
     def step(self) -> int:
-        """The last logged step, or 0 if no step was logged."""
+        """The last logged step, or 0 if there is none."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
@@ -82,12 +82,12 @@ class RunData:
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """Return the points (`x(line)`, value) of a metric. By default x is the token count."""
-        place = x or self.tokens
-        return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
+        """Return the points (`x(line)`, value) of a metric. `x` defaults to the token count."""
+        x = x or self.tokens
+        return [(x(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
     def tokens(self, line: Line) -> float:
-        """Return the number of training tokens at a line's step.
+        """Return the number of training tokens at the step of a line.
 
         It is interpolated between the counts in metrics and monitors, because the batch size may
         have changed during the run.
@@ -98,16 +98,16 @@ class RunData:
 
     @cached_property
     def _counted(self) -> NDArray[np.float64]:
-        """Steps and token counts, `[2, n + 1]`, of the n lines with token counts, after (0, 0)."""
+        """Steps and token counts, `[2, n + 1]`: (0, 0), then the n lines with token counts."""
         tokens_at = {m["step"]: m[TOKENS] for m in self.metrics if TOKENS in m}
         monitored = {m["step"]: m.get("tokens") for m in self.monitors}
         tokens_at |= {step: tokens for step, tokens in monitored.items() if isinstance(tokens, int)}
         return np.array([(0, 0), *sorted(tokens_at.items())], dtype=np.float64).T.copy()
 
     def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
-        """Return a function from a line to the total time of training steps up to the line.
+        """Return a function that maps a line to the total time of all training steps up to it.
 
-        The time, in units of `unit` seconds, excludes validation and checkpointing.
+        The time is in units of `unit` seconds and excludes validation and checkpointing.
         """
         passed: dict[int, float] = {}
         total, before = 0.0, 0
@@ -120,24 +120,24 @@ class RunData:
         return lambda line: passed[line["step"]] / unit
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the metrics with a prefix, in the order of their first occurrence."""
+        """Return the names of all metrics with this prefix, in order of first occurrence."""
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """Yield each matrix's metrics in a line of monitors.jsonl, for one role or all roles."""
+        """Yield the metrics of each matrix in a line of monitors.jsonl, for one or all roles."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """Return the number of gradients or updates from which a noise metric was last computed."""
+        """Return how many gradients or updates a noise metric was last computed from."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])
         return int(self.config["monitors"]["noise_samples"])
 
     def roles(self) -> list[str]:
-        """Return the monitored roles of matrices in layers, in the order of the forward pass."""
+        """Return the monitored roles of matrices in layers, in forward order."""
         last = self.monitors[-1]["units"].values() if self.monitors else ()
         names = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
         return sorted(names, key=_place)
@@ -168,8 +168,8 @@ def read_run(folder: Path, label: str | None = None) -> RunData:
 
 
 def _lines(path: Path, shape: Any) -> list[Line]:
-    """Return the lines of a file; print a warning about damaged lines. Raises InputError if a line
-    has an unexpected shape, or if steps decrease."""
+    """Return the lines of a file, warning about damaged lines. Raises InputError if a line has an
+    unexpected shape or steps decrease."""
     content, before = read_lines(path), 0
     if content.damaged:
         print(f"warning: {path}: skipped {content.damaged} damaged lines", file=sys.stderr)
@@ -185,7 +185,7 @@ def _lines(path: Path, shape: Any) -> list[Line]:
 
 
 def _place(role: str) -> tuple[int, int]:
-    """Return the sort key of a role's position in a layer; unknown roles are last."""
+    """Return the sort key for a role's position in a layer. Unknown roles come last."""
     base = role.removeprefix("shared_").removeprefix("expert_")
     kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
     order = (*ATTENTION, *BLOCK)
@@ -201,17 +201,17 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 Kind = Literal["running", "stopped", "failed", "done"]
 
 SILENCE = 300.0
-"""Seconds without a heartbeat after which a run on another host counts as ended; longer for a run
-with slow steps."""
+"""Seconds without a heartbeat after which a run on another host is considered dead. The limit is
+longer for runs with slow steps."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """The status of a run.
 
-    kind    running, stopped (the run can be resumed), failed or done
+    kind    running, stopped (can be resumed), failed or done
     text    the kind and the step
-    reason  reason of a stop or failure, else ""
+    reason  reason for a stop or failure, else ""
     """
 
     kind: Kind
@@ -220,25 +220,25 @@ class RunStatus:
 
 
 def run_status(run: RunData) -> RunStatus:
-    """Return the status of a run from its last event, lock and heartbeat.
+    """Determine the status of a run from its last event, lock and heartbeat.
 
-    A run that ended without an event, such as a killed run, counts as failed. If the last event is
-    not an end, `alive` decides between running and failed.
+    A run that ended without logging an event, for example because it was killed, counts as failed.
+    If the last event is not an end, `alive` decides between running and failed.
     """
     steps = run.config["train"]["steps"]
     ends = [each for each in run.events if each["kind"] in _EVENTS]
     step = max([run.step, *(each["step"] for each in ends)])
-    place = f"step {step:,} of {steps:,}"
+    position = f"step {step:,} of {steps:,}"
     if (run.folder / DONE).exists():
         return RunStatus("done", f"done, {step:,} steps")
     last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
-    if last["kind"] in ("stopped", "done"):  # without DONE, train.exit_step ended the run
-        return RunStatus("stopped", f"stopped, {place}", last["text"])
+    if last["kind"] in ("stopped", "done"):  # done, but no DONE: stopped at train.exit_step
+        return RunStatus("stopped", f"stopped, {position}", last["text"])
     if last["kind"] == "failed":
-        return RunStatus("failed", f"failed, {place}", last["text"])
+        return RunStatus("failed", f"failed, {position}", last["text"])
     if alive(run):
-        return RunStatus("running", f"running, {place}")
-    return RunStatus("failed", f"failed, {place}", "The run was killed, or its node failed.")
+        return RunStatus("running", f"running, {position}")
+    return RunStatus("failed", f"failed, {position}", "The run was killed, or its node failed.")
 
 
 _EVENTS = ("started", "continued", "stopped", "failed", "done")
@@ -247,8 +247,8 @@ _EVENTS = ("started", "continued", "stopped", "failed", "done")
 def alive(run: RunData) -> bool:
     """Return whether a run's process is alive.
 
-    On the run's host, its process is looked up by id and start time, because the id may have been
-    reused. On another host, the last heartbeat must be recent. Clocks may differ by seconds.
+    On the run's own host, the process is looked up by id and start time, as the id may have been
+    reused. On any other host, the last heartbeat must be recent, allowing for clock skew.
     """
     lock = _content(run.folder / LOCK)
     complete = isinstance(lock.get("pid"), int) and isinstance(lock.get("began"), str)
@@ -261,7 +261,7 @@ def alive(run: RunData) -> bool:
 
 
 def _content(path: Path) -> Line:
-    """Return the object in a JSON file, or {} if the file cannot be read."""
+    """Return the object in a JSON file, or {} if it cannot be read."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""All figures of runs, which are written to files or shown on pages."""
+"""All figures of runs, to be written to files or shown on pages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from scripts.plots.style import save
 
 @dataclass(frozen=True)
 class RunFigure:
-    """A kind of figure, with either `overlay` or `single`.
+    """A kind of figure. Exactly one of `overlay` and `single` is set.
 
-    name     name of the file, without suffix, and of the page's section
+    name     name of the file (without suffix) and of the page section
     title    heading on the page
-    overlay  function that draws several runs into one figure, or returns None without data
-    single   the same for one run, if an overlay of several runs would be unreadable
-    half     whether the figure shares a row with another figure on wide pages
+    overlay  function that draws several runs in one figure, or returns None if there is no data
+    single   the same for a single run, if overlaying several runs would be unreadable
+    half     whether the figure shares a row with another one on wide pages
     """
 
     name: str
@@ -30,7 +30,7 @@ class RunFigure:
     half: bool = False
 
     def draw(self, run: RunData) -> Figure | None:
-        """Draw one run. Return None if the run has no data for the figure."""
+        """Draw a single run. Return None if it has no data for this figure."""
         if self.single is not None:
             return self.single(run)
         assert self.overlay is not None
@@ -47,17 +47,17 @@ FIGURES = (
     RunFigure("tasks", "Downstream tasks", curves.tasks),
     RunFigure("learning_rates", "Learning rates", curves.learning_rates, half=True),
     RunFigure("gradient_norm", "Gradient norm", curves.gradient_norm, half=True),
-    RunFigure("evolution", "Spectra of the weights over time", single=spectra.evolution),
-    RunFigure("spectra", "Distribution of the singular values", spectra.histograms),
+    RunFigure("evolution", "Weight spectra over time", single=spectra.evolution),
+    RunFigure("spectra", "Distribution of singular values", spectra.histograms),
     RunFigure("quantiles", "Singular values by rank", spectra.quantiles),
-    RunFigure("momentum", "Spectra of the momentum over time", single=spectra.momentum),
-    RunFigure("update", "Spectra of the update over time", single=spectra.update),
+    RunFigure("momentum", "Momentum spectra over time", single=spectra.momentum),
+    RunFigure("update", "Update spectra over time", single=spectra.update),
     RunFigure("condition_numbers", "Condition numbers", curves.condition_numbers),
-    RunFigure("tracked_norms", "Tracked norms of PC layers", curves.tracked_norms),
-    RunFigure("residual", "The residual stream", single=spectra.residual),
+    RunFigure("tracked_norms", "Tracked norms in PC layers", curves.tracked_norms),
+    RunFigure("residual", "Residual stream", single=spectra.residual),
     RunFigure("attention_logits", "Attention logits", spectra.attention_logits),
     RunFigure("signal", "Signal and noise", single=curves.signal),
-    RunFigure("rule_reports", "Reports of the rules", single=curves.rule_reports),
+    RunFigure("rule_reports", "Update rule metrics", single=curves.rule_reports),
     RunFigure("stable_rank", "Stable rank of the weights", single=spectra.stable_rank),
     RunFigure("nuclear_rank", "Nuclear rank of the gradients", single=spectra.nuclear_rank),
     RunFigure("criterion", "Spectral or elementwise?", single=spectra.criterion_map),
@@ -65,11 +65,11 @@ FIGURES = (
     RunFigure("penalty", "Gram penalty", curves.penalty),
     RunFigure("z_loss", "z-loss", curves.z_loss),
 )
-"""All figures, in the order of the page."""
+"""All figures, in page order."""
 
 
 def write_figures(runs: Sequence[RunData], folder: Path, suffix: str) -> list[Path]:
-    """Write every figure for which any of `runs` has data. Return the paths.
+    """Write every figure that any of `runs` has data for, and return the paths.
 
     `suffix` is .svg, .png or .pdf.
     """

@@ -1,6 +1,6 @@
-"""The page about a run, with status, progress, figures, text samples, data and config.
+"""The report page for a run, with its status, progress, figures, text samples, data and config.
 
-Pages are self-contained HTML and need no network.
+Pages are self-contained HTML and work offline.
 """
 
 import io
@@ -41,8 +41,8 @@ class PageSection:
     about    text below the heading
     kind     type of content: figure, reason, runs, samples, data, events or config
     content  data for the template, depending on `kind`
-    half     whether the section has half the width of wide pages
-    menu     whether the menu at the top links to the section
+    half     whether the section takes up half the width on wide pages
+    menu     whether the top menu links to the section
     """
 
     name: str
@@ -62,7 +62,7 @@ def page(
     cards: Iterable[tuple[str, str]] = (),
     sections: Sequence[PageSection],
 ) -> str:
-    """Return the HTML of a page. `cards` are (name, value) pairs shown at the top."""
+    """Return the HTML of a page. `cards` are (name, value) pairs to show at the top."""
     text = TEMPLATES.get_template("page.html").render(
         title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
@@ -72,7 +72,7 @@ def page(
 def figure_sections(
     figures: Iterable[tuple[RunFigure, Figure | None]], more: str = ""
 ) -> list[PageSection]:
-    """Return a section per figure that is not None. `more` is appended to each caption."""
+    """Return a section for each figure that is not None. `more` is appended to the captions."""
     return [
         PageSection(
             kind.name, kind.title, kind.about + more, "figure", drawn(figure, kind.name), kind.half
@@ -83,13 +83,13 @@ def figure_sections(
 
 
 def drawn(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element whose ids start with `key`, so that they are unique."""
+    """Return the figure as an SVG element. Its ids are prefixed with `key` to make them unique."""
     enlarge_text(figure)
     mark_single_points(figure)
     for background in (figure.patch, *(axis.patch for axis in figure.axes)):
         background.set(facecolor="none", edgecolor="none")
     buffer = io.StringIO()
-    # savefig would draw the figure twice, first to compute the layout.
+    # savefig would draw the figure twice, the first time to compute the layout.
     FigureCanvasSVG(figure).print_svg(buffer)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
@@ -100,14 +100,14 @@ def drawn(figure: Figure, key: str) -> str:
 
 
 SAMPLES = 6
-"""Maximum number of steps whose text samples are shown, per dataset."""
+"""Maximum number of steps to show text samples for, per dataset."""
 
 ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
-"""Kinds of events that are highlighted."""
+"""Kinds of events to highlight."""
 
 
 def report(run: RunData) -> str:
-    """Return the page about a run."""
+    """Return the report page for a run."""
     status = run_status(run)
     sections = figure_sections((each, each.draw(run)) for each in FIGURES if run.metrics)
     if run.metrics and not run.monitors:
@@ -117,10 +117,10 @@ def report(run: RunData) -> str:
         sections.insert(0, PageSection("status", title, "", "reason", status))
     texts = samples(run)
     if texts:
-        about = "The first tokens of each dataset (grey) and their greedy continuation."
-        sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
+        about = "The first tokens of each dataset (grey), continued by greedy decoding."
+        sections.append(PageSection("samples", "Text samples", about, "samples", texts))
     if (used := data_use(run)) is not None:
-        about = "Share of each dataset in the samples, and its tokens and epochs in the whole run."
+        about = "Each dataset's share of the samples, and its tokens and epochs over the whole run."
         sections.append(PageSection("data", "Data", about, "data", used))
     about = "Starts, stops, failures, warnings and skipped steps."
     sections.append(PageSection("events", "Events", about, "events", list(happenings(run))))
@@ -136,7 +136,7 @@ def report(run: RunData) -> str:
 
 
 def no_spectra(run: RunData) -> str:
-    """Return the reason why a run has no spectra yet."""
+    """Return why a run has no spectra yet."""
     intervals = [
         event["intervals"] for event in run.events if isinstance(event.get("intervals"), dict)
     ]
@@ -150,7 +150,7 @@ def no_spectra(run: RunData) -> str:
 
 
 def subtitle(run: RunData) -> str:
-    """Return a line that describes the model and the update rule of its matrices."""
+    """Describe the model and its matrix update rule in one line."""
     model, matrix = run.config["model"], run.config["optimizer"]["matrix"]
     pc = run.config.get("pc")
     layers = f"{model['family']}, {model['layers']} layers of width {model['hidden']}"
@@ -159,7 +159,7 @@ def subtitle(run: RunData) -> str:
 
 
 def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
-    """Yield name and value of each card for which the run has data. `measure` is the validation
+    """Yield the name and value of each card that the run has data for. `measure` is the validation
     metric."""
     loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
@@ -172,7 +172,7 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
     if rate:
         yield "tokens / second", short(median(rate))
     if run.metrics:
-        yield "time of stepping", duration(run.seconds()(run.metrics[-1]))
+        yield "training time", duration(run.seconds()(run.metrics[-1]))
     for metric, name, form in (
         ("perf/mfu", "MFU", ".1f"), ("moe/max_vio", "MaxVio", ".2f"),
         ("optim/skipped_steps", "skipped steps", ".0f"),
@@ -182,7 +182,7 @@ def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, 
 
 
 def samples(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Return (step, dataset, prompt, text) of a few text samples per dataset."""
+    """Return (step, dataset, prompt, text) for a few text samples per dataset."""
     rows = []
     for name in (name for name in run.names("sample/") if name.endswith("/text")):
         lines = [line for line in run.metrics if isinstance(line.get(name), str)]
@@ -193,7 +193,7 @@ def samples(run: RunData) -> list[tuple[str, str, str, str]]:
 
 
 def happenings(run: RunData) -> Iterator[dict[str, Any]]:
-    """Yield events and skipped steps in order, as dicts with the template's keys."""
+    """Yield events and skipped steps in order, as dicts with the keys used by the template."""
     skipped = 0
     rows = [(each["step"], each["time"], each["kind"], event_text(each)) for each in run.events]
     for line in run.metrics:
@@ -201,7 +201,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
         if now > skipped:
             text = (
                 f"{now - skipped} steps skipped, because the loss or gradient was not finite or "
-                "the loss was a spike"
+                "the loss spiked"
             )
             rows.append((line["step"], "", "skipped", text))
         skipped = now
@@ -212,7 +212,7 @@ def happenings(run: RunData) -> Iterator[dict[str, Any]]:
 
 
 def event_text(event: Line) -> str:
-    """Return an event's text. For a failure it includes the error's type, rank and host."""
+    """Return an event's text. For failures, it includes the error type, rank and host."""
     if "error" not in event:
         return str(event["text"])
     rank, host = event.get("rank"), event.get("host")
@@ -227,10 +227,10 @@ SHAPE: Final = {
 
 
 def data_use(run: RunData) -> dict[str, Any] | None:
-    """Return header and rows of the table of datasets.
+    """Return the header and rows of the dataset table.
 
-    Returns None if data.json is missing or unreadable, or if an older version wrote it without the
-    needed figures.
+    Returns None if data.json is missing or unreadable, or was written by an older version without
+    the required figures.
     """
     path = run.folder / "data.json"
     try:

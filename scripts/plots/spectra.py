@@ -1,5 +1,5 @@
-"""Figures of monitored matrices and blocks: spectra, heat maps by layer and role, the residual
-stream and attention logits."""
+"""Plot monitored matrices and blocks: spectra, heat maps by layer and role, the residual stream and
+attention logits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from scripts.plots.run_data import Line, RunData, Series, spread
 from scripts.plots.style import COLORS, count_tokens, literal, new_figure, new_grid, plain_log
 
 Draw = Callable[[Axes, RunData, str, str], None]
-"""Function that draws a run into an axis, for a role and in a colour."""
+"""Function that draws a run on an axis, for a given role and in a given colour."""
 
 DECILES = np.linspace(0, 1, 11)
 WEIGHT = ("effective_quantiles", "quantiles")
-"""Names of a weight's spectrum: PC(W) if the run logged it, else W."""
+"""Keys of a weight's spectrum: that of PC(W) if the run logged it, else that of W."""
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
     """Singular values at the last monitored step, divided by the largest (in PC layers, of PC(W)).
 
-    Monitors store only the deciles of a spectrum, so the values between two deciles are assumed to
-    be uniformly distributed.
+    Monitors only store the deciles of a spectrum, so values are assumed to be uniformly distributed
+    between deciles.
     """
     return _per_role(runs, _histogram, "share of values", "singular value / largest")
 
@@ -40,19 +40,19 @@ def quantiles(runs: Sequence[RunData]) -> Figure | None:
 
 
 def evolution(run: RunData) -> Figure | None:
-    """Median, middle 80% and full range of the singular values, averaged over the matrices of each
-    role. If only one step was monitored, they are drawn as bars and a point."""
+    """Median, middle 80% and full range of the singular values, averaged over each role's matrices.
+    If only one step was monitored, they are drawn as bars and a point."""
     return _evolution(run, WEIGHT)
 
 
 def momentum(run: RunData) -> Figure | None:
-    """Singular values of the momentum after the step: median, middle 80% and full range."""
+    """Singular values of the momentum after each step: median, middle 80% and full range."""
     return _evolution(run, ("momentum_quantiles",))
 
 
 def update(run: RunData) -> Figure | None:
-    """Singular values of a step's weight change, without weight decay: median, middle 80% and full
-    range."""
+    """Singular values of each step's weight change, excluding weight decay: median, middle 80% and
+    full range."""
     return _evolution(run, ("update_quantiles",))
 
 
@@ -95,13 +95,13 @@ def nuclear_rank(run: RunData) -> Figure | None:
 
 def criterion_map(run: RunData) -> Figure | None:
     """Nuclear rank of the gradient divided by stable rank of the input activations. A ratio above 1
-    (red) favours a spectral update over a Euclidean update."""
+    (red) favours spectral over Euclidean updates."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", is_ratio=True)
 
 
 def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -> Figure | None:
     """Draw a heat map by layer and role of a metric at its last monitored step, averaged over
-    units. The colours of a ratio are centred on 1."""
+    units. The colour scale of a ratio is centred on 1."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -128,7 +128,7 @@ def unit_map(run: RunData, figure: str, label: str, *, is_ratio: bool = False) -
 
 
 def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, is_ratio: bool) -> None:
-    """Draw a heat map, with values in the cells if they fit."""
+    """Draw a heat map, showing values in the cells if they fit."""
     norm: Normalize | None = None
     shown = table
     positive = table[np.isfinite(table) & (table > 0)]
@@ -156,9 +156,9 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, is_ratio: b
 def deciles(
     run: RunData, line: Line, role: str, names: Sequence[str] = WEIGHT
 ) -> np.ndarray | None:
-    """Return the deciles `[11]` of singular values, averaged over the units of a role.
+    """Return the deciles `[11]` of the singular values, averaged over a role's units.
 
-    `names` are keys in order of preference. Returns None if no unit has any of these keys.
+    `names` lists keys in order of preference. Returns None if no unit has any of them.
     """
     rows = [[unit[name] for name in names if name in unit] for unit in run.units(line, role)]
     present = [row[0] for row in rows if row]
@@ -166,7 +166,7 @@ def deciles(
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
-    """Return a figure with a panel per role, into which `draw` draws each run."""
+    """Return a figure with a panel per role, in which `draw` draws each run."""
     runs = [run for run in runs if run.monitors]
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:
@@ -202,14 +202,14 @@ def _quantile_curve(axis: Axes, run: RunData, role: str, color: str) -> None:
 
 
 STEPS = 8
-"""Maximum number of monitored steps drawn as lines over the layers."""
+"""Maximum number of monitored steps to draw as lines over layers."""
 DEPTHS = 6
-"""Maximum number of layers drawn as lines over training."""
+"""Maximum number of layers to draw as lines over training."""
 EMBEDDING = "embedding"
 
 
 def residual(run: RunData) -> Figure | None:
-    """Root mean square of the residual stream after each layer. Brighter lines are later steps
+    """Root mean square of the residual stream after each layer. Brighter lines show later steps
     (left) or deeper layers (right)."""
     places = _places(run, "residual_rms")
     if len(places) < 2:
@@ -245,7 +245,7 @@ def residual(run: RunData) -> Figure | None:
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
     """Largest unmasked attention logit after scaling. The thick line is the maximum over all
-    layers. Thin lines are single layers."""
+    layers, and thin lines show individual layers."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None
@@ -270,13 +270,13 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """Return the points (tokens, value) of a block's monitored metric."""
+    """Return the points (tokens, value) of a metric monitored for a block."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Return the blocks with a monitored metric: the embedding first, then layers by depth."""
+    """Return the blocks for which a metric is monitored: the embedding, then layers by depth."""
     names = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }

@@ -1,4 +1,4 @@
-"""Figures of a study: loss differences between variants, and losses by setting or over training."""
+"""Plot a study: loss differences between variants, and losses by setting or over training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from training.errors import InputError
 
 
 def plot_study(path: Path) -> Figure:
-    """Draw each variant's loss difference from its baseline: all seeds, mean and standard error."""
+    """Draw each variant's loss relative to its baseline: every seed, mean and standard error."""
     content = read_results(path)
     losses = {row["variant"]: row["losses"] for row in rows_of(content)}
     frame = comparison(content)
@@ -33,8 +33,8 @@ def plot_study(path: Path) -> Figure:
     axes.set_yticks(range(len(compared)), labels)
     axes.set_ylim(-0.6, len(compared) - 0.4)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
-    # The title is centred on the figure instead of the axes, because the variants' names fill half
-    # of the width.
+    # Centre the title on the figure rather than on the axes, because variant names take up half the
+    # width.
     figure.suptitle(
         f"{literal(content['title'])}\nmean and standard error of {len(content['seeds'])} seeds"
     )
@@ -42,14 +42,14 @@ def plot_study(path: Path) -> Figure:
 
 
 def plot_losses(path: Path, key: str) -> Figure:
-    """Plot all variants' losses against the searched values of `key`."""
+    """Plot the losses of all variants against the tuned values of `key`."""
     content = read_results(path)
     keys = searched_keys(content)
     if key not in keys:
-        raise InputError(f"--by must be a searched key ({', '.join(keys)}), got {key}")
+        raise InputError(f"--by must be a tuned config key ({', '.join(keys)}), got {key}")
     frame = loss_by(content, key)
     if frame.empty:
-        raise InputError(f"{path} contains no losses for values of {key} yet")
+        raise InputError(f"{path} contains no losses by {key} yet")
     frame = frame.set_index("variant")
     figure, (axes,) = new_figure(width=7.5, height=4.5)
     for i, (name, losses) in enumerate(frame.iterrows()):
@@ -71,7 +71,7 @@ def plot_losses(path: Path, key: str) -> Figure:
 def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
     """Draw the validation loss of variants over training: mean and standard error over seeds.
 
-    The curves are read from runs.jsonl, next to the results.
+    The curves are read from runs.jsonl in the same folder as the results.
     """
     content, records = read_results(path), RecordBook(path.parent)
     runs = {row["variant"]: row["runs"] for row in rows_of(content)}
@@ -84,7 +84,7 @@ def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
         losses = pd.concat(courses, axis="columns")
         if len(losses) == 1:
             raise InputError(
-                f"{path}: the runs of {name} validated only at the end; for curves, set "
+                f"{path}: the runs of {name} were only validated at the end; to plot curves, set "
                 "validation.interval=N in the study's overrides"
             )
         axes.errorbar(

@@ -1,6 +1,6 @@
-"""Style and saving of figures.
+"""Style figures and save them.
 
-Figures do not use pyplot, which would keep all figures in memory and need a display.
+Figures do not use pyplot, which would keep them all in memory and require a display.
 """
 
 from io import BytesIO
@@ -25,7 +25,7 @@ from parallel.disk import replace_file
 from training.errors import InputError
 
 SUFFIXES = (".svg", ".png", ".pdf")
-# Okabe and Ito's palette, which colour-blind readers can distinguish, with black last.
+# Okabe and Ito's colour-blind-safe palette, with black last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SETTINGS = {
     "axes.prop_cycle": cycler(color=COLORS),
@@ -36,8 +36,8 @@ SETTINGS = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "font.size": 10,
-    "svg.fonttype": "none",  # write text as text, not as paths
-    "svg.hashsalt": "spectrain",  # makes output deterministic
+    "svg.fonttype": "none",  # keep text as text instead of converting it to paths
+    "svg.hashsalt": "spectrain",  # make the output deterministic
 }
 
 
@@ -79,19 +79,19 @@ def plain_log(axis: Axes) -> None:
 
 
 def literal(text: str) -> str:
-    """Escape $ signs, which matplotlib would interpret as mathematics."""
+    """Escape $ signs, which matplotlib would interpret as math."""
     return text.replace("$", r"\$")
 
 
 LEAST_POINTS = 9.0
-"""Minimum text size in points of figures on pages: 12 pixels."""
+"""Minimum text size of figures on pages, in points (12 pixels)."""
 
 
 def enlarge_text(figure: Figure) -> None:
-    """Enlarge all text of a figure to at least `LEAST_POINTS`."""
+    """Enlarge all text in a figure to at least `LEAST_POINTS`."""
     for axis in figure.axes:
         for scale in (axis.xaxis, axis.yaxis):
-            # Superscript exponents would be smaller.
+            # Superscripts of exponents would be smaller.
             if isinstance(scale.get_major_formatter(), LogFormatterSciNotation):
                 scale.set_major_formatter(LogFormatter())
                 scale.set_minor_formatter(LogFormatter())
@@ -100,7 +100,7 @@ def enlarge_text(figure: Figure) -> None:
 
 
 def mark_single_points(figure: Figure) -> None:
-    """Add a marker to each curve with a single point, which would be invisible as a line."""
+    """Add a marker to curves that consist of a single point, which would otherwise be invisible."""
     for line in (line for axis in figure.axes for line in axis.lines):
         if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":
             line.set_marker("o")
@@ -117,7 +117,7 @@ def check_target(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure without a date, so that the file is deterministic."""
+    """Write the figure without a date, to keep the file deterministic."""
     mark_single_points(figure)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     buffer = BytesIO()

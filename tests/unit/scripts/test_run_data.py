@@ -38,7 +38,7 @@ def test_time_is_that_of_steps_not_of_lines() -> None:
 def test_losses_are_drawn_over_the_largest_unit_that_passed_twice(seconds, unit, shown) -> None:
     run = run_of({"step": 1, "train/loss": 3.0, "perf/step_time_s": seconds})
     figure = curves.loss([run_of({"step": 1, "train/loss": 3.0}), run])
-    assert figure is not None and figure.axes[1].get_xlabel() == f"{unit} of training steps"
+    assert figure is not None and figure.axes[1].get_xlabel() == f"training time ({unit})"
     assert figure.axes[1].lines[1].get_xdata() == [shown]
 
 
@@ -130,7 +130,7 @@ def test_every_card_of_a_run_is_its_figure() -> None:
         "best validation": "2.0000",
         "tokens": "4k",
         "tokens / second": "4k",
-        "time of stepping": "0:01:50",
+        "training time": "0:01:50",
         "MFU": "44.0",
         "MaxVio": "0.50",
         "skipped steps": "4",

@@ -401,10 +401,10 @@ REFUSED = {
     "maps --output {tmp}/a.gif": "--output must end in one of .svg, .png, .pdf, got",
     "maps --output {tmp}/none/a.svg": "--output must be in an existing folder, got",
     "spectrum {runs}/pc --roles q x --output {tmp}/a.svg": "--roles must be among",
-    "study {study} --by x --output {tmp}/a.svg": "--by must be a searched key (optimizer",
+    "study {study} --by x --output {tmp}/a.svg": "--by must be a tuned config key (optimizer",
     "study {study} --curves x --output {tmp}/a.svg": "--curves must be among AdamW,",
     "study {tmp}/begun.json --output {tmp}/a.svg": "no finished comparison of two variants yet",
-    "study {tmp}/begun.json --by optimizer.matrix.lr --output {tmp}/a.svg": "no losses for values",
+    "study {tmp}/begun.json --by optimizer.matrix.lr --output {tmp}/a.svg": "no losses by",
 }
 
 
@@ -535,7 +535,7 @@ def test_the_curves_of_many_runs_are_those_of_the_best(folder, monkeypatch):
         monkeypatch.setattr(compare, "MOST", most)
         page = compare.comparison(folder, [folder])
         assert drawn.pop() == best[:most]
-        assert (f"The best {most} of 3 runs are drawn." in page) is (most < 3)
+        assert (f"Only the best {most} of 3 runs are shown." in page) is (most < 3)
 
 
 def test_a_page_is_about_some_of_the_runs_in_a_folder(folder, tmp_path):
