@@ -1,11 +1,10 @@
-"""Train GPT-2 from transformers with accelerate and SSO, under FSDP2 on GPUs or DDP on CPUs.
+"""Train transformers' GPT-2 with accelerate and SSO, using FSDP2 on GPUs or DDP on CPUs.
 
     pip install . transformers accelerate
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
 
-`prepare` shards the model and replaces the parameters in the optimizer's groups with sharded
-parameters, whose state the optimizer creates at the first step. On CPUs accelerate supports only
-DDP.
+`prepare` shards the model and swaps the parameters in the optimizer's groups for sharded ones. The
+optimizer only creates their state at the first step. On CPUs, accelerate only supports DDP.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def main() -> None:
-    """Train and print the first and the last loss."""
+    """Train and print the first and last loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps

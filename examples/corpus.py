@@ -1,4 +1,4 @@
-"""A book of the embedded corpus as bytes: a vocabulary of 256 tokens without a tokenizer."""
+"""A book from the bundled corpus as bytes: a vocabulary of 256 tokens and no tokenizer."""
 
 import lzma
 from pathlib import Path
@@ -16,7 +16,7 @@ def text() -> Tensor:
 
 
 def batch(book: Tensor, size: int, length: int, seed: int) -> Tensor:
-    """Return tokens `[size, length]` from random positions of `book`."""
+    """Return tokens `[size, length]` from random positions in `book`."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(book) - length, (size, 1), generator=generator)
     return book[starts + torch.arange(length)].long()

@@ -1,10 +1,10 @@
-"""Train a Llama model with transformers' Trainer and Muon++.
+"""Train a Llama model with the transformers Trainer and Muon++.
 
     pip install . transformers accelerate
     python examples/hf_trainer.py --steps 60
 
-The Trainer accepts any optimizer and creates its learning rate schedule. `units` in the parameter
-groups defines the rows of each head.
+The Trainer accepts any optimizer and creates the learning rate schedule for it. `units` in the
+parameter groups specifies the rows of each head.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTH = 64
 
 
 class Book(Dataset[dict[str, Tensor]]):
-    """Consecutive sequences of the corpus, with labels for the Trainer."""
+    """Consecutive sequences from the corpus, with labels for the Trainer."""
 
     def __init__(self) -> None:
         text = corpus.text().long()
@@ -36,7 +36,7 @@ class Book(Dataset[dict[str, Tensor]]):
 
 
 def main() -> None:
-    """Train and print the first and the last logged loss."""
+    """Train and print the first and last logged loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps

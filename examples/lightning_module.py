@@ -3,9 +3,8 @@
     pip install . lightning
     python examples/lightning_module.py --steps 60
 
-Lightning steps the optimizer that `configure_optimizers` returns; gradient clipping and
-accumulation need no changes. Each parameter group has its own learning rate, and a `LambdaLR`
-scales all learning rates.
+Lightning steps the optimizer returned by `configure_optimizers`; gradient clipping and accumulation
+work unchanged. Each parameter group has its own learning rate, and a `LambdaLR` scales them all.
 """
 
 import argparse
@@ -25,14 +24,14 @@ LENGTH = 65
 
 
 class Decoder(lightning.LightningModule):
-    """The model of plain_loop.py."""
+    """The model from plain_loop.py."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
         self.model, self.steps = Model(), steps
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Return the mean loss of a batch of tokens `[batch, length + 1]`."""
+        """Return the mean loss over a batch of tokens `[batch, length + 1]`."""
         tokens = batch[0].long()
         logits = self.model(tokens[:, :-1]).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
@@ -41,7 +40,7 @@ class Decoder(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule, a linear decay to a tenth."""
+        """Return the optimizer and its schedule, which decays linearly to a tenth."""
         split = split_parameters(self.model, elementwise=[self.model.head], lr=3e-3)
         optimizer = MuonSphere(split, lr=5e-3)
         factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - 0.9 * s / self.steps)

@@ -1,10 +1,10 @@
-"""Train a small model of torch.nn layers with SSO in a plain PyTorch loop.
+"""Train a small model built from torch.nn layers with SSO in a plain PyTorch loop.
 
     pip install .
     python examples/plain_loop.py --steps 100
 
-torch's attention fuses queries, keys and values into one weight. `split_parameters` detects this
-and makes the query, key and value of each head separate matrices.
+torch's attention fuses queries, keys and values into a single weight. `split_parameters` detects
+this and treats the query, key and value of each head as separate matrices.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Model(nn.Module):
-    """A decoder built from torch's encoder layers with a causal mask."""
+    """A decoder made of torch's encoder layers with a causal mask."""
 
     def __init__(self, width: int = 64, layers: int = 2, length: int = 64) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Train a model under FSDP2 with Muon, save a checkpoint and resume from it.
+"""Train a model with Muon under FSDP2, save a checkpoint and resume from it.
 
     pip install .
     torchrun --nproc-per-node 2 examples/torchtitan_fsdp2.py --steps 40
 
-The order is as in torchtitan: build on the meta device, `fully_shard` each layer, initialise the
-weights, then create the optimizer from the sharded parameters. The optimizer's state is also
-sharded, so torch.distributed.checkpoint can save it and load it on any number of ranks.
+The order is the same as in torchtitan: build the model on the meta device, `fully_shard` each
+layer, initialise the weights, then create the optimizer from the sharded parameters. Optimizer
+state is sharded as well, so torch.distributed.checkpoint can load it on any number of ranks.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> float:
 
 
 def main() -> None:
-    """Train half of the steps, save a checkpoint, and train the other half from it."""
+    """Train half the steps, save a checkpoint, and train the other half starting from it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
@@ -73,7 +73,7 @@ def main() -> None:
     loss = train(model, optimizer, steps // 2, steps)
     if dist.get_rank() == 0:
         print(f"step {steps - 1} loss {loss:.3f}")
-    # First free all objects with a process group: gloo's threads must end before Python exits.
+    # Free everything that holds a process group: gloo's threads must end before Python exits.
     del model, optimizer, weights, state
     gc.collect()
     dist.destroy_process_group()

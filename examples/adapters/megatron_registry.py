@@ -4,11 +4,12 @@
 
     register()  # in pretrain_gpt.py, before `pretrain(...)`
 
-The adapter needs megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers,
-without which Megatron does not read the registry. Each head of q, k and v and each half of a gated
-layer is a separate matrix; Megatron's Adam steps embeddings, output heads and gains. Pipeline and
-data parallelism need no changes. Under tensor parallelism one rank steps each whole matrix. Routed
-experts are not supported. Checkpoints do not contain the optimizer's state: set `--no-save-optim`.
+Requires megatron-core 0.19, whose optimizer registry it extends, and emerging-optimizers, without
+which Megatron ignores the registry. Each head of q, k and v and each half of a gated layer is a
+separate matrix. Embeddings, output heads and gains are stepped by Megatron's Adam. Pipeline and
+data parallelism work unchanged. Under tensor parallelism, each matrix is stepped as a whole on one
+rank. Routed experts are not supported. Optimizer state is not saved in checkpoints: set
+`--no-save-optim`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ KINDS: dict[str, type[SpectralOptimizer]] = {
 
 
 def register() -> None:
-    """Add `KINDS` to megatron-core's registry of optimizers."""
+    """Add `KINDS` to megatron-core's optimizer registry."""
     from megatron.core.optimizer import emerging_optimizers
 
     for name, kind in KINDS.items():
@@ -41,7 +42,7 @@ def register() -> None:
 def settings(
     config: Any, model_chunks: Sequence[torch.nn.Module], pg_collection: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `build` from Megatron's config."""
+    """Return the keyword arguments for `build`, taken from Megatron's config."""
     found = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
     if pg_collection is not None and pg_collection.tp.size() > 1:
         found["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
@@ -57,10 +58,10 @@ def build(
     weight_decay: float,
     groups_of_ranks: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
 ) -> torch.optim.Optimizer:
-    """Create an optimizer from Megatron's parameter groups, with weights divided into matrices.
+    """Create an optimizer from Megatron's parameter groups, dividing weights into matrices.
 
-    The optimizer silently skips steps with nonfinite gradients, because Megatron checks gradients
-    itself. `groups_of_ranks` are the data-parallel and tensor-parallel process groups, or None
+    The optimizer silently skips steps with nonfinite gradients, because Megatron does its own
+    checks. `groups_of_ranks` are the data-parallel and tensor-parallel process groups, or None
     without tensor parallelism.
     """
     divisions = {
@@ -86,11 +87,11 @@ def build(
 
 
 class TensorParallel(torch.optim.Optimizer):
-    """Optimizer of weights that are sharded by Megatron's tensor parallelism.
+    """Optimizer for weights that are sharded by Megatron's tensor parallelism.
 
-    Megatron writes learning rates and gradients to the groups and parameters of this optimizer, and
-    may replace the parameters with master weights. The inner optimizer, created at the first step,
-    gets DTensors that share the parameters' memory.
+    Megatron sets learning rates and gradients on the groups and parameters of this optimizer, and
+    may replace the parameters with master weights. The inner optimizer is created at the first step
+    with DTensors that share memory with the parameters.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class TensorParallel(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every weight that has a gradient; collective over the pipeline stage."""
+        """Step every weight that has a gradient. Must be called on every rank of the stage."""
         if self.within is None:
             own = [
                 {**group, **self._divided(group, lambda p: p.detach())}
@@ -131,7 +132,7 @@ class TensorParallel(torch.optim.Optimizer):
         self.within.zero_grad()  # free the DTensors' references to the gradients
 
     def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Apply `of` to the parameters of a group; return the results as DTensors, with gated
+        """Apply `of` to the parameters of a group. Return the results as DTensors, with gated
         layers split into halves, and the `units` of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -150,7 +151,7 @@ class TensorParallel(torch.optim.Optimizer):
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
-    """Return the number of rows of each matrix in a weight, or 0 if the weight is one matrix."""
+    """Return the number of rows per matrix in a weight, or 0 if the weight is a single matrix."""
     config = next(module.config for module in chunk.modules() if hasattr(module, "config"))
     if name.endswith("linear_qkv.weight"):
         return int(config.kv_channels)

@@ -1,12 +1,12 @@
-"""torchtitan adapter: Muon, MuonSphere, SpectralSphere and Muon++ next to torchtitan's optimizers.
+"""torchtitan adapter: Muon, MuonSphere, SpectralSphere and Muon++ alongside its own optimizers.
 
     config.optimizer = SpectralOptimizers.Config(
         param_groups=spectral_groups("SpectralSphere", lr=5e-3, head_dim=64, adamw_lr=3e-4)
     )
 
-The adapter is for torchtitan 0.3. The container creates the optimizers after `fully_shard`, so they
-get DTensors, and torchtitan's checkpoints contain their state. Experts are on a separate mesh,
-which these optimizers do not support; use AdamW for experts.
+Written for torchtitan 0.3. The container creates the optimizers after `fully_shard`, so they get
+DTensors, and their state is saved in torchtitan's checkpoints. Experts live on a separate mesh,
+which these optimizers do not support; use AdamW for them.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ KINDS = ("Muon", "MuonSphere", "SpectralSphere", "MuonPlusPlus")
 
 
 class SpectralOptimizers(OptimizersContainer):
-    """Optimizer container whose parameter groups may also use an optimizer in `KINDS`."""
+    """Optimizer container that also accepts the optimizers in `KINDS` for its parameter groups."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Config of the container, the same as torchtitan's."""
+        """Container config, identical to torchtitan's."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -38,9 +38,9 @@ class SpectralOptimizers(OptimizersContainer):
 def spectral_groups(
     kind: str, *, lr: float, head_dim: int, adamw_lr: float, **options: Any
 ) -> list[ParamGroupConfig]:
-    """Return parameter groups of a dense model: q, k and v, other matrices, and the rest (AdamW).
+    """Return parameter groups for a dense model: q, k and v, other matrices, and the rest (AdamW).
 
-    The weights of q, k and v, which may be fused, are divided into heads of `head_dim` rows.
+    The q, k and v weights, which may be fused, are split into heads of `head_dim` rows.
     """
     heads = r"attention\.(qkv_linear\.)?w(q|k|v|qkv)\.weight$"
     others = r"layers\..*\.w(o|1|2|3)\.weight$"
