@@ -1,14 +1,14 @@
-"""Settings of every test: one thread, fixed seeds, no downloads, no state carried over."""
+"""Settings for all tests: one thread, fixed seeds, no downloads, no state carried over."""
 
 import functools
 import gc
 import os
 
-# Objects made by imports and collection live to the end, so garbage collection need not search
-# them.
+# Objects created by imports and test collection live until the end, so the garbage collector need
+# not scan them.
 gc.disable()
 
-# Set before torch is imported, as OpenMP reads it once. Rank processes inherit it.
+# Set before importing torch, because OpenMP reads it only once. Rank processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# The same examples on every machine, and no time limit per example: machines are shared.
+# Use the same examples on every machine, with no deadline per example, because machines are shared.
 hypothesis.settings.register_profile(
     "spectrain", deadline=None, derandomize=True, print_blob=True, max_examples=30
 )
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from parallel.comm.groups import Groups
 
 VISIBLE = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
-"""The visible GPUs, which commands without GPUs hide."""
+"""The visible GPUs, which CPU-only commands hide."""
 IMPORTED = pytest.StashKey[int]()
-"""Number of imported modules when existing objects were last excluded from garbage collection."""
+"""Number of modules imported when objects were last excluded from garbage collection."""
 TOGETHER = ("tests/distributed/", "tests/rehearsal/")
-"""Folders whose files run on one worker, as starting a process that forks takes seconds."""
+"""Folders whose files run on the same worker, because the fork server takes seconds to start."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option to print processor time."""
+    """Add the option that reports CPU time."""
     parser.addoption(
         "--processor-seconds", action="store_true", help="report the processor seconds of files"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure processor time if requested."""
+    """Measure CPU time if requested."""
     if config.getoption("--processor-seconds"):
         config.pluginmanager.register(ProcessorTime())
 
@@ -76,11 +76,11 @@ def pytest_xdist_make_scheduler(
             file = nodeid.partition("::")[0]
             return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
-    return Scheduling(config, log)  # without a log, each test's end would print a line
+    return Scheduling(config, log)  # without a log, every finished test would print a line
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the slowest files; skip tests of tests/gpu without a CUDA device."""
+    """Start with the slowest files. Skip tests in tests/gpu if there is no CUDA device."""
     items.sort(key=lambda item: turn(item.nodeid.partition("::")[0]))
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exclude all existing objects from garbage collection.
 
-    Every start of a run asks whether objects are frozen, and counting them takes 50 ms.
+    Also cache their count, because every run checks it at startup and counting takes 50 ms.
     """
     gc.freeze()
     gc.enable()
@@ -102,8 +102,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Exclude what earlier tests imported from garbage collection: every run collects at its start
-    and every ten steps, which takes 0.1 s after an import of transformers and datasets."""
+    """Exclude everything that earlier tests imported from garbage collection. Runs collect at
+    startup and every ten steps, which takes 0.1 s once transformers and datasets are imported."""
     if item.config.stash.get(IMPORTED, 0) != len(sys.modules):
         gc.collect()
         gc.freeze()
@@ -112,24 +112,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_unchanged() -> Iterator[None]:
-    """Seed every generator before a test; restore torch's default dtype and visible GPUs after it.
+    """Seed all generators before a test, and restore torch's default dtype and the visible GPUs
+    after it.
 
-    A test that leaves another working directory behind fails.
+    Tests that change the working directory fail.
     """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    dtype, place = torch.get_default_dtype(), Path.cwd()
+    dtype, directory = torch.get_default_dtype(), Path.cwd()
     yield
     torch.set_default_dtype(dtype)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(VISIBLE)
-    assert Path.cwd() == place
+    assert Path.cwd() == directory
 
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
-    """A function that takes the exit code of a command, which must be 2, and returns its errors."""
+    """A function that checks that a command exited with code 2 and returns its errors."""
 
     def errors(code: int) -> str:
         assert code == 2
@@ -140,8 +141,8 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
 
 @pytest.fixture
 def world() -> Iterator["Groups"]:
-    """The process groups of one process: gloo, or NCCL on a GPU."""
-    from parallel.comm import groups  # takes seconds to import
+    """Process groups for a single process: gloo, or NCCL on a GPU."""
+    from parallel.comm import groups  # deferred: slow import
 
     yield groups.initialize()
     groups.shutdown()
@@ -150,7 +151,7 @@ def world() -> Iterator["Groups"]:
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """A folder with the token set `tokens`."""
-    from tests.token_files import write_token_set  # takes seconds to import
+    from tests.token_files import write_token_set  # deferred: slow import
 
     write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     return str(tmp_path)
@@ -158,8 +159,8 @@ def folder(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Like `folder`, but one for all tests of a module."""
-    from tests.token_files import write_token_set  # takes seconds to import
+    """Like `folder`, but shared by all tests in a module."""
+    from tests.token_files import write_token_set  # deferred: slow import
 
     folder = tmp_path_factory.mktemp("shared")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
@@ -168,7 +169,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_memory_is_zero() -> Iterator[None]:
-    """Fill unwritten tensors with NaN, which their memory may contain."""
+    """Fill uninitialized tensors with NaN, which they might contain."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

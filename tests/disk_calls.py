@@ -1,4 +1,4 @@
-"""The syncs and renames of a program, and what a crash after a rename could lose."""
+"""Record a program's syncs and renames, and find what a crash after a rename could lose."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import pytest
 
 
 class DiskCalls:
-    """Recorder of syncs and renames, also of forked processes, in the file `calls` of a folder."""
+    """Records syncs and renames, including those of forked processes, in the file `calls`."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.file, self.process = folder / "calls", os.getpid()
@@ -37,22 +37,22 @@ class DiskCalls:
             file.write(line + "\n")
 
     def lines(self) -> list[str]:
-        """Return the calls: `name SOURCE TARGET`, `sync PATH`, or `wait PATH` of the main
+        """Return the calls: `name SOURCE TARGET`, `sync PATH`, or `wait PATH` for syncs on the main
         thread."""
         return self.file.read_text().splitlines()
 
     def lost(self, target: Path) -> Iterator[str]:
         """Yield what a crash after the rename to `target` could lose: files that were not synced
-        before, and its name, if the next call in its folder is not the folder's sync."""
+        before it, and the name itself unless the next call in its folder syncs the folder."""
         lines, folder = [line.replace("wait ", "sync ") for line in self.lines()], target.parent
-        place = max(i for i, line in enumerate(lines) if line.endswith(f" {target}"))
-        source = Path(lines[place].split()[1])
-        # torch writes an index under another name.
-        synced = {line.removesuffix(".tmp") for line in lines[:place]}
+        renamed = max(i for i, line in enumerate(lines) if line.endswith(f" {target}"))
+        source = Path(lines[renamed].split()[1])
+        # torch writes an index under a temporary name.
+        synced = {line.removesuffix(".tmp") for line in lines[:renamed]}
         for path in (target, *target.rglob("*")):
             if f"sync {source / path.relative_to(target)}" not in synced:
                 yield f"the content of {path}"
         sync, others = f"sync {folder}", f"name {folder}/"
-        later = [line for line in lines[place + 1 :] if line == sync or line.startswith(others)]
+        later = [line for line in lines[renamed + 1 :] if line == sync or line.startswith(others)]
         if later[:1] != [sync]:
             yield f"the name {target}"

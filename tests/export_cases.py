@@ -1,4 +1,4 @@
-"""Config overrides of tiny models whose checkpoints are exported, with `__` for the dot."""
+"""Config overrides for tiny models to export, with `__` in place of dots."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ MOE: dict[str, Any] = {
     "model__head_dim": 24,
     "model__moe__shared_experts": 2,
 }
-"""Sigmoid scores: GLM-4.5's class."""
+"""Sigmoid scores, exported as GLM-4.5."""
 SOFTMAX_MOE: dict[str, Any] = {
     **overrides(settings("moe")),
     "model__moe__shared_experts": 0,
@@ -21,4 +21,4 @@ SOFTMAX_MOE: dict[str, Any] = {
     "model__moe__expert_bias": False,
     "model__moe__routed_scale": 1.0,
 }
-"""Qwen3-MoE's class."""
+"""Softmax scores, exported as Qwen3-MoE."""

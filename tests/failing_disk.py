@@ -1,4 +1,4 @@
-"""A disk that fails: the library of failing_disk.c, and runs of pretrain.py that load it."""
+"""A failing disk: builds the library in failing_disk.c, and runs pretrain.py with it preloaded."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from tests.forked_runs import Worker
 from tests.paths import ROOT
 
 KINDS: Final = ("write", "fsync", "rename", "stat", "open", "mkdir", "unlink")
-"""Kinds of calls, in the order of the library."""
+"""Kinds of calls, in the library's order."""
 
 
 def compiler() -> str | None:
@@ -25,7 +25,7 @@ def compiler() -> str | None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Limit the files of this process to `size` bytes within a context."""
+    """Limit this process's files to `size` bytes within a context."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -36,10 +36,10 @@ def largest_file(size: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """The failing calls: the `number`-th call of a kind and every `period`-th later one (0: no
-    later one).
+    """Which calls fail: the `number`-th call of a kind and every `period`-th one after it (0: none
+    after it).
 
-    error    number of the error
+    error    errno to fail with
     """
 
     kind: str | None = None
@@ -48,14 +48,14 @@ class Fault:
     period: int = 0
 
     def __bytes__(self) -> bytes:
-        """Return the control file of a run that has not started."""
+        """Return the contents of the control file for a run that has not started."""
         kind = KINDS.index(self.kind) if self.kind else -1
         head = kind, self.number, self.error, self.period
         return struct.pack("11q", *head, *[0] * len(KINDS))
 
 
 class FailingDisk:
-    """Runs in folders below `folder`/runs, in which calls fail."""
+    """Executes runs in folders below `folder`/runs, where calls fail."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"
@@ -78,8 +78,8 @@ class FailingDisk:
         self._worker = Worker(os.environ | self.variables)
 
     def run(self, name: str, arguments: Sequence[str], fault: Fault = Fault()) -> tuple[int, str]:
-        """Train in the folder `name`; return the exit code and the output."""
-        with self.control.open("r+b") as file:  # in place, as the worker has mapped this file
+        """Train in the folder `name`. Return the exit code and the output."""
+        with self.control.open("r+b") as file:  # in place, because the worker has mapped this file
             file.write(bytes(fault))
         self.log.write_bytes(b"")
         output = self.runs.parent / f"{name}.txt"
@@ -87,8 +87,8 @@ class FailingDisk:
         return code, output.read_text()
 
     def calls(self, name: str) -> list[tuple[str, int, str]]:
-        """Return kind, number within the kind and path of each call of the last run in the folder
-        `name`."""
+        """Return the kind, number within its kind, and path of each call that the last run made in
+        the folder `name`."""
         counts = dict.fromkeys(KINDS, 0)
         found = []
         for line in self.log.read_text().splitlines():
@@ -98,10 +98,10 @@ class FailingDisk:
         return found
 
     def close(self) -> None:
-        """End the process that forks runs."""
+        """Stop the process that forks runs."""
         self._worker.close()
 
 
 def settings(config: Mapping[str, object]) -> list[str]:
-    """Return overrides as arguments."""
+    """Convert overrides to command-line arguments."""
     return [f"{key}={value}" for key, value in config.items()]

@@ -1,7 +1,7 @@
-"""Runs of pretrain.py for tests of many runs: forks of a process that has imported it.
+"""Run pretrain.py in forks of a process that has already imported it, for tests with many runs.
 
-A worker reads a line of JSON for each run, the `arguments` of pretrain.py and its `log`, and
-answers with the exit code and the processor `seconds`.
+For each run, a worker reads a line of JSON with the `arguments` for pretrain.py and a path for its
+`log`, and answers with the exit code and the CPU `seconds`.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from typing import Final
 from tests.paths import ROOT
 
 IMPORTED: Final = ("pretrain", "parallel.comm.groups", "training.build", "training.run")
-"""Imports of a run, some only during training."""
+"""Modules that a run imports, some of them only during training."""
 
 
 class Worker:
-    """The client side: one run at a time, in the worker's initial environment."""
+    """Client of a worker, which executes one run at a time in its initial environment."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -36,9 +36,9 @@ class Worker:
         )
 
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
-        """Return the exit code of pretrain.py, with output in `log`, and its processor seconds.
+        """Run pretrain.py with its output in `log`. Return the exit code and the CPU seconds.
 
-        Raises RuntimeError if the worker has ended; its stderr states the reason.
+        Raises RuntimeError if the worker has died; its stderr has the reason.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"arguments": list(arguments), "log": str(log)}
@@ -47,20 +47,20 @@ class Worker:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that forks runs ended with {self._process.wait()}")
+            raise RuntimeError(f"the process that forks runs exited with {self._process.wait()}")
         found = json.loads(answer)
         return found["code"], found["seconds"]
 
     def close(self) -> None:
-        """End the idle worker."""
+        """Stop the idle worker."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
 
 def serve() -> None:
-    """Answer requests on standard input until its end or Ctrl-C."""
+    """Serve requests from standard input until it is closed, or until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
-        from models.engine import import_engine  # imported here, as it takes seconds
+        from models.engine import import_engine  # deferred: slow import
 
         import_engine()
         for name in IMPORTED:
@@ -73,7 +73,7 @@ def serve() -> None:
 
 
 def run_forked(arguments: Sequence[str], log: str) -> tuple[int, float]:
-    """Return exit code and processor seconds of a training fork, including its children."""
+    """Train in a fork. Return its exit code and CPU seconds, including those of its children."""
     child = os.fork()
     if child == 0:
         os._exit(train(arguments, log))
@@ -82,7 +82,7 @@ def run_forked(arguments: Sequence[str], log: str) -> tuple[int, float]:
 
 
 def train(arguments: Sequence[str], log: str) -> int:
-    """Return the exit code of pretrain.py in the fork, with output in `log`."""
+    """Run pretrain.py in this process with its output in `log`, and return the exit code."""
     import pretrain
 
     console = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -1,5 +1,5 @@
-"""Imports the modules of ranks, and excludes all imports from garbage collection, also in forks; it
-must be imported last."""
+"""Import everything that ranks need and exclude it from garbage collection, which also applies to
+forks. Must be imported last."""
 
 import gc
 
@@ -9,6 +9,6 @@ import training.run  # noqa: E402, F401
 
 gc.freeze()
 gc.enable()
-# Every start of a run asks for the count, which takes 50 ms.
+# Cache the count: every run checks it at startup, and counting takes 50 ms.
 FROZEN = gc.get_freeze_count()
 gc.get_freeze_count = lambda: FROZEN

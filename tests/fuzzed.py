@@ -1,4 +1,4 @@
-"""Generated malformed inputs: configs, and files with damaged bytes."""
+"""Generate malformed inputs: configs, and files with damaged bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ EXTREMES: list[Any] = [
     "${seed}", "${nowhere}", "${oc.env:HOME}", "${", "\\${seed}", "\x00", "é" * 300, [], [1], ["x"],
     [[]], [None], {}, {"x": 1}, {"x": {"y": {}}}, [0, 1], [3, 1], "2026-01-01", "1e5", "0x10",
 ]  # fmt: skip
-"""Values of any key: right, wrong and absurd."""
+"""Values to try for any key: valid, invalid and absurd."""
 
 
 def leaves(content: dict[str, Any], path: Keys = ()) -> Iterator[Keys]:
-    """Yield the path of every key of nested mappings that is not a section."""
+    """Yield the path of every key in nested mappings that is not itself a section."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, key))
@@ -27,14 +27,14 @@ def leaves(content: dict[str, Any], path: Keys = ()) -> Iterator[Keys]:
 
 
 def replaced(content: dict[str, Any], path: Keys, value: Any) -> dict[str, Any]:
-    """Return `content` with another value at `path`."""
+    """Return `content` with the value at `path` replaced."""
     first, *rest = path
     inner = replaced(content.get(first) or {}, tuple(rest), value) if rest else value
     return {**content, first: inner}
 
 
 def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict[Keys, Any]]:
-    """Draw one to three keys of a config and `more`, with values of `EXTREMES`."""
+    """Draw one to three keys from a config and `more`, with values from `EXTREMES`."""
     paths = sorted({*leaves(content), *more})
     return st.dictionaries(
         st.sampled_from(paths), st.sampled_from(EXTREMES), min_size=1, max_size=3
@@ -42,7 +42,7 @@ def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict
 
 
 def damages() -> st.SearchStrategy[tuple[str, float, bytes]]:
-    """Draw damage of a file: kind, position as a share of the file, and bytes."""
+    """Draw damage to a file: the kind, the position as a fraction of the file, and bytes."""
     return st.tuples(
         st.sampled_from(["flip", "cut", "insert", "zero", "repeat", "replace"]),
         st.floats(0, 1, exclude_max=True),
@@ -51,15 +51,15 @@ def damages() -> st.SearchStrategy[tuple[str, float, bytes]]:
 
 
 FLIP = ("flip", 0.5, b"")
-"""One bit in the middle."""
+"""Flip a bit in the middle."""
 
 
 def damage(path: Path, how: tuple[str, float, bytes]) -> None:
     """Damage a file in one way."""
     kind, share, more = how
     content = path.read_bytes()
-    place = int(share * len(content))
-    before, after = content[:place], content[place:]
+    position = int(share * len(content))
+    before, after = content[:position], content[position:]
     match kind:
         case "flip":
             content = before + bytes(byte ^ 1 for byte in after[:1]) + after[1:]

@@ -1,4 +1,4 @@
-"""Imports megatron-core first, as programs do, because other imports of it are slower."""
+"""Import megatron-core up front, as programs do, because importing it any other way is slower."""
 
 from models.engine import import_engine
 

@@ -1,4 +1,4 @@
-"""Runs whose ranks are killed at random moments, and their differences from undisturbed runs."""
+"""Kill the ranks of a run at random times, and compare the run with an undisturbed one."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from tests.run_results import metrics_of, same_state, state_of
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
 PATIENCE = 500.0
-"""Seconds that anything may take: less than the 600 that surviving ranks would wait."""
+"""Time limit in seconds for any operation: less than the 600 that surviving ranks would wait."""
 
 
 SMALL = [
@@ -35,13 +35,13 @@ SMALL = [
 
 
 def settings(folder: Path, steps: int, interval: int) -> list[str]:
-    """Return the arguments of pretrain.py for a run in `folder`."""
+    """Return the pretrain.py arguments for a run in `folder`."""
     changes = [f"train.steps={steps}", f"checkpoint.interval={interval}"]
     return [CONFIG, *SMALL, *changes, f"run.dir={folder}"]
 
 
 def start(arguments: list[str], output: Path, restarts: int, *, forks: bool) -> BaseProcess:
-    """Start a run under torchrun with its output in a file; see `torchrun` for `forks`."""
+    """Start a run under torchrun, writing its output to a file. For `forks`, see `torchrun`."""
     words = [
         "--standalone",
         f"--nproc-per-node={RANKS}",
@@ -58,7 +58,7 @@ def start(arguments: list[str], output: Path, restarts: int, *, forks: bool) -> 
 
 
 def torchrun(words: list[str], output: str, forks: bool) -> None:
-    """Run torchrun's command line; ranks are programs or, which saves their imports, forks of this
+    """Run torchrun's command line. Ranks are separate programs or, to save imports, forks of this
     process."""
     said = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
@@ -70,7 +70,7 @@ def torchrun(words: list[str], output: str, forks: bool) -> None:
 
 
 def forking(config: LaunchConfig, entrypoint: str) -> Callable[..., Any]:
-    """Return torchrun's launcher of a command, with forks of this process as ranks."""
+    """Return torchrun's launcher for a command, using forks of this process as ranks."""
     config.start_method = "fork"
     return lambda *command: elastic_launch(config, rank)(command[command.index("--config") :])
 
@@ -81,7 +81,7 @@ def rank(arguments: list[str]) -> None:
 
 
 def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
-    """Return the ranks of a torchrun agent, its only children."""
+    """Return the ranks of a torchrun agent, which are its only children."""
     return psutil.Process(agent.pid).children()
 
 
@@ -95,12 +95,12 @@ def last_step(folder: Path) -> int:
 def wait_for(condition: Callable[[], bool], what: str, agent: BaseProcess) -> None:
     """Wait until `condition()` is true.
 
-    Raises RuntimeError if the run ends first, or after `PATIENCE`.
+    Raises RuntimeError if the run ends first or `PATIENCE` runs out.
     """
     end = time.monotonic() + PATIENCE
     while not condition():
         if not agent.is_alive():
-            raise RuntimeError(f"{what}: the run has ended with {agent.exitcode}")
+            raise RuntimeError(f"{what}: the run exited with {agent.exitcode}")
         if time.monotonic() > end:
             agent.terminate()
             raise RuntimeError(f"{what}: not after {PATIENCE:g} s")
@@ -108,8 +108,8 @@ def wait_for(condition: Callable[[], bool], what: str, agent: BaseProcess) -> No
 
 
 def kill_one(agent: BaseProcess, folder: Path, chance: random.Random, interval: int) -> int:
-    """Kill a rank at a random moment within `interval` new steps, wait until the run continues, and
-    return the last step before."""
+    """Kill a rank at a random time within the next `interval` steps, wait until the run continues,
+    and return the last step before the kill."""
     past = last_step(folder) + chance.randrange(interval)
     wait_for(lambda: last_step(folder) > past and len(ranks_of(agent)) == RANKS, "a step", agent)
     time.sleep(chance.random() * 0.5)
@@ -123,27 +123,27 @@ def kill_one(agent: BaseProcess, folder: Path, chance: random.Random, interval: 
 
 
 def differences(one: Path, other: Path, step: int) -> list[str]:
-    """Return the names of the differences between two runs, except times."""
+    """Return the names of everything that differs between two runs, apart from times."""
     found = same_state(*(state_of(run, step) for run in (one, other)))
     lines = [[trained(line) for line in metrics_of(run)] for run in (one, other)]
     return found + (["metrics.jsonl"] if lines[0] != lines[1] else [])
 
 
 def trained(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of steps; only one of the runs is stopped, and validated at the stop."""
+    """Drop validation metrics, because only one of the runs is stopped and then validates."""
     return {key: value for key, value in line.items() if not key.startswith("val/")}
 
 
 def killed_run(
     folder: Path, kills: int, *, forks: bool, interval: int = 2
 ) -> tuple[list[str], list[int], int]:
-    """Kill ranks of a run, with `interval` steps between checkpoints; see `torchrun` for `forks`.
+    """Kill ranks of a run that saves every `interval` steps. For `forks`, see `torchrun`.
 
-    Returns the differences from an undisturbed run, the steps before each kill, and the last step.
+    Returns the differences from an undisturbed run, the step before each kill, and the last step.
     """
     chance = random.Random(0)
     killed, whole = folder / "killed", folder / "whole"
-    # Enough steps that the run does not end before the last kill.
+    # Enough steps for the run to outlast the last kill.
     steps = 40 * kills
     agent = start(settings(killed, steps, interval), folder / "killed.txt", kills, forks=forks)
     try:

@@ -1,13 +1,13 @@
-"""Runs a function on several gloo ranks and brings its results back.
+"""Run a function on several gloo ranks and collect the results.
 
     results = run_on_ranks(2, "tests.distributed.workers", "curves", {"tensor": 2})
 
-calls `workers.curves(tensor=2)` on every rank, with the environment that torchrun gives its ranks,
-and returns what the ranks returned, in rank order. torch.save and weights_only loading must support
-arguments and results.
+calls `workers.curves(tensor=2)` on every rank, with the same environment as under torchrun, and
+returns the ranks' results in rank order. Arguments and results must be supported by torch.save and
+by weights_only loading.
 
-Ranks are forks of one process that has imported torch and Megatron, as importing takes longer than
-most tests.
+Ranks are forked from a process that has already imported torch and Megatron, because importing them
+takes longer than most tests.
 """
 
 import multiprocessing
@@ -28,28 +28,28 @@ from torch.distributed import TCPStore
 from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
-# Without tests.import_engine: FSDP2 loads torch's compiler, which is slow in every fork and fast
-# before forking.
+# Leave out tests.import_engine, which defers loading torch's compiler: FSDP2 needs the compiler, and
+# loading it before forking is faster than loading it in every fork.
 FORKS.set_forkserver_preload(["tests.frozen"])
 OURS = r"(models|parallel|spectral|tests|training)\."
-"""Modules whose warnings are errors, such as newer torch's warnings about calls."""
+"""Modules in which warnings are errors, such as deprecation warnings from newer torch versions."""
 GRACE = 30.0
-"""Seconds for other ranks to end after one has failed, as under torchrun."""
+"""Seconds that the other ranks get to exit after one has failed, as under torchrun."""
 
 
 def run_on_ranks(
     ranks: int, module: str, function: str, arguments: dict[str, Any], timeout: float = 840
 ) -> list[Any]:
-    """Return the results of `module.function(**arguments)` on `ranks` processes, in rank order.
+    """Run `module.function(**arguments)` on `ranks` processes and return the results in rank order.
 
-    Raises AssertionError with the output of the ranks if one of them fails or `timeout`, in
-    seconds, passes.
+    Raises AssertionError with the output of all ranks if one of them fails or they take more than
+    `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as name:
         start_forks()
         folder = Path(name)
         torch.save(arguments, folder / "arguments.pt")
-        # As in torchrun's agent, so that no other test can take the port.
+        # As in torchrun's agent, so that the port cannot be taken by another test.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = environment() | {
             "MASTER_ADDR": "127.0.0.1",
@@ -72,8 +72,8 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """Return '' if all processes succeed, else the reason for the failure. No process is running
-    afterwards, even if the wait was interrupted."""
+    """Wait for all processes. Return '' if all succeed, else the reason for the failure. No process
+    is left running, even if the wait is interrupted."""
     end = time.monotonic() + timeout
     problem = ""
     try:
@@ -81,7 +81,7 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
             connection.wait([p.sentinel for p in alive], timeout=max(end - time.monotonic(), 0))
             failed = [rank for rank, process in enumerate(processes) if process.exitcode]
             if failed and not problem:
-                codes = [f"rank {rank} ended with {processes[rank].exitcode}" for rank in failed]
+                codes = [f"rank {rank} exited with {processes[rank].exitcode}" for rank in failed]
                 problem = ", ".join(codes)
                 end = min(end, time.monotonic() + GRACE)
                 for process in processes:
@@ -95,35 +95,35 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
 
 
 def output(folder: Path, rank: int) -> str:
-    """Return the last lines of a rank's output, of both streams: its traceback, and so little
-    before it that a log is not cut there."""
+    """Return the last lines of a rank's stdout and stderr: enough for the traceback, but short
+    enough not to be truncated in a log."""
     file = folder / f"{rank}.txt"
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return "\n".join(lines[-60:])
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of processes: one thread, and an importable repository."""
+    """Return the environment for rank processes: one thread, and the repository on the path."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        # Keep paths before the installed packages, such as another engine's.
+        # Keep paths that take precedence over installed packages, such as a different engine's.
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONWARNINGS": "ignore",
     }
 
 
 def start_forks() -> None:
-    """Start the process that forks ranks, in the ranks' environment.
+    """Start the fork server in the environment of the ranks.
 
-    Some variables are read only when Python or torch starts.
+    Some variables are only read when Python or torch starts.
     """
     with patch.dict(os.environ, environment()):
         forkserver.ensure_running()
 
 
 def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:
-    """Run a function on one rank and save its result."""
+    """Run a function on a rank and save its result."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

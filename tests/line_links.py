@@ -1,5 +1,5 @@
-"""Links of pages to the lines of a `reference`: `python -m tests.line_links README.md` prints the
-page with the present line numbers."""
+"""Line numbers in links from pages to a `reference`. `python -m tests.line_links README.md` prints
+the page with up-to-date line numbers."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ LINK = re.compile(r"(spectral/[\w/]+\.py)#L\d+-L\d+")
 
 
 def with_lines(text: str) -> str:
-    """Return a page's text whose links contain the lines of `reference`, the end of each file."""
+    """Update the line numbers in a page's links to `reference`, which ends each file."""
     return LINK.sub(_lines, text)
 
 

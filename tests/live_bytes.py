@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a call creates, counted exactly, without the allocator's caches."""
+"""Count the bytes of tensors created by a call exactly, ignoring the allocator's caches."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of live storages that operations create while it is active."""
+    """Counts the bytes of live storages created by operations while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,8 +52,8 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
-    """Return the bytes of live tensors created since the first of several calls, after each call
-    and at its peak."""
+    """Run several calls. For each one, return the bytes of live tensors created since the first
+    call began, after the call and at its peak."""
     found = []
     with _Watch() as watch:
         for _ in range(times):

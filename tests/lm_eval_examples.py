@@ -1,6 +1,7 @@
-"""Print contexts, choices and answers of lm-eval's own tasks, in lm-eval's environment.
+"""Print contexts, choices and answers as lm-eval's own tasks build them. Runs in the lm-eval
+environment.
 
-python tests/lm_eval_examples.py FOLDER reads a file of rows for each task, FOLDER/NAME.jsonl.
+python tests/lm_eval_examples.py FOLDER reads the rows for each task from FOLDER/NAME.jsonl.
 """
 
 import json
@@ -25,7 +26,7 @@ FILES = {
 
 
 def examples(name: str, rows: Path) -> list[Any]:
-    """Yield context, choices and index of the answer of each row."""
+    """Return the context, the choices and the index of the answer for each row."""
     path = Path(tasks.__file__).parent / FILES[name]
     settings = yaml.safe_load(path.read_text().replace("!function utils.process_docs", "null"))
     settings |= {

@@ -1,4 +1,4 @@
-"""Matrices of known spectra; msign, the Gram penalty and stable ranks by their definitions."""
+"""Matrices with known spectra, and msign, the Gram penalty and stable ranks by definition."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from spectral.polar import coefficients
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    """Draw float64 numbers that depend only on the seed."""
+    """Draw float64 samples that only depend on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
-    """Return a float64 matrix with these singular values."""
+    """Return a float64 matrix with the given singular values."""
     u = torch.linalg.qr(gaussian(rows, len(values), seed=seed)).Q
     v = torch.linalg.qr(gaussian(cols, len(values), seed=seed + 1)).Q
     return u @ torch.diag(values) @ v.mT
 
 
 def scalar_map(s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Apply the polynomials of `dtype` in order to numbers."""
+    """Apply the msign polynomials for `dtype` to numbers, one after the other."""
     for a, b, c in coefficients(schedule, steps, dtype):
         s = a * s + b * s**3 + c * s**5
     return s
@@ -28,7 +28,7 @@ def scalar_map(s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.
 def msign_by_svd(
     x: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Apply the polynomials of `dtype` to the singular values, in float64."""
+    """Apply the msign polynomials for `dtype` to the singular values, in float64."""
     u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
     return u @ torch.diag_embed(scalar_map(s, schedule, steps, dtype)) @ vh
 

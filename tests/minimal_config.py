@@ -1,4 +1,4 @@
-"""The shortest run config, and the problems of a changed one."""
+"""The shortest valid run config, and the problems reported for a changed one."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ optimizer:
 
 
 def problems(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    """Return the problems of an invalid config."""
+    """Return the problems reported for an invalid config."""
     with pytest.raises(InvalidConfigError) as caught:
         config = load_config(path, overrides)
         if world_size is not None:

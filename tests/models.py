@@ -1,4 +1,4 @@
-"""Models and tokens for tests: built chunks and initialised units."""
+"""Models and tokens for tests: built model chunks and initialised units."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from models.units import Unit
 
 
 def tokens_of(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return random tokens and next-token labels `[batch, length]`, the same on every rank."""
+    """Return random tokens and next-token labels `[batch, length]`, identical on all ranks."""
     generator = torch.Generator().manual_seed(11)
     window = torch.randint(vocab, (batch, length + 1), generator=generator)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def losses_of(chunk: torch.nn.Module, batch: int = 4) -> Tensor:
-    """Return the token losses of a chunk that is a whole model."""
+    """Return the per-token losses of a chunk that holds the whole model."""
     tokens, labels = tokens_of(batch, 16, 60)
     losses: Tensor = chunk(tokens, torch.zeros_like(tokens), None, labels=labels)
     return losses
@@ -35,9 +35,10 @@ def built(
     z_loss: bool = False,
     **options: Any,
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """Return the uninitialised Megatron model of one process, and its parameters by declared name.
+    """Build an uninitialised single-process Megatron model. Return it with its parameters by
+    declared name.
 
-    `options` go to the family's `transformer_config`.
+    `options` are passed to the family's `transformer_config`.
     """
     family, whole = FAMILIES[model.family], ChunkSpec(tuple(range(model.layers)))
     config = family.code.transformer_config(model, dtype=dtype, **options)
@@ -51,14 +52,14 @@ def built(
 def drawn(
     model: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
-    """Return the result of `built` with initial weights."""
+    """Like `built`, but with initial weights."""
     chunk, parameters = built(model, dtype, **options)
     initialize_(parameters, all_units(model), model.init, seed=3, layers=model.layers)
     return chunk, parameters
 
 
 def parameters_of(units: list[Unit]) -> dict[str, Tensor]:
-    """Return zero float64 parameters for `units`."""
+    """Return float64 parameters for `units`, filled with zeros."""
     return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
 
 
@@ -68,10 +69,10 @@ def initialized(
     expert_tensor: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> tuple[list[Unit], dict[str, Tensor]]:
-    """Return units of `model` and their initialised float64 parameters.
+    """Return the units of `model` on one rank, and their initialised float64 parameters.
 
-    They belong to one rank, given as (rank, size) among the ranks that share dense matrices and
-    among those that share experts; `options` go to `all_units`.
+    The rank is given as (rank, size) among the ranks that share dense matrices and among those that
+    share experts. `options` are passed to `all_units`.
     """
     if model.moe is not None:
         options["expert_tensor"] = expert_tensor[1]

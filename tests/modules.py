@@ -1,4 +1,4 @@
-"""Small modules whose layers a string lists."""
+"""Small modules whose layers are listed in a string."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,11 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def module(layers: str = "", forward: Callable[..., Any] | None = None, /, **members: Any) -> Any:
-    """Return a module with a forward pass, other members, and layers, after the class's name.
+    """Return a module with the given forward method, members, and layers listed after a class name.
 
-    "Attention: q 12 8, out 8 4, bank 3x12x12" is a module of class `Attention` with two linear
-    layers without bias (name, inputs, outputs) and a parameter of a shape. Other words are ignored.
+    "Attention: q 12 8, out 8 4, bank 3x12x12" makes a module of class `Attention` with two linear
+    layers without bias (name, inputs, outputs) and a parameter with this shape. Other words are
+    ignored.
     """
     name, _, entries = layers.rpartition(":")
     made = type(name or "Module", (nn.Module,), {"forward": forward} if forward else {})()
@@ -27,7 +28,7 @@ def module(layers: str = "", forward: Callable[..., Any] | None = None, /, **mem
                 sizes = [int(size) for size in shape.split("x")]
                 setattr(made, key, nn.Parameter(torch.randn(sizes)))
             case [_, *_]:
-                raise ValueError(f"{key}: two sizes or one shape, got {words}")
+                raise ValueError(f"{key} must have two sizes or a shape, got {words}")
     for key, member in members.items():
         setattr(made, key, member)
     return made

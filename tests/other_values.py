@@ -1,11 +1,11 @@
-"""Another value of an option, for tests that change every option."""
+"""Different values for options, for tests that change every option."""
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def another(kind: type[Any], name: str, value: Any) -> Any:
-    """Return a value of the field `name` of a dataclass that differs from `value`: another choice,
-    the other bool, half of a fraction, or twice an integer."""
+    """Return a value for the dataclass field `name` that differs from `value`: another choice, the
+    other bool, half a float, or twice an integer."""
     annotation = get_type_hints(kind)[name]
     for each in (annotation, *get_args(annotation)):
         if get_origin(each) is Literal:

@@ -1,4 +1,4 @@
-"""Configs of tiny runs."""
+"""Configs for tiny runs."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ RULES = {
     "spectral_sphere": 2e-2,
     "muon_plus_plus": 1e-2,
 }
-"""Peak learning rates of the rules on the tiny model."""
+"""Peak learning rate of each rule on the tiny model."""
 
 MIXTURE = {
     "model__family": "moe",
@@ -25,12 +25,12 @@ MIXTURE = {
 }
 """Overrides that turn the tiny model into a mixture of experts."""
 ROUTED = MIXTURE | {"optimizer__roles__router__rule": "adamw", "optimizer__roles__router__lr": 3e-3}
-"""Overrides for a mixture of experts with a separate rate for routers."""
+"""Overrides for a mixture of experts with a separate router learning rate."""
 
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:
-    """Return the config of a Llama with two layers of width 64 on the token set `folder`/tokens;
-    `overrides` are dotted keys with `__` for the dot."""
+    """Return the config of a two-layer Llama of width 64 that trains on the token set
+    `folder`/tokens. `overrides` are dotted keys with `__` in place of dots."""
     group = {"rule": "adamw", "lr": 3e-3, "weight_decay": 0.1}
     content = {
         "run": {"name": "test", "dir": f"{folder}/run"},
@@ -66,7 +66,7 @@ def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) ->
 
 
 def read_config(folder: str, **overrides: Any) -> Config:
-    """Return the config that `tiny_config` has written to `folder`, with further overrides."""
+    """Load the config that `tiny_config` wrote to `folder`, with further overrides."""
     return load_config(
         f"{folder}/config.yaml",
         [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()],

@@ -1,4 +1,4 @@
-"""Saves a model's state to a folder and waits until all of it is written; changes the facts of a
+"""Save a model's state to a folder and wait until it is fully written, and change the metadata of a
 checkpoint."""
 
 import hashlib
@@ -13,16 +13,16 @@ from parallel.checkpoint.state_writer import StatePlanner, first_rank, start_sav
 def save_state(
     folder: str | Path, model: Any, optimizer: Any, extra: Mapping[str, Any] = {}
 ) -> None:
-    """Save the state of a model and an optimizer to a new `folder`; all ranks together."""
+    """Save the state of a model and an optimizer to a new `folder`. Must be called on all ranks."""
     first_rank(lambda: Path(folder).mkdir(parents=True))
     save = start_save(folder, model, optimizer, extra, StatePlanner())
-    assert save.poll(timeout=600.0), "the writer takes more than ten minutes"
+    assert save.poll(timeout=600.0), "the writer took more than ten minutes"
     written = save.gather()
     first_rank(lambda: save.finish(written))
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change meta.json, with a right hash."""
+    """Change meta.json and update its hash."""
     meta = json.loads((folder / "meta.json").read_text())
     change(meta)
     text = json.dumps(meta)

@@ -1,4 +1,4 @@
-"""Cases of parametrised tests; `make test` runs a few of them."""
+"""Cases of parametrised tests, of which `make test` only runs a few."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return the parameters of `cases` (tuples for several parameters); all cases outside `fast`
-    are slow."""
+    """Return pytest parameters for `cases` (tuples for several parameters), marking those not in
+    `fast` as slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

@@ -1,4 +1,4 @@
-"""Recipes at small size: only the sizes in the config change."""
+"""Scaled-down recipes, in which only the sizes are changed."""
 
 import lzma
 import re
@@ -19,7 +19,7 @@ AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 
 
 def write_bytes(folder: Path, count: int = 200_000) -> None:
-    """Write `folder`/tokens: bytes of the embedded corpus, which need few token ids."""
+    """Write bytes from the bundled corpus, which need few token ids, to `folder`/tokens."""
     text = lzma.decompress((ROOT / "examples/data/kjv.txt.xz").read_bytes())[:count]
     write_stream(folder / "tokens", np.frombuffer(text, np.uint8).astype(np.uint16))
 
@@ -32,16 +32,16 @@ FAST = (
     "moe_8b_a1b_muon",
     "deepseek16b_sso",
 )
-"""Recipes of the fast tests: every family of papers, every rule and every extra, once."""
+"""Recipes used in the fast tests, which cover every model family, rule and extra once."""
 
 
 def recipe(name: str, *overrides: str) -> Config:
-    """Return the config of a recipe."""
+    """Load the config of a recipe."""
     return load_config(ROOT / "configs" / f"{name}.yaml", overrides)
 
 
 def every_recipe(pattern: str = "*") -> list[Any]:
-    """Return a parameter for each recipe whose name matches; those outside `FAST` are slow."""
+    """Return a parameter for each recipe whose name matches. Those not in `FAST` are slow."""
     names = sorted(path.stem for path in (ROOT / "configs").glob(f"{pattern}.yaml"))
     return slow_but(FAST, names)
 
@@ -52,15 +52,15 @@ LARGEST = {
     "llama271m": "llama1b",
     **{f"qwen3_width{width}": "qwen3_1.7b" for width in (256, 512, 1024, 2048)},
 }
-"""Models that differ only in sizes from a larger one, so that their small recipes are the same."""
+"""Models that only differ from a larger one in size, so their scaled-down recipes are the same."""
 UNLIKE_LARGE = ("tiny_annealed_sso", "tiny_documents_muon", "tiny_gemma2_sso", "tiny_sso")
-"""Tiny recipes that are not a large recipe in float32, and one that is."""
+"""Tiny recipes that are not just a float32 version of a large recipe, plus one that is."""
 NUMBER = re.compile(r" \S+=[0-9.e-]+(?= |$)")
 
 
 def distinct(runs: Iterable[str]) -> list[str]:
-    """Return the runs, recipes with overrides, without those that differ from an earlier one in
-    sizes, rates and other numbers alone, and without tiny forms of large recipes."""
+    """Filter runs (recipes with overrides), dropping those that differ from an earlier one only in
+    sizes, learning rates and other numbers, as well as tiny versions of large recipes."""
     found: dict[str, str] = {}
     for run in sorted(runs):
         if run.startswith("tiny_") and run not in UNLIKE_LARGE:
@@ -72,8 +72,8 @@ def distinct(runs: Iterable[str]) -> list[str]:
 
 
 def recipes() -> dict[str, list[str]]:
-    """Return the names of distinct recipes by model; tiny recipes are grouped by two words of their
-    names."""
+    """Return the names of distinct recipes by model. Tiny recipes are grouped by the first two
+    words of their names."""
     found: dict[str, list[str]] = {}
     for name in distinct(path.stem for path in (ROOT / "configs").glob("*.yaml")):
         size = "_".join(name.split("_")[: 2 if name.startswith("tiny_") else 1])
@@ -82,10 +82,10 @@ def recipes() -> dict[str, list[str]]:
 
 
 def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
-    """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
+    """Return a scaled-down recipe that trains on the tokens in `folder` with the layout `parallel`.
 
-    `overrides` apply to the recipe, except those of sizes, tasks and profile. Precision, rules and
-    their settings, PC layers, penalty, clipping, storage and learning rates are the recipe's.
+    `overrides` apply to the recipe, except for sizes, tasks and profile. Precision, rules and their
+    settings, PC layers, penalty, clipping, storage and learning rates are those of the recipe.
     """
     path = ROOT / "configs" / f"{name}.yaml"
     full = load_config(path, overrides)
@@ -105,7 +105,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "checkpoint.interval": 0,
         "validation.samples": 8,
         "validation.samples_interval": 0,
-        "tasks.files": None,  # these keys need a tokenizer
+        "tasks.files": None,  # would require a tokenizer
         "log.profile": None,
         "data.workers": 0,
         **{f"parallel.{axis}": 1 for axis in AXES},

@@ -1,8 +1,8 @@
-"""Traces of a step's operations, and operations that would make a GPU's host wait.
+"""Trace the operations of a step, and detect host syncs.
 
-`on_meta` moves all tensors of a step to the meta device, which has shapes but no values: an
-operation that reads a value, or whose result's shape depends on one, fails there. `traced` records
-every operation of a call with the shapes, dtypes and devices of its tensors.
+`on_meta` moves all tensors of a step to the meta device, which has shapes but no values: operations
+that read values, or whose output shape depends on them, fail there. `traced` records every
+operation in a call with the shapes, dtypes and devices of its tensors.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = ("spectral", "parallel", "models", "training")
 FROM_HOST = (torch.tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
-"""Functions that create a tensor from host values: on a GPU, a copy with a wait."""
+"""Functions that create a tensor from host values, which on a GPU is a blocking copy."""
 VALUES = (
     "_local_scalar_dense",
     "nonzero",
@@ -27,17 +27,17 @@ VALUES = (
     "unique",
     "equal.default",
 )
-"""Operations whose result, or its shape, the host needs."""
+"""Operations whose result, or its shape, is needed on the host."""
 
 _META = torch.library.Library("aten", "IMPL")
-"""PyTorch defines shapes for the fused step with a number as its rate, but not with a tensor."""
+"""PyTorch has a meta kernel for fused AdamW with a float learning rate, but not with a tensor."""
 _META.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
 
 Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
 
 
 class Operations(TorchDispatchMode):
-    """Records every operation of a context: its name, and facts about its tensors."""
+    """Records the name of every operation in a context, and the properties of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class _FromHost(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Let CPU tensors stand for GPU tensors within a context: the host reads no predicate."""
+    """Treat CPU tensors like GPU tensors within a context: predicates are not read on the host."""
     with patch("spectral.rules.muon.unless_all", lambda predicate: predicate):
         yield
 
 
 @contextlib.contextmanager
 def without_eigensolvers() -> Iterator[None]:
-    """Solve small problems and norms on a CPU as on a GPU within a context."""
+    """Compute small problems and norms on the CPU in the same way as on a GPU within a context."""
     with (
         patch("spectral.polar.is_known", lambda tensor: False),
         patch("spectral.singular_triplets.is_known", lambda tensor: False),
@@ -88,10 +88,10 @@ def without_eigensolvers() -> Iterator[None]:
 
 
 def traced(call: Callable[[], object]) -> list[Operation]:
-    """Trace a call. Raises AssertionError if an operation makes a tensor from values of the host,
-    needs a result's value, or has tensors on two devices.
+    """Trace a call. Raises AssertionError if an operation creates a tensor from host values, needs
+    the value of a result, or mixes tensors on two devices.
 
-    CPU tensors stand for GPU tensors, so checks that only run on a CPU are left out.
+    CPU tensors stand in for GPU tensors, so checks that only run on a CPU are skipped.
     """
     with as_on_a_device(), without_eigensolvers(), _FromHost() as host, Operations() as operations:
         call()
@@ -103,14 +103,14 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
 
 def on_meta(root: Any) -> None:
-    """Move every tensor reachable from `root`, through objects and containers, to the meta device;
-    shared tensors stay shared."""
+    """Move every tensor reachable from `root`, through objects and containers, to the meta device.
+    Shared tensors stay shared."""
     _Mover().move(root)
 
 
 class _Mover:
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, Any]] = {}  # keep the old tensor, so that no id is reused
+        self.known: dict[int, tuple[Any, Any]] = {}  # keeps old tensors alive, so ids stay unique
 
     def move(self, value: Any) -> Any:
         """Return `value` or its replacement."""

@@ -1,4 +1,4 @@
-"""Tiny models with their optimizers and assignments of rules."""
+"""Tiny models with their optimizers and rule assignments."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -31,9 +31,9 @@ PENALTY = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
 def parallel_model(
     model: ModelConfig, groups: Groups, assign: Assign, *, apart: bool = False, **options: Any
 ) -> ParallelModel:
-    """Build a model, by default of seed 3 in float64.
+    """Build a model, by default in float64 with seed 3.
 
-    `options` are fields of `ModelOptions`, of `buckets` in it, and of its mappings. `apart` puts
+    `options` are fields of `ModelOptions`, of its `buckets`, and of its mappings. `apart` puts
     preconditioned units in separate buckets.
     """
     given = {"seed": 3, "sequence_length": 8, "dtype": torch.float64} | options
@@ -51,7 +51,7 @@ def parallel_model(
 
 
 def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Remove the options of these names and return them."""
+    """Pop the options with these names and return them."""
     return {name: options.pop(name) for name in names if name in options}
 
 
@@ -63,7 +63,7 @@ def stepped_model(
     optimizer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """Build a model of `options` and its optimizer, with options of `build_optimizer`."""
+    """Build a model with `options`, and its optimizer with the `build_optimizer` options given."""
     built = parallel_model(model, groups, assign, **options)
     return built, build_optimizer(built, assign, **(optimizer or {}))
 
@@ -71,8 +71,8 @@ def stepped_model(
 def figures_of(
     model: ParallelModel, batch: dict[str, Tensor], *, train: bool = True
 ) -> list[dict[str, Tensor]]:
-    """Return the figures of a forward pass and, in training, a backward pass of one micro-batch on
-    this rank."""
+    """Run a forward pass and, if training, a backward pass of one micro-batch on this rank, and
+    return its metrics."""
     size = len(batch["tokens"])
     return model.forward_backward(
         lambda: iter([batch]), mean_loss, microbatches=1, micro_batch=size, train=train
@@ -80,13 +80,13 @@ def figures_of(
 
 
 def assigned(optimizer: OptimizerConfig, model: ModelConfig, pc: PCConfig | None) -> Assign:
-    """Return the assignments of units and gammas of PC layers in a run with this section."""
+    """Return the assignments of units and PC layer gammas in a run with this optimizer section."""
     units = all_units(model)
     return assignments(optimizer, units if pc is None else with_gammas(units, pc), pc)
 
 
 def assign_to(rule: Rule) -> Assign:
-    """Assign matrices except routers to `rule`, everything else to AdamW."""
+    """Assign all matrices except routers to `rule`, and everything else to AdamW."""
 
     def assign(unit: Unit) -> Assignment:
         group = group_of(unit.role)
@@ -103,10 +103,10 @@ def assign_matrices(
     layer_factors: list[float] | None = None,
     penalty: Penalty = PENALTY,
 ) -> Assign:
-    """Assign matrices to `rule`, everything else to AdamW.
+    """Assign matrices to `rule`, and everything else to AdamW.
 
-    With a `pc_level`, keys and all matrices after attention are PC layers. The roles `penalised`
-    have a Gram penalty. `layer_factors` multiply the rates of each layer's units and gammas.
+    With a `pc_level`, k and all matrices after attention are PC layers. The roles in `penalised`
+    get a Gram penalty. `layer_factors` scale the learning rates of each layer's units and gammas.
     """
     pc = None
     if pc_level is not None:

@@ -1,7 +1,7 @@
-"""Layouts and modes of each model family, for docs/parallelism.md.
+"""The layouts and modes supported by each model family, for docs/parallelism.md.
 
-If the config checks refuse a cell, it contains their sentence; tests/distributed/test_support.py
-trains all other cells on four ranks. `make pages` updates the page.
+Cells rejected by the config checks contain the error. All other cells are trained on four ranks in
+tests/distributed/test_support.py. `make pages` updates the page.
 """
 
 import re
@@ -28,7 +28,7 @@ SHAPE = {
     "train__exit_step": 2,
 }
 FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
-"""Families with their own layers: the columns."""
+"""Families with their own layers, which form the columns."""
 
 MODES: dict[str, dict[str, Any]] = {
     "`sequence: false`": {"parallel__sequence": False},
@@ -39,11 +39,11 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"train__precision": "bf16"},
     "fp8 on `sdpa`": {"train__precision": "bf16", "train__fp8": "hybrid"},
 }
-"""Options of a row other than sizes of axes."""
+"""Row options other than axis sizes."""
 
 
 def row_of(name: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the layout and the changed keys that a row's name states."""
+    """Return the layout and the changed keys specified by a row's name."""
     layout, changes = {}, {}
     for part in re.split("[,;] ", name):
         if part in MODES:
@@ -98,12 +98,12 @@ ROWS = {
 
 
 def keys_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the config keys of a tiny run of a family, with changes."""
+    """Return the config keys for a tiny run of a family, with changes."""
     return SHAPE | overrides(settings(family)) | changes
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """Return the sentence that refuses each (row, family), or "" for a combination that runs."""
+    """Return the error for each (row, family), or "" if the combination is supported."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             (row, family): refusal(folder, family, row) for row, family in product(ROWS, FAMILIES)
@@ -111,7 +111,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def refusal(folder: str, family: str, row: str) -> str:
-    """Return the checks' sentence about a cell, without its values."""
+    """Return the error that the checks report for a cell, without its values."""
     layout, changes = ROWS[row]
     placed = {f"parallel__{key}": value for key, value in layout.items()}
     try:
@@ -123,10 +123,10 @@ def refusal(folder: str, family: str, row: str) -> str:
 
 
 def table() -> str:
-    """Return the page's table and the sentences of its refusals."""
+    """Return the page's table, followed by the errors."""
     found = cells()
     sentences = list(dict.fromkeys(said for said in found.values() if said))
-    heads: dict[tuple[str, ...], list[str]] = {}  # families of equal columns
+    heads: dict[tuple[str, ...], list[str]] = {}  # families grouped by identical columns
     for family in FAMILIES:
         heads.setdefault(tuple(found[row, family] for row in ROWS), []).append(column(family))
     lines = [
@@ -141,7 +141,7 @@ def table() -> str:
 
 
 def column(family: str) -> str:
-    """Return the header of a column: the family and others with the same layers."""
+    """Return a column header: the family, and others with the same layers."""
     same = [name for name, other in ALL.items() if other.same_layers_as == family]
     return ", ".join([family, *same])
 

@@ -1,4 +1,4 @@
-"""Files of multiple-choice tasks."""
+"""Multiple-choice task files."""
 
 import json
 import random
@@ -11,8 +11,8 @@ WORDS = ["a", "matrix", "has", "rows", "columns", "of", "number", "one", "é", "
 def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[str, str]:
     """Write two tasks and return their files by name.
 
-    `words` contains two to five choices of several words; contexts may end in spaces, be empty, or
-    be longer than `window` tokens. `digits` contains choices of one character.
+    `words` has two to five choices with several words; contexts may end in spaces, be empty, or be
+    longer than `window` tokens. `digits` has single-character choices.
     """
     draw = random.Random(5)
 
@@ -40,5 +40,5 @@ def write_tasks(folder: Path, *, examples: int = 12, window: int = 32) -> dict[s
 
 
 def task_keys(files: dict[str, str], **keys: Any) -> dict[str, Any]:
-    """Return overrides of a tiny config that scores `files`; `keys` are further overrides."""
+    """Return overrides that make a tiny config score `files`. `keys` are further overrides."""
     return {f"tasks__files__{name}": path for name, path in files.items()} | keys

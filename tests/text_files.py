@@ -1,4 +1,4 @@
-"""Small text files in all formats, tokenizers, and readers of prepared sets."""
+"""Write small text files in all formats and tokenizers, and read prepared sets."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# Several scripts, an emoji of four bytes, and a special token as plain text.
+# Several scripts, a four-byte emoji, and a special token as plain text.
 TEXTS = [
     "The quick brown fox.\n", "Die Möwe lacht über <|endoftext|> am Meer.", "猫と帽子 🐈\n\n",
     *(f"Line {i}: the cat sat on the mat, the hat and the bat.\n" for i in range(60)),
@@ -16,8 +16,8 @@ TEXTS = [
 
 
 def write_byte_level_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer.json: a byte-level BPE with at most 300 tokens, of which `<|endoftext|>` is
-    token 0."""
+    """Write the tokenizer.json of a byte-level BPE with at most 300 tokens, where `<|endoftext|>`
+    is token 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def write_byte_level_tokenizer(folder: Path) -> Path:
 
 
 def documents(folder: Path, name: str, *, keep_eod: bool = False) -> list[list[int]]:
-    """Read the documents of a set with the struct module, not with the code under test."""
+    """Read a set's documents with the struct module, independently of the code under test."""
     index = (folder / f"{name}.idx").read_bytes()
     magic, version, code, sequences, borders = struct.unpack_from("<9sQBQQ", index)
     assert (magic, version, borders) == (b"MMIDIDX\0\0", 1, sequences + 1)
@@ -50,7 +50,7 @@ def documents(folder: Path, name: str, *, keep_eod: bool = False) -> list[list[i
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """Read the documents of a set as text."""
+    """Read a set's documents as text."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in documents(folder, name)]
 
@@ -67,13 +67,13 @@ def lines(rows: list[str]) -> bytes:
 
 
 def zstd_frames(rows: list[str]) -> bytes:
-    """Encode rows as JSON lines in two zstd frames, like parallel compressors."""
+    """Encode rows as JSON lines in two zstd frames, as parallel compressors do."""
     frames = (lines(rows[:7]), lines(rows[7:]))
     return b"".join(pyarrow.compress(each, codec="zstd", asbytes=True) for each in frames)
 
 
 def hugging_face_folder(source: Path, folder: Path, special: int, configs: dict[str, dict]) -> Path:
-    """Write a folder with a tokenizer.json that contains more special tokens <s0>, <s1>, ..."""
+    """Write a folder with a tokenizer.json that has additional special tokens <s0>, <s1>, ..."""
     tokenizer = Tokenizer.from_file(str(source))
     tokenizer.add_special_tokens([f"<s{i}>" for i in range(special)])
     folder.mkdir()

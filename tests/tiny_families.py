@@ -1,7 +1,7 @@
-"""A tiny model of every family, over which the tests of families run.
+"""A tiny model of every family, which the family tests iterate over.
 
-A family with the layers of another needs no entry and uses the other's settings. `python -m
-tests.tiny_families` prints docs/models.md with an updated table of families.
+A family that has the same layers as another needs no entry and uses the other's settings. `python
+-m tests.tiny_families` prints docs/models.md with an updated table of families.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {
         "activation": "geglu",
         "query_pre_attn_scalar": 10,
-        # Caps as large as the values and windows shorter than the sequence, so that both have an
+        # Caps comparable to the values and windows shorter than the sequence, so that both have an
         # effect.
         "attention_softcap": 1.0,
         "final_softcap": 0.5,
@@ -56,18 +56,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe": MIXTURE,
     },
 }
-"""Settings of each family's model section other than the shape."""
+"""Settings in each family's model section, other than the shape."""
 
 SECTIONS = {"latent": LatentConfig, "moe": MoEConfig, "rope_scaling": RopeScalingConfig}
 
 
 def settings(family: str) -> dict[str, Any]:
-    """Return the settings of a family's model section other than the shape."""
+    """Return the settings in a family's model section, other than the shape."""
     return {"family": family, **SETTINGS[FAMILIES[family].same_layers_as or family]}
 
 
 def model_of(values: dict[str, Any]) -> ModelConfig:
-    """Return the model section with `values`, whose sections are plain mappings."""
+    """Return a model section with `values`, in which subsections are plain mappings."""
     return ModelConfig(
         **{
             key: SECTIONS[key](**value) if key in SECTIONS and isinstance(value, dict) else value
@@ -77,13 +77,13 @@ def model_of(values: dict[str, Any]) -> ModelConfig:
 
 
 def tiny_model(family: str, **changes: Any) -> ModelConfig:
-    """Return a tiny model of a family with changed keys of the model section."""
+    """Return a tiny model of a family, with changes to its model section."""
     return model_of({**SHAPE, **settings(family), **changes})
 
 
 def mixture(**changes: Any) -> ModelConfig:
-    """Return a tiny mixture of three layers, two of them with experts, without balancing losses,
-    and with changed keys of its section."""
+    """Return a tiny three-layer mixture of experts, with experts in two layers, no balancing
+    losses, and changes to its section."""
     experts = {**MIXTURE, "shared_experts": 2, "sequence_aux_loss": 0.0, **changes}
     return tiny_model("moe", layers=3, moe=experts)
 
@@ -99,11 +99,11 @@ MODELS = {
     ),
     "experts behind a gate": mixture(shared_gate=True),
 }
-"""A tiny model of every family, and models of some families with other weights."""
+"""A tiny model of every family, plus variants of some families with different weights."""
 
 
 def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
-    """Return `values` of the model section as dotted keys of a run config, `__` for the dot."""
+    """Return `values` in the model section as dotted keys of a run config, with `__` for dots."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -114,7 +114,7 @@ def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return the table of all families from their records."""
+    """Return the table of all families, generated from their records."""
     lines = ["| family | characteristics | feed-forward block | query-key norms | exported as |"]
     lines.append("|" + "---|" * 5)
     norms = {True: "yes", False: "no", None: "`model.qk_norm`"}

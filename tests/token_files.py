@@ -1,4 +1,4 @@
-"""Small token sets and their manifests."""
+"""Write small token sets and their manifests."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from scripts.prepare_data import main as prepare
 
 
 def write_token_set(prefix: Path, *, tokens: int, vocab: int, seed: int, documents: int = 8) -> str:
-    """Write a .bin/.idx pair of random walks over the token ids and return its prefix.
+    """Write random walks over the token ids as a .bin/.idx pair and return its prefix.
 
-    The walks have a structure that a model can learn.
+    The walks have structure for a model to learn.
     """
     generator = np.random.default_rng(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
@@ -27,7 +27,7 @@ def write_token_set(prefix: Path, *, tokens: int, vocab: int, seed: int, documen
 
 
 def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
-    """Write a .bin/.idx pair with these tokens and return its prefix."""
+    """Write tokens as a .bin/.idx pair and return its prefix."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=tokens.dtype.type)
     for document in np.array_split(tokens, documents):
         builder.add_document(document, [len(document)])
@@ -36,8 +36,8 @@ def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
 
 
 def prepare_text(folder: Path, line: str, lines: int) -> Path:
-    """Prepare the set `tokens` from copies of `line`, in which squares of numbers replace `{i}`,
-    with a tokenizer of 300 tokens trained on this text. Return the data folder."""
+    """Prepare the set `tokens` from copies of `line`, replacing `{i}` with square numbers, using a
+    300-token tokenizer trained on this text. Return the data folder."""
     (folder / "text.txt").write_text("".join(line.format(i=i * i) for i in range(lines)))
     options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
     assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
@@ -45,7 +45,7 @@ def prepare_text(folder: Path, line: str, lines: int) -> Path:
 
 
 def write_manifest(folder: Path, **entry: object) -> None:
-    """Write a manifest with one set, `a`; `entry` replaces fields of the set."""
+    """Write a manifest with a single set `a`. `entry` overrides fields of the set."""
     defaults: dict[str, object] = {
         "documents": 3,
         "tokens": 1000,

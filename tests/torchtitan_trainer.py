@@ -1,7 +1,7 @@
-"""Ten steps of torchtitan's trainer with SSO, on its debug model, under torchrun on CPU ranks.
+"""Run ten steps of torchtitan's trainer with SSO on its debug model, under torchrun on CPU ranks.
 
-GPU-only parts of torchtitan 0.3 are replaced: the device's name and memory, its attention kernel,
-and FSDP's scaled sum, which gloo does not have.
+GPU-only parts of torchtitan 0.3 are replaced: the device name and memory, the attention kernel, and
+FSDP's scaled sum, which gloo does not support.
 """
 
 import importlib
@@ -23,7 +23,7 @@ HEAD = 16
 
 
 class Host:
-    """A CPU with the GPU properties that torchtitan reads."""
+    """A CPU that has the GPU properties read by torchtitan."""
 
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
@@ -43,7 +43,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
 
 def main(folder: str) -> None:
-    """Train with a tokenizer in `folder`; check that every head is on its sphere."""
+    """Train with a tokenizer in `folder` and check that every head is on its sphere."""
     device.device_type, device.device_module = "cpu", Host()  # before other modules import them
     from torchtitan.distributed import utils
     from torchtitan.hf_datasets import text_datasets
@@ -51,7 +51,7 @@ def main(folder: str) -> None:
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     adapter = importlib.import_module("torchtitan_container")
-    utils.set_pg_timeouts = lambda **_: None  # names of a later torch
+    utils.set_pg_timeouts = lambda **_: None  # uses names from a newer torch
     FlexAttention._compiled_flex_attn = staticmethod(attention)
     texts = [{"text": path.read_text()} for path in sorted((ROOT / "docs").glob("*.md"))]
     text_datasets.DATASETS["docs"] = text_datasets.DatasetConfig(

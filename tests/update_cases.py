@@ -1,5 +1,5 @@
-"""Tiny models under every rule, with and without PC layers, with updates that a graph can
-record."""
+"""Tiny models under every rule, with and without PC layers, whose updates can be captured in a
+graph."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from training.config.optimizer_section import GroupConfig, OptimizerConfig, Rule
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)
-# Few repetitions, since every operation is compared.
+# Few iterations, because every operation is compared.
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
     "muon_sphere": {"steps": 2, "krylov_steps": 2},
-    # early_exit as on a GPU; on a CPU the solver would read on the host whether to stop.
+    # early_exit as on a GPU; on a CPU, the solver would decide on the host whether to stop.
     "spectral_sphere": {"steps": 2, "krylov_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "krylov_steps": 2},
 }
@@ -37,7 +37,7 @@ KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("m
 def built(
     world: Groups, rule: str, pc: str, *, early_exit: bool = False, recorded: bool = True
 ) -> tuple[ParallelModel, Update]:
-    """Return a tiny bfloat16 model, so that masters are copies, and its update."""
+    """Return a tiny model and its update. The model is in bfloat16, so that masters are copies."""
     group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
     fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
     rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
@@ -55,13 +55,14 @@ def built(
 
 
 OPTIMIZERS = (AdamW, Muon, MuonSphere, SpectralSphere, MuonPlusPlus)
-"""Optimizers of the library for tests with a CUDA graph."""
+"""The library's optimizers, for tests with a CUDA graph."""
 
 
 def library_optimizer(
     kind: type[SpectralOptimizer], device: str = "cpu", **fields: Any
 ) -> SpectralOptimizer:
-    """Return an optimizer of three matrices, two of one shape, and a vector, with gradients."""
+    """Return an optimizer for three matrices, two of which have the same shape, and a vector, all
+    with gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(8, 12), (8, 12), (12, 8), (8,)]
     parameters = [
@@ -76,7 +77,7 @@ def library_optimizer(
 
 
 def fill(model: ParallelModel, turn: int) -> None:
-    """Fill in the gradients of a step."""
+    """Fill the gradients of a step with random values."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
         for flat in part.buffers.gradients:

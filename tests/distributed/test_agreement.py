@@ -73,7 +73,7 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
     """The other ranks still wait for the ended rank; torchrun ends them."""
     with pytest.raises(AssertionError) as failed:
         on_two_ranks("ended", folder, overrides=[[], ["train.stepz=3"]])
-    assert "rank 1 ended with 2" in str(failed.value)
+    assert "rank 1 exited with 2" in str(failed.value)
     assert "error: rank 1 (host " in str(failed.value)
     assert "unknown key train.stepz" in str(failed.value)
 

@@ -220,7 +220,7 @@ def test_no_stream_ends_early(tmp_path: Path, suffix: str, damage: str) -> None:
 def test_padding_of_another_size_is_refused(tmp_path: Path, zeros: int) -> None:
     for rest in (b"", lzma.compress(b"")):
         (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text") + bytes(zeros) + rest)
-        with pytest.raises(DataError, match=rf"corrupt: padding .* got {zeros}"):
+        with pytest.raises(DataError, match=rf"corrupt: stream padding .* got {zeros}"):
             read(tmp_path / "a.txt.xz")
 
 

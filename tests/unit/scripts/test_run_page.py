@@ -144,10 +144,10 @@ def signals(run: RunData) -> Iterator[Curve]:
         for name, title in (("snr", "SNR"), ("top_share", "TopShare"), ("alignment", "alignment")):
             metric = f"monitor/{what}_{name}/q"
             values = [line[metric] for line in run.metrics if metric in line]
-            yield f"{title}, of {what}s q", values
+            yield f"{title} of {what}s q", values
     # The least share of one direction: of two micro-batches' gradients, and of three updates.
-    yield "TopShare, of gradients", [1.0, 1.0]
-    yield "TopShare, of updates", [1 / 2, 1 / 2]
+    yield "TopShare of gradients", [1.0, 1.0]
+    yield "TopShare of updates", [1 / 2, 1 / 2]
 
 
 def norms(run: RunData) -> Iterator[Curve]:
