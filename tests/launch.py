@@ -28,8 +28,8 @@ from torch.distributed import TCPStore
 from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
-# Leave out tests.import_engine, which defers loading torch's compiler: FSDP2 needs the compiler, and
-# loading it before forking is faster than loading it in every fork.
+# Leave out tests.import_engine, which defers loading torch's compiler: FSDP2 needs the compiler,
+# and loading it once before forking is faster than loading it in every fork.
 FORKS.set_forkserver_preload(["tests.frozen"])
 OURS = r"(models|parallel|spectral|tests|training)\."
 """Modules in which warnings are errors, such as deprecation warnings from newer torch versions."""
