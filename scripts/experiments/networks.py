@@ -237,7 +237,7 @@ def sparse_checks(runs: dict[str, Training], middle: int) -> list[Check]:
         at_least(f"loss of GD / SpecGD, step {middle}", gd.losses[middle] / spec.losses[middle], 1,
                  "paper"),
         at_most("largest relative drift of st(A1), st(A2)", worst, 0.2, "paper: nearly constant"),
-        at_least("smallest nr(G2) / st(A1)", ratio, 1, "paper"),
+        at_least("least nr(G2) / st(A1)", ratio, 1, "paper"),
     ]  # fmt: skip
 
 
@@ -283,8 +283,8 @@ def gated_batches(
         gated, plain = ([row[layer] for row in ranks[kind].values()] for kind in KINDS)
         rises = min(b / a for a, b in pairwise(gated))
         checks += [
-            at_least(f"SwiGLU, A{layer + 1}: smallest growth per batch size", rises, 1, "paper"),
-            at_most(f"A{layer + 1}: growth of relu^2 over all batch sizes / that of SwiGLU",
+            at_least(f"SwiGLU, A{layer + 1}: least growth from batch to batch", rises, 1, "paper"),
+            at_most(f"A{layer + 1}: growth of relu^2 over all batches / that of SwiGLU",
                     plain[-1] / plain[0] / (gated[-1] / gated[0]), 0.7, "paper: flat"),
         ]  # fmt: skip
     for kind in KINDS:
@@ -313,7 +313,7 @@ def definitions(problem: Problem) -> list[Check]:
         error = float((a - x).norm() / x.norm())
         name = f"{problem.kind}, A{layer}"
         checks += [
-            at_most(f"{name}: error in the activations", error, 1e-9, "theory: definition",
+            at_most(f"{name}: error of the activations", error, 1e-9, "theory: definition",
                     "activations"),
             near(f"{name}: st against an SVD", float(stable_rank(a)), expected, 1e-9,
                  "theory: SVD", "by SVD"),

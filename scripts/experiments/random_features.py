@@ -238,8 +238,8 @@ def relu_features(
     ratio = gd.losses[early] / spec.losses[early]
     theory = "theory, eq. 1.5"
     checks = [
-        at_least("GD: smallest decrease / guaranteed", gd.kept(), 1 - ROUNDING, theory),
-        at_least("SpecGD: smallest decrease / guaranteed", spec.kept(), 1 - ROUNDING, theory),
+        at_least("GD: least decrease / guaranteed", gd.kept(), 1 - ROUNDING, theory),
+        at_least("SpecGD: least decrease / guaranteed", spec.kept(), 1 - ROUNDING, theory),
         at_least(f"loss of GD / SpecGD, step {early}", ratio, 1, "paper"),
         at_least("share of GD steps with nr >= st", gd.share(stable), 1, "paper"),
         *first_steps(task),
@@ -360,7 +360,7 @@ def growth(ranks: dict[str, dict[int, dict[int, float]]]) -> list[Check]:
         ratio = by_width[large][1] / by_width[small][1]
         checks += [
             at_most(f"{model}: largest nr at step 0", initial, 10, "paper"),
-            at_least(f"{model}: smallest nr / k at step 1", growth, 0.3, "paper"),
+            at_least(f"{model}: least nr / k at step 1", growth, 0.3, "paper"),
             near(f"{model}: growth of nr at step 1 from k = {small} to {large}", ratio,
                  large / small, 0.1, "paper: linear"),
         ]  # fmt: skip

@@ -108,7 +108,7 @@ def properties(
     rise = min(after - before for before, after in pairwise(f.values()))
     mean = 3 * expected_root(*shape) / math.sqrt(len(roots))
     return [
-        at_least(f"{name}: smallest increase of f on the grid", rise, 0, "paper, theorem A.2"),
+        at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
         at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), interval, "paper, theorem A.3"),
         Check(f"{name}: mean lambda* of {len(roots)}", sum(roots) / len(roots), -mean, mean,
               "theory: 3 standard errors of 0"),
