@@ -204,7 +204,7 @@ def _chunked(
 
 
 def _work(pipe: "Connection[Any, Any]") -> None:
-    """Encode texts from a pipe until its other end is closed, with one thread and ignoring Ctrl-C."""
+    """Encode texts from a pipe until its other end is closed. Use one thread and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with suppress(EOFError, OSError):  # the other process has exited
