@@ -41,15 +41,15 @@ class Worker:
         Raises RuntimeError if the worker has died; its stderr has the reason.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"arguments": list(arguments), "log": str(log)}
+        request = {"arguments": list(arguments), "log": str(log)}
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        line = self._process.stdout.readline()
+        if not line:
             raise RuntimeError(f"the process that forks runs exited with {self._process.wait()}")
-        found = json.loads(answer)
-        return found["code"], found["seconds"]
+        response = json.loads(line)
+        return response["code"], response["seconds"]
 
     def close(self) -> None:
         """Stop the idle worker."""
@@ -67,8 +67,8 @@ def serve() -> None:
             importlib.import_module(name)
         gc.freeze()
         for line in sys.stdin:
-            asked = json.loads(line)
-            code, seconds = run_forked(asked["arguments"], asked["log"])
+            request = json.loads(line)
+            code, seconds = run_forked(request["arguments"], request["log"])
             print(json.dumps({"code": code, "seconds": seconds}), flush=True)
 
 

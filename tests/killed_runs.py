@@ -60,9 +60,9 @@ def start(arguments: list[str], output: Path, restarts: int, *, forks: bool) -> 
 def torchrun(words: list[str], output: str, forks: bool) -> None:
     """Run torchrun's command line. Ranks are separate programs or, to save imports, forks of this
     process."""
-    said = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    log = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.chdir(ROOT)
     if forks:
         run.elastic_launch = forking

@@ -66,8 +66,8 @@ def run_on_ranks(
             processes.append(process)
         problem = awaited(processes, timeout)
         if problem:
-            said = [f"rank {rank}:\n{output(folder, rank)}" for rank in range(ranks)]
-            raise AssertionError("\n".join([problem, *said]))
+            outputs = [f"rank {rank}:\n{output(folder, rank)}" for rank in range(ranks)]
+            raise AssertionError("\n".join([problem, *outputs]))
         return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
@@ -128,9 +128,9 @@ def main(folder: Path, variables: dict[str, str], module: str, function: str) ->
     os.environ.update(variables)
     os.chdir(ROOT)
     rank = variables["RANK"]
-    said = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    log = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     warnings.filterwarnings("error", module=OURS)
     arguments = torch.load(folder / "arguments.pt")
     result = getattr(import_module(module), function)(**arguments)

@@ -43,10 +43,10 @@ def settings(
     config: Any, model_chunks: Sequence[torch.nn.Module], pg_collection: Any
 ) -> dict[str, Any]:
     """Return the keyword arguments for `build`, taken from Megatron's config."""
-    found = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
+    options = {"model_chunks": model_chunks, "lr": config.lr, "weight_decay": config.weight_decay}
     if pg_collection is not None and pg_collection.tp.size() > 1:
-        found["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
-    return found
+        options["groups_of_ranks"] = (pg_collection.dp_cp, pg_collection.tp)
+    return options
 
 
 def build(
@@ -112,42 +112,44 @@ class TensorParallel(torch.optim.Optimizer):
         self.mesh = DeviceMesh.from_group(
             [data, tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor")
         )
-        self.within: SpectralOptimizer | None = None
+        self.inner: SpectralOptimizer | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step every weight that has a gradient. Must be called on every rank of the stage."""
-        if self.within is None:
+        if self.inner is None:
             own = [
                 {**group, **self._divided(group, lambda p: p.detach())}
                 for group in self.param_groups
             ]
-            self.within = self.kind(own, **self.defaults, nonfinite="skip")
-        for group, own in zip(self.param_groups, self.within.param_groups, strict=True):
+            self.inner = self.kind(own, **self.defaults, nonfinite="skip")
+        for group, own in zip(self.param_groups, self.inner.param_groups, strict=True):
             own |= {"lr": group["lr"], "weight_decay": group["weight_decay"]}
             gradients = self._divided(group, lambda p: p.grad)["params"]
             for part, gradient in zip(own["params"], gradients, strict=True):
                 part.grad = gradient
-        self.within.step()
-        self.within.zero_grad()  # free the DTensors' references to the gradients
+        self.inner.step()
+        self.inner.zero_grad()  # free the DTensors' references to the gradients
 
-    def _divided(self, group: dict[str, Any], of: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Apply `of` to the parameters of a group. Return the results as DTensors, with gated
+    def _divided(
+        self, group: dict[str, Any], select: Callable[[torch.Tensor], Any]
+    ) -> dict[str, Any]:
+        """Apply `select` to the parameters of a group. Return the results as DTensors, with gated
         layers split into halves, and the `units` of these tensors."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        found, units = [], group["units"]
+        tensors, units = [], group["units"]
         for parameter in group["params"]:
             cut = getattr(parameter, "tensor_model_parallel", False)
-            place = Shard(parameter.partition_dim) if cut else Replicate()
+            placement = Shard(parameter.partition_dim) if cut else Replicate()
             halves = units.get("rows") == [len(parameter) // 2]
-            value = of(parameter)
+            value = select(parameter)
             if value is None:  # no gradient
-                found += [None] * (1 + halves)
+                tensors += [None] * (1 + halves)
                 continue
             for part in value.chunk(1 + halves):
-                found.append(DTensor.from_local(part, self.mesh, [Replicate(), place]))
-        return {"params": found, "units": {} if halves else units}
+                tensors.append(DTensor.from_local(part, self.mesh, [Replicate(), placement]))
+        return {"params": tensors, "units": {} if halves else units}
 
 
 def rows_of(name: str, parameter: torch.Tensor, chunk: torch.nn.Module) -> int:
