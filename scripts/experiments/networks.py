@@ -79,7 +79,7 @@ class Problem:
         return cls(x, x[:, :3].prod(1, keepdim=True), weights, kind)
 
     def loss(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss `[]` and the inputs of all layers."""
+        """Return the loss, as a 0-d tensor, and the inputs of all layers."""
         inputs = activations(weights, self.x, self.kind)
         return (inputs[-1] @ weights[-1].mT - self.y).square().mean(), inputs
 

@@ -58,7 +58,7 @@ class Regression:
         return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
 
     def loss(self, w: Tensor) -> Tensor:
-        """Return the loss `[]`."""
+        """Return the loss, as a 0-d tensor."""
         return (w @ self.a - self.y).square().sum() / (2 * self.a.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""The multiplier lambda of the SSO paper."""
+"""The multiplier lambda in the SSO paper."""
 
 import math
 from collections.abc import Mapping, Sequence
