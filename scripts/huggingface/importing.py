@@ -266,7 +266,7 @@ def copy_tokenizer(source: Path, folder: Path, rows: int) -> dict[str, dict[str,
                 if ids > rows:
                     print(
                         f"note: {source / name} has {ids:,} token ids, but the model has {rows:,}, "
-                        "so an export of this model needs --tokenizer PATH or --no-tokenizer"
+                        "so exporting this model requires --tokenizer PATH or --no-tokenizer"
                     )
             elif name.endswith(".json") and not isinstance(parse_json(content), dict):
                 raise ValueError("the content must be a JSON object")
