@@ -103,7 +103,7 @@ def source(tmp_path: Path) -> Path:
 def test_token_ids_that_the_model_lacks_are_said(rows, source, kept, capsys):
     copy_tokenizer(source, kept, rows)
     ids = Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
-    said = f"tokenizer.json has {ids} token ids, but the model has {rows}, so an export"
+    said = f"tokenizer.json has {ids} token ids, but the model has {rows}, so exporting"
     assert (said in capsys.readouterr().out) == (ids > rows)
 
 
