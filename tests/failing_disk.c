@@ -1,8 +1,8 @@
-/* Lets a call below a folder fail in programs that load this library by LD_PRELOAD.
+/* Makes a call below a folder fail in programs that preload this library with LD_PRELOAD.
 
 FAULT_FOLDER   the folder
-FAULT_CONTROL  a file of the struct below, which other processes read and change
-FAULT_LOG      a file that gets a line `KIND PATH` for each call, if it is set */
+FAULT_CONTROL  a file that holds the struct below, which other processes read and write
+FAULT_LOG      a file that gets a line `KIND PATH` per call, if set */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -42,7 +42,7 @@ __attribute__((constructor)) static void begin(void) {
         lines = syscall(SYS_openat, AT_FDCWD, getenv("FAULT_LOG"), O_WRONLY | O_APPEND | O_CREAT, 0600);
 }
 
-/* The path of an open file, or of a name in an open folder. */
+/* The path of an open file, or of a name relative to an open folder. */
 static const char *path_of(int at, const char *name, char *whole) {
     if (name && (name[0] == '/' || at == AT_FDCWD)) return name;
     char link[64];
@@ -53,7 +53,7 @@ static const char *path_of(int at, const char *name, char *whole) {
     return whole;
 }
 
-/* Whether this call is to fail, with errno set. */
+/* Whether this call should fail. Sets errno if so. */
 static int fails(int kind, int at, const char *name) {
     char whole[PATH_MAX];
     if (!control) return 0;
