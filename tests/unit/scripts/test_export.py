@@ -381,7 +381,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"needs .* GB"):
+    with pytest.raises(InputError, match=r"requires .* GB"):
         exporting.check_room(tmp_path / "a" / "b", shutil.disk_usage(tmp_path).total)
 
 
