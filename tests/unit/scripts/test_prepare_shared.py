@@ -298,7 +298,7 @@ def test_no_shard_is_left_out(inputs: Path, tmp_path: Path, refusal) -> None:
     assert main([*options, "--shard", "1/3"]) == 0
     assert main([*options, "--shard", "3/3"]) == 0
     said = refusal(main(options))
-    assert "out.shards lacks 2-of-3: prepare the missing shards (--shard 2/3" in said
+    assert "out.shards is missing 2-of-3: prepare the missing shards (--shard 2/3" in said
     assert not out.exists()
     assert main([*options[:1], *options[3:], "--shard", "2/3"]) == 0  # without its validation set
     assert "2-of-3 was made from different inputs or options" in refusal(main(options))
