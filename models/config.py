@@ -1,4 +1,4 @@
-"""The model section of a run config: the shape and initialisation of a model."""
+"""The model section of a run config: model shape and weight initialisation."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -33,20 +33,21 @@ LLAMA3_KEYS: Final = ("low_freq_factor", "high_freq_factor")
 
 
 class InitConfig(Section):
-    """Initialisation of weights."""
+    """Weight initialisation."""
 
     std: Positive | None = 0.02
-    """Standard deviation of the normally distributed initial weights of all matrices except
-    embedding and head; null = `min(1, sqrt(rows / cols)) / sqrt(cols)`, as in spectral muP."""
+    """Standard deviation of the normal distribution that initialises every matrix except embedding
+    and head; null = `min(1, sqrt(rows / cols)) / sqrt(cols)`, as in spectral muP."""
     spectral: bool = True
-    """Rescale all matrices except embedding and head to the spectral norm `radius`, as in the SSO
+    """Rescale every matrix except embedding and head to spectral norm `radius`, as in the SSO
     paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """Formula for the initial spectral norm of a matrix; see docs/spectral.md."""
     radius_scaler: Positive = 1.0
-    """Factor that multiplies the radius; c in the SSO paper."""
+    """Multiplier for the radius; c in the SSO paper."""
     depth_scaled: bool = False
-    """Divide the std of some matrices as set by `depth_scaling`; must be false with `spectral`."""
+    """Reduce the std of some matrices according to `depth_scaling`; must be false with `spectral`.
+    """
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: divide the std of o and down by sqrt(2 * layers); layer: divide the std of o, up and
     down in layer l, counted from 0, by sqrt(2 * (l + 1)), as in the PC paper."""
@@ -56,12 +57,12 @@ class InitConfig(Section):
     """Standard deviation of the initial output head."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that every key has an effect."""
+        """Reject keys that have no effect."""
         if self.spectral:
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
         shaped = self.std is None and self.depth_scaled
-        rule = "must be false with std null, which means an std that depends on the matrix shape"
+        rule = "must be false if std is null, because the std then depends on the matrix shape"
         yield "depth_scaled", shaped, rule
 
 
@@ -75,44 +76,44 @@ class MoEConfig(Section):
     expert_ffn: Width
     """Feed-forward hidden size of each expert."""
     shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
-    """Number of shared experts, which process every token. Shared experts are fused into one expert
-    with the hidden size `shared_experts * expert_ffn`."""
+    """Number of shared experts, which process every token. They are fused into one expert with
+    hidden size `shared_experts * expert_ffn`."""
     shared_gate: bool = False
-    """Multiply the shared experts' output by a learned sigmoid gate of the token."""
+    """Multiply the shared experts' output by a learned per-token sigmoid gate."""
     dense_layers: Whole = 0
     """Number of leading layers with a dense feed-forward block of hidden size `ffn` instead of
     experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Score function of the router; if top_k > 1, the chosen experts' scores are divided by their
-    sum."""
+    """Router score function; if top_k > 1, the scores of the selected experts are normalised to
+    sum to 1."""
     expert_groups: Parts = 1
-    """Number of equal groups of experts; a token is routed to experts in its `top_groups` best
-    groups."""
+    """Number of equal-sized expert groups; a token is routed only to experts in its `top_groups`
+    best groups."""
     top_groups: Parts = 1
-    """Number of expert groups per token; the groups with the largest sum of their `top_k /
-    top_groups` best scores are chosen."""
+    """Number of expert groups selected per token; groups are ranked by the sum of their `top_k /
+    top_groups` highest scores."""
     routed_scale: Positive | None = None
-    """Factor that multiplies the sum of the routed experts' outputs; null = the SSO paper's factor,
-    with which this sum has the same variance as the shared experts' sum."""
+    """Multiplier for the sum of the routed experts' outputs; null = the SSO paper's factor, which
+    gives this sum the same variance as the shared experts' sum."""
     expert_bias: bool = True
-    """Balance the experts' load without an auxiliary loss: add a bias per expert to the scores that
-    select experts."""
+    """Auxiliary-loss-free load balancing: add a per-expert bias to the scores used to select
+    experts."""
     expert_bias_rate: AtLeast0 = 1e-3
-    """Amount by which an expert's bias rises or falls in each optimizer step."""
+    """Amount by which each expert's bias is raised or lowered per optimizer step."""
     sequence_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over each sequence; 0 = off."""
+    """Coefficient of the per-sequence load-balancing loss; 0 = off."""
     global_aux_loss: AtLeast0 = 0.0
-    """Coefficient of the load-balancing loss over the global batch; 0 = off. The loss uses the load
-    of the previous step."""
+    """Coefficient of the load-balancing loss over the global batch; 0 = off. The loss uses the
+    expert load of the previous step."""
     z_loss: AtLeast0 = 0.0
-    """Coefficient of the squared log-sum-exp of the router's logits; 0 = off."""
+    """Coefficient of the squared log-sum-exp of the router logits; 0 = off."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
-    """Computation of a rank's experts. sequential: one expert after another; grouped: grouped
-    matrix products; auto: grouped for bf16 on GPUs, otherwise sequential. Checkpoints do not depend
-    on the backend."""
+    """How a rank computes its experts. sequential: one expert at a time; grouped: grouped GEMMs;
+    auto: grouped for bf16 on GPUs, otherwise sequential. Checkpoints do not depend on the backend.
+    """
 
     def checks(self) -> Iterator[Check]:
-        """Check conditions between the keys of experts and routing."""
+        """Check the expert and routing keys against each other."""
         groups, used, experts = self.expert_groups, self.top_groups, self.experts
         yield "expert_groups", experts % groups, f"must divide experts = {experts}"
         yield "top_groups", used > groups, f"must be at most expert_groups = {groups}"
@@ -131,49 +132,50 @@ class MoEConfig(Section):
 
 
 class LatentConfig(Section):
-    """Multi-head latent attention, which computes queries, keys and values from small latents."""
+    """Multi-head latent attention, which projects queries, keys and values from low-rank latents.
+    """
 
     query_rank: Size | None = None
-    """Size of the query latent; null = compute queries directly from the residual stream."""
+    """Rank of the query latent; null = project queries directly from the residual stream."""
     kv_rank: Size
-    """Size of the latent of keys and values."""
+    """Rank of the latent shared by keys and values."""
     nope_head_dim: Size
     """Number of non-rotary dimensions of a query or key head."""
     rope_head_dim: Annotated[Size, Field(multiple_of=2)]
-    """Number of rotary dimensions of a query or key head; all heads share these dimensions of the
+    """Number of rotary dimensions of a query or key head; all heads share the rotary part of the
     key."""
     value_head_dim: Size
     """Dimension of a value head."""
 
 
 class RopeScalingConfig(Section):
-    """Scaling of rotary frequencies for sequences longer than in the original training."""
+    """RoPE scaling for sequences longer than in the original training."""
 
     kind: Literal["linear", "llama3", "yarn"]
     """linear: divide all frequencies by `factor`; llama3: divide low frequencies, as in Llama 3.1
     and 3.2; yarn: divide low frequencies, and scale queries and keys."""
     factor: Annotated[float, Field(ge=1, le=LARGEST_INTEGER)]
-    """Divisor of the frequencies that `kind` selects."""
+    """Divisor for the frequencies selected by `kind`."""
     original_max_position_embeddings: Count | None = None
-    """Sequence length before the extension, in tokens; null for linear."""
+    """Context length before the extension, in tokens; null for linear."""
     low_freq_factor: Positive | None = None
-    """llama3: frequencies below this number of rotations over the original length are low; null for
+    """llama3: frequencies with fewer rotations than this over the original length are low; null for
     other kinds."""
     high_freq_factor: Positive | None = None
-    """llama3: frequencies above this number of rotations over the original length are unchanged;
+    """llama3: frequencies with more rotations than this over the original length are unchanged;
     null for other kinds."""
     beta_slow: Positive = 1.0
-    """yarn: frequencies below this number of rotations over the original length are low."""
+    """yarn: frequencies with fewer rotations than this over the original length are low."""
     beta_fast: Positive = 32.0
-    """yarn: frequencies above this number of rotations over the original length are unchanged."""
+    """yarn: frequencies with more rotations than this over the original length are unchanged."""
     truncate: bool = True
-    """yarn: round the bounds of the transition between unchanged and low frequencies to whole
+    """yarn: round the bounds of the transition from unchanged to low frequencies to whole
     dimensions."""
     attention_factor: Positive | None = None
-    """yarn: factor that multiplies rotated queries and rotated keys; null = 0.1 ln(factor) + 1."""
+    """yarn: multiplier for rotated queries and keys; null = 0.1 ln(factor) + 1."""
 
     def checks(self) -> Iterator[Check]:
-        """Check that the keys required by `kind` are set, and that unused keys are not set."""
+        """Check that the keys required by `kind` are set and that keys it does not use are not."""
         kinds: dict[str, tuple[str, ...]] = dict.fromkeys(LLAMA3_KEYS, ("llama3",))
         kinds["original_max_position_embeddings"] = "llama3", "yarn"
         for key, needed in kinds.items():
@@ -191,17 +193,17 @@ class RopeScalingConfig(Section):
 
     @property
     def turned_scale(self) -> float:
-        """Factor that multiplies rotated queries and rotated keys."""
+        """Multiplier for rotated queries and keys."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * log(self.factor) + 1.0
 
 
 class ModelConfig(Section):
-    """Shape of a model, and the options that its family does not fix."""
+    """Model shape, and the options that are not fixed by the model family."""
 
     family: str = "llama"
-    """Model family; docs/models.md lists the families."""
+    """Model family; see docs/models.md for a list."""
     layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
     hidden: Size
@@ -213,7 +215,7 @@ class ModelConfig(Section):
     head_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Head dimension; null = hidden / heads."""
     ffn: Width
-    """Hidden size of the feed-forward block: the number of rows of gate, and of up."""
+    """Hidden size of the feed-forward block: the number of rows in gate and in up."""
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     """Activation of the feed-forward block. swiglu: `silu(gate) * up`; geglu: `gelu(gate) * up`
     with the tanh approximation of gelu; relu2: `relu(up)^2`, without a gate."""
@@ -222,44 +224,44 @@ class ModelConfig(Section):
     vocab_size: Rows | None = None
     """Vocabulary size; null = the vocabulary size in the data manifest."""
     vocab_multiple: Rows = 128
-    """Embedding and head are padded to a multiple of this number of rows."""
+    """Pad embedding and head to a multiple of this many rows."""
     tie_embeddings: bool = False
-    """Use the embedding also as the output head. This matrix has the role embedding, so
-    optimizer.head and init.head_std have no effect."""
+    """Use the embedding matrix as the output head as well. Its role is embedding, so optimizer.head
+    and init.head_std have no effect."""
     rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
     rope_scaling: RopeScalingConfig | None = None
-    """Scaling of rotary frequencies; null = none. Must be null for latent attention."""
+    """RoPE scaling; null = none. Must be null for latent attention."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Linear layers of attention that have a bias, initially 0. qkv: queries, keys and values, as
-    in Qwen2; all: also the output."""
+    """Attention projections with a bias, initialised to 0. qkv: queries, keys and values, as in
+    Qwen2; all: also the output."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: Count | None = None
-    """Attention scores are divided by the square root of this number; null = head_dim. Only family
-    gemma2 supports other values."""
+    """Attention scores are divided by the square root of this value; null = head_dim. Supported
+    only by family gemma2."""
     attention_softcap: Positive | None = None
-    """Soft cap c of attention scores, `c * tanh(score / c)`; null = none. Only family gemma2
-    supports other values."""
+    """Soft cap c on attention scores, `c * tanh(score / c)`; null = none. Supported only by family
+    gemma2."""
     final_softcap: Positive | None = None
-    """Soft cap c of the logits, `c * tanh(logit / c)`; null = none. Only family gemma2 supports
-    other values."""
+    """Soft cap c on the logits, `c * tanh(logit / c)`; null = none. Supported only by family
+    gemma2."""
     sliding_window: Count | None = None
-    """Number of tokens to which a token attends in layers 0, 2, 4, ..., itself included; null = all
-    previous tokens. Only family gemma2 supports other values."""
+    """Number of tokens that a token in layers 0, 2, 4, ... attends to, including itself; null = all
+    previous tokens. Supported only by family gemma2."""
     latent: LatentConfig | None = None
     """Multi-head latent attention; required for families with latent attention, null for others."""
     moe: MoEConfig | None = None
     """Mixture-of-experts layers; required for families with experts, null for others."""
     init: InitConfig = InitConfig()
-    """Initialisation of weights."""
+    """Weight initialisation."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
-    """Library of attention and linear layers: PyTorch (sdpa), or Transformer Engine, which must be
-    installed."""
+    """Library used for attention and linear layers: PyTorch (sdpa), or Transformer Engine, which
+    must be installed."""
     attention_kernel: Literal["auto", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Kernel for attention_backend sdpa. auto: a kernel of PyTorch; other values: the
-    FlashAttention package of this name, for bf16 on GPUs. auto uses neither package, because their
-    speed was not measured."""
+    """Attention kernel for attention_backend sdpa. auto: one of PyTorch's kernels; other values:
+    the FlashAttention package of that name, for bf16 on GPUs. auto never selects these packages,
+    because they have not been benchmarked."""
 
     def checks(self) -> Iterator[Check]:
         """Check the conditions that apply to every family."""
@@ -291,12 +293,12 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads: `kv_heads`, by default `heads`."""
+        """Number of key/value heads: `kv_heads`, or `heads` if null."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size(self) -> int:
-        """Dimension of a query or key head: `head_dim`, by default hidden / heads."""
+        """Dimension of a query or key head: `head_dim`, or hidden / heads if null."""
         if self.latent is not None:
             return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
@@ -308,11 +310,11 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Number of dimensions of a head with rotary positions."""
+        """Number of rotary dimensions per head."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     def mixture(self, layer: int) -> MoEConfig | None:
-        """Return the config of the experts in layer `layer`, or None for a dense layer."""
+        """Return the expert config of layer `layer`, or None if the layer is dense."""
         return None if self.moe is None or layer < self.moe.dense_layers else self.moe
 
     @property
@@ -322,22 +324,22 @@ class ModelConfig(Section):
 
     @property
     def explicit_scores(self) -> bool:
-        """Whether attention computes its scores without a fused kernel."""
+        """Whether attention materializes its scores instead of using a fused kernel."""
         return self.attention_softcap is not None or self.sliding_window is not None
 
     def window(self, layer: int) -> int | None:
-        """Return the size of the sliding window in layer `layer`, or None for full attention."""
+        """Return the sliding-window size of layer `layer`, or None for full attention."""
         return None if layer % 2 else self.sliding_window
 
     @property
     def padded_vocab(self) -> int:
-        """Number of rows of the embedding and of the head."""
+        """Number of rows in the embedding and in the head, including padding."""
         assert self.vocab_size is not None  # `with_vocabulary` has set it
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def scale_of(moe: MoEConfig) -> float:
-    """Return the factor of the routed experts' sum: `moe.routed_scale` or, if null, the SSO
+    """Return the multiplier for the routed experts' sum: `moe.routed_scale` or, if null, the SSO
     paper's factor."""
     if moe.routed_scale is None:
         return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
@@ -346,13 +348,13 @@ def scale_of(moe: MoEConfig) -> float:
 
 @lru_cache
 def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "sigmoid") -> float:
-    """Return the factor M with which routed and shared experts' sums have the same variance.
+    """Return the factor M that equalizes the variances of the routed and shared experts' sums.
 
     A layer's output is sum_shared e + M sum_topk g e. If the expert outputs e are independent with
-    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g of N(0, 1) logits
+    equal variance, M is the mean of sqrt(shared) / sqrt(sum g^2) over gates g for N(0, 1) logits
     ("Controlled LLM Training on Spectral Sphere", Listing 1). For sigmoid scores, 4 of 64 experts
-    and 1 shared expert, M is 1.998. The mean of 20,000 draws is rounded to 3 decimals, about the
-    precision of this mean. Without shared experts M is 1.
+    and 1 shared expert, M is 1.998. M is estimated from 20,000 samples and rounded to 3 decimals,
+    about the precision of the estimate. Without shared experts, M is 1.
     """
     if shared_experts == 0:
         return 1.0
@@ -360,6 +362,6 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: str = "si
     logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
     gates = scores.topk(top_k, dim=1).values
-    if top_k > 1:  # the score of a single expert is not normalised
+    if top_k > 1:  # a single expert's score is not normalised
         gates /= gates.sum(dim=1, keepdim=True)
     return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)

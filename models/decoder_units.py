@@ -1,4 +1,4 @@
-"""The units of a decoder, declared from its config without megatron-core or process groups."""
+"""Declares the units of a decoder from its config, without megatron-core or process groups."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,11 +19,10 @@ from models.units import (
 
 
 def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
-    """Return the units of the router, routed experts and shared experts of layer `layer` on one
-    rank.
+    """Return one rank's units for the router, routed experts and shared experts of layer `layer`.
 
     Each routed expert is a separate gated feed-forward block, named by its global index in the
-    layer. Every expert-parallel rank has the same number of consecutive experts.
+    layer. Each expert-parallel rank holds the same number of consecutive experts.
     """
     prefix = f"layers.{layer}."
     units = []
@@ -46,13 +45,13 @@ def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list
 
 
 def moved(
-    units: Iterable[Unit], prefix: str, place: str, kind: str, domain: Literal["dense", "expert"]
+    units: Iterable[Unit], prefix: str, block: str, kind: str, domain: Literal["dense", "expert"]
 ) -> list[Unit]:
-    """Return the units of a layer's gated feed-forward block, renamed as units of block `place`.
+    """Return the units of a layer's gated feed-forward block, renamed to belong to `block`.
 
-    `place` is inserted into names after the layer's `prefix`, and `kind` is prepended to roles.
+    `block` is inserted into names after the layer's `prefix`, and `kind` is prepended to roles.
     """
-    new = f"{prefix}{place}."
+    new = f"{prefix}{block}."
     return [
         replace(
             unit,
@@ -69,12 +68,11 @@ def moved(
 def attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
-    """Return the units of grouped-query attention in layer `layer` on one rank.
+    """Return one rank's units for grouped-query attention in layer `layer`.
 
-    Megatron's fused weight consists of one part per KV head. The part contains the query heads of
-    the group, the key head and the value head. `model.qk_norm` adds two gains `[head_size]`, one
-    for all query heads and one for all key heads. Raises ValueError if `split.qkv_units` is not in
-    QKVUnits.
+    Megatron's fused QKV weight has one block per KV head, which holds the group's query heads, key
+    head and value head. `model.qk_norm` adds two gains `[head_size]`, one shared by all query heads
+    and one shared by all key heads. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     prefix, size, groups = f"layers.{layer}.", model.head_size, model.query_groups
     heads = {"q": model.heads // groups, "k": 1, "v": 1}
@@ -99,13 +97,13 @@ def attention_units(
 def latent_attention_units(
     model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
-    """Return the units of multi-head latent attention (DeepSeek-V2) in layer `layer` on one rank.
+    """Return one rank's units for multi-head latent attention (DeepSeek-V2) in layer `layer`.
 
-    Matrices that produce a latent (q_a, kv_a) are replicated on tensor-parallel ranks, because they
-    are small and ranks then exchange latents instead of the residual stream. Matrices that read a
-    latent are sharded by heads. Each head's part of q_b is one unit, and its parts of kv_b for keys
-    and values are two units. Every head has its own keys, so group and head are equivalent values
-    of `split.qkv_units`. Raises ValueError if `split.qkv_units` is not in QKVUnits.
+    The down-projections to a latent (q_a, kv_a) are replicated across tensor-parallel ranks: they
+    are small, and ranks then exchange latents instead of the residual stream. The up-projections
+    are sharded by head. Each head's slice of q_b is one unit, and its key and value slices of kv_b
+    are two. Since every head has its own keys, `split.qkv_units` values group and head are
+    equivalent. Raises ValueError if `split.qkv_units` is not in QKVUnits.
     """
     latent, hidden, prefix = model.latent, model.hidden, f"layers.{layer}."
     assert latent is not None
@@ -147,18 +145,18 @@ def head_units(
     split: Split,
     infix: str = "",
 ) -> list[Unit]:
-    """Return the units of an attention parameter `[groups, rows per group, width]` on one rank.
+    """Return one rank's units for an attention parameter `[groups, rows per group, width]`.
 
     Depending on `split.qkv_units`, a unit is one head (head), all heads of a role in a group
     (group), all heads of a role (component), or the whole parameter (fused).
 
     Args:
-        prefix, parameter: prefix of the layer's names, and name of the parameter in its attention.
-        roles: (role, heads per group, rows per head), in the order of a group's rows.
-        groups: number of KV heads; the parameter is sharded over ranks by groups.
+        prefix, parameter: prefix of the layer's names; parameter name within its attention.
+        roles: (role, heads per group, rows per head), in row order within a group.
+        groups: number of KV heads; the parameter is sharded across ranks by group.
         width: number of columns.
-        split: the division into units; raises ValueError if `qkv_units` is not in QKVUnits.
-        infix: text between the role and the number in a unit's name.
+        split: how to split into units; raises ValueError if `qkv_units` is not in QKVUnits.
+        infix: inserted between role and number in unit names.
     """
     local = groups // split.tensor_size
     ends = accumulate(heads * rows for _, heads, rows in roles)
@@ -214,11 +212,11 @@ def head_units(
 def decoder_units(
     model: ModelConfig, chunk: ChunkSpec, split: Split, *, post_norms: bool, gain_start: float
 ) -> list[Unit]:
-    """Return the units of a chunk on one rank, in forward order.
+    """Return one rank's units for a chunk, in forward order.
 
-    `post_norms` adds a norm after attention and a norm after the feed-forward block. Gains are
-    initially `gain_start`. A tied embedding is one unit. In a chunk with the head but without the
-    embedding, the head's parameter contains a copy of the embedding.
+    `post_norms` adds a norm after attention and another after the feed-forward block. Gains are
+    initialised to `gain_start`. A tied embedding is a single unit; in a chunk that has the head but
+    not the embedding, the head parameter holds a copy of the embedding.
     """
 
     def gain(name: str) -> Unit:

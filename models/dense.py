@@ -1,9 +1,9 @@
-"""The builder of the dense families, which are pre-norm decoders with RMSNorm, rotary positions,
-grouped-query attention with or without query-key norms, and a feed-forward block.
+"""Builder for the dense families: pre-norm decoders with RMSNorm, rotary position embeddings,
+grouped-query attention with optional query-key norms, and a feed-forward block.
 
-`transformer_config` returns Megatron's config of a model, `build` creates the Megatron model, and
-`parameter_names` maps its parameters to names declared in models/decoder_units.py. Every builder
-module has these three functions.
+`transformer_config` returns Megatron's config for a model, `build` creates the Megatron model, and
+`parameter_names` maps its parameters to the names declared in models/decoder_units.py. Every
+builder module defines these three functions.
 """
 
 import re
@@ -90,8 +90,8 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's config of `model`, without weight initialisation and without fused
-    operations of Apex or Transformer Engine."""
+    """Return Megatron's config for `model`, with weight initialisation and the fused operations of
+    Apex and Transformer Engine disabled."""
     scalar, virtual = model.query_pre_attn_scalar, layout.virtual_pipeline
     return TransformerConfig(
         num_layers=model.layers,
@@ -129,11 +129,11 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        # On two stages, the interleaved schedule would swap activations and gradients in batched
-        # sends, because both are sent to the same rank. Separate, overlapped sends avoid this.
+        # With two stages, activations and gradients go to the same rank, and batched sends in the
+        # interleaved schedule would mix them up. Separate, overlapped sends avoid this.
         batch_p2p_comm=virtual == 1,
-        # True would synchronize the device after each send, to work around an NCCL bug that is
-        # fixed now.
+        # True would synchronize the device after each send, a workaround for an NCCL bug that has
+        # since been fixed.
         batch_p2p_sync=False,
         overlap_p2p_comm=virtual > 1,
         deallocate_pipeline_outputs=False,
@@ -148,11 +148,11 @@ def layer_spec(
     core_attention: Any = None,
     row_linear: type[RowParallelLinear] = RowParallelLinear,
 ) -> ModuleSpec:
-    """Return the spec of a layer with Megatron's linear layers, and with RMSNorm and core attention
-    of models/blocks.
+    """Return the spec of a layer that uses Megatron's linear layers and the RMSNorm and core
+    attention from models/blocks.
 
-    `core_attention` defaults to the module of `model.attention_kernel`. `row_linear` is the class
-    of the output projections of attention and of the feed-forward block.
+    `core_attention` defaults to the module for `model.attention_kernel`. `row_linear` is the class
+    used for the output projections of attention and the feed-forward block.
     """
     if model.latent is None:
         kernel = model.attention_kernel
@@ -179,7 +179,7 @@ def layer_spec(
 def attention_spec(
     model: ModelConfig, core_attention: Any, row_linear: type[RowParallelLinear]
 ) -> ModuleSpec:
-    """Return the spec of Megatron's grouped-query attention, with or without query-key norms."""
+    """Return the spec of Megatron's grouped-query attention, with optional query-key norms."""
     head_norm = RMSNorm if model.qk_norm else IdentityOp
     if model.attention_bias == "all":
         row_linear = BiasedRowParallelLinear
@@ -199,7 +199,7 @@ def attention_spec(
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the Megatron model of a chunk. `options` are keyword arguments of `assemble`."""
+    """Build the Megatron model for a chunk. `options` are passed to `assemble`."""
     if model.attention_backend == "transformer_engine":
         spec = transformer_engine_layer(model.qk_norm)
     else:
@@ -218,12 +218,12 @@ def assemble(
     virtual_stage: int | None = None,
     **loss: Any,
 ) -> GPTModel:
-    """Return the Megatron model of a chunk with the layers of `spec` and uninitialised weights.
+    """Build the Megatron model for a chunk from the layers in `spec`, with uninitialised weights.
 
     Args:
-        sequence_length: largest sequence length, in tokens.
-        virtual_stage: index of the chunk on its rank, None if there are no virtual pipeline stages.
-        **loss: options of the loss of `DecoderModel`.
+        sequence_length: maximum sequence length, in tokens.
+        virtual_stage: index of the chunk on its rank, or None without virtual pipeline stages.
+        **loss: loss options of `DecoderModel`.
     """
     built = DecoderModel(
         config,
@@ -262,9 +262,9 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return the declared name of each Megatron parameter of a chunk, by Megatron's name.
+    """Map Megatron's name of each parameter in a chunk to the declared name.
 
-    Raises ValueError for a parameter that dense families do not have.
+    Raises ValueError for a parameter that does not exist in the dense families.
     """
     of_layer = dict(MEGATRON_LAYER_NAMES)
     if not chunk.config.gated_linear_unit:
@@ -278,9 +278,9 @@ def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
 def declared_name(
     name: str, layers: Sequence[int], in_layer: Callable[[int, str], str | None]
 ) -> str:
-    """Return the declared name of the parameter `name` of a chunk with global layers `layers`.
+    """Return the declared name of parameter `name` in a chunk with global layer indices `layers`.
 
-    `in_layer(index of the layer in the chunk, name in the layer)` returns the declared name in the
+    `in_layer(layer index in the chunk, name within the layer)` returns the declared name within the
     layer, or None. Raises ValueError if the parameter has no declared name.
     """
     name = plain_name(name)

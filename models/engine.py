@@ -1,7 +1,7 @@
-"""Support of several releases of megatron-core, and the search for Triton's C compiler.
+"""Compatibility with several megatron-core releases, and a check for the C compiler Triton needs.
 
-Features are detected, not inferred from the version. Releases older than `TESTED` cause an
-error, newer releases a warning.
+Features are detected rather than inferred from the version. Releases older than `TESTED` raise an
+error; newer ones cause a warning.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ TESTED: Final = ("0.16.1", "0.19.2")
 """Oldest and newest tested release."""
 
 ADVISERS: Final = ("models.gpt.gpt_model", "transformer.transformer_layer")
-"""Modules of megatron-core that log advice to users."""
+"""megatron-core modules that log advice to users."""
 
 
 class EngineError(RuntimeError):
-    """Error for a missing or unsupported installation of megatron-core."""
+    """Raised when megatron-core is missing or not supported."""
 
 
 def engine_version() -> str:
-    """Return the version of megatron-core. Raise EngineError if megatron-core is not installed.
+    """Return the megatron-core version. Raises EngineError if megatron-core is not installed.
 
-    The result does not include the suffix that newer releases add inside a git checkout.
+    The suffix that newer releases append in a git checkout is dropped.
     """
     try:
         return Version(importlib.import_module("megatron.core.package_info").__version__).public
@@ -52,9 +52,9 @@ def engine_version() -> str:
 
 
 def check_engine() -> str | None:
-    """Return a warning if the release is newer than the newest tested release, else None.
+    """Return a warning if the installed release is newer than the newest tested one, else None.
 
-    Raises EngineError if the release is too old.
+    Raises EngineError if the installed release is too old.
     """
     version = engine_version()
     oldest, newest = TESTED
@@ -66,20 +66,20 @@ def check_engine() -> str | None:
 
 
 def import_engine() -> None:
-    """Import megatron-core silently and in half the usual time. Call this function before any other
-    import of megatron-core.
+    """Import megatron-core silently and in half the usual time. Call this before anything else
+    imports megatron-core.
 
-    Three messages are suppressed. The first is about missing optional packages. The second, by
-    PyTorch's CUDA builds on machines without a GPU such as login nodes, is about a missing CUDA
-    toolkit. The third, by newer torch releases, is about the old names of collectives that
-    megatron-core uses. Functions of megatron-core with the decorator torch.compile are compiled at
-    their first call. Compiling at import would load the compiler for functions that most models
-    never call. megatron-core's inference code is prevented from importing wandb, which is not
-    needed. Raises EngineError if megatron-core is not installed.
+    Three warnings are suppressed: about missing optional packages; about a missing CUDA toolkit,
+    emitted by CUDA builds of PyTorch on machines without a GPU such as login nodes; and about the
+    deprecated names of collectives in megatron-core, emitted by newer torch releases. megatron-core
+    functions decorated with torch.compile are compiled on their first call, because compiling at
+    import would load the compiler for functions that most models never call. megatron-core's
+    inference code is kept from importing wandb, which is not needed. Raises EngineError if
+    megatron-core is not installed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    older = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
-    warnings.filterwarnings("ignore", older, FutureWarning)
+    deprecated = r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     compiler = torch.compile
     setattr(torch, "compile", at_first_call(compiler))  # noqa: B010
@@ -97,8 +97,8 @@ def import_engine() -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector within a context: during imports it would visit all modules and
-    free nothing. Processes that are forked in the context have no collector."""
+    """Disable garbage collection within the context: during imports it would traverse all modules
+    and free nothing. Processes forked within the context run without garbage collection."""
     automatic = gc.isenabled()
     gc.disable()
     try:
@@ -109,10 +109,10 @@ def no_collection() -> Iterator[None]:
 
 
 def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a variant of `compiler` (torch.compile) that compiles functions at their first call.
+    """Return a lazy version of `compiler` (torch.compile) that compiles functions on first call.
 
-    If another compiled function calls such a function, the call is inlined. Objects that are not
-    functions are compiled immediately.
+    Calls from other compiled functions are inlined. Objects that are not functions are compiled
+    immediately.
     """
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -134,7 +134,7 @@ def at_first_call(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Suppress megatron-core's log messages of advice within a context.
+    """Suppress megatron-core's advisory log messages within the context.
 
     Newer releases advise users to switch to another model class.
     """
@@ -150,11 +150,11 @@ def without_advice() -> Iterator[None]:
 
 
 def take_losses() -> dict[str, Tensor]:
-    """Return and clear megatron-core's record of each load-balancing loss `[layers]`."""
+    """Return megatron-core's recorded load-balancing losses, each `[layers]`, and clear them."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        # The tracker's own clear() would keep entries sized for the layers of the first model.
+        # The tracker's own clear() would keep entries sized for the first model's layers.
         notes: Any = get_moe_metrics_tracker().metrics
         taken = {name: entry.values.clone() for name, entry in notes.items()}
     except ImportError:
@@ -171,7 +171,7 @@ PACKAGES = "gcc and python3-dev on Debian and Ubuntu, gcc and python3-devel on F
 
 
 def compiler_problem() -> str | None:
-    """Return the missing requirement for Triton to compile a Python extension, or None."""
+    """Return what Triton lacks to compile a Python extension, or None."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return f"a C compiler (packages: {PACKAGES})"

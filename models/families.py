@@ -1,8 +1,8 @@
-"""The model families: their options, the modules that build them, and the sizes of their models.
+"""Model families: their options, builder modules and model sizes.
 
-A family is one record in `FAMILIES`. No other file names families. Records do not depend on
-megatron-core. Builder modules depend on megatron-core and are imported when a model is built, not
-when a config is read.
+Each family is one record in `FAMILIES`; no other file refers to families by name. Records do not
+depend on megatron-core. Builder modules do, so they are imported when a model is built, not when a
+config is read.
 """
 
 from collections import Counter
@@ -30,22 +30,22 @@ from models.section import Check, named
 from models.units import Unit
 
 OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
-"""Keys of the model section that must be null unless `Family.keys` contains them."""
+"""Keys of the model section that must be null unless listed in `Family.keys`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Record of a model family."""
+    """A model family."""
 
     name: str
     """Value of `model.family`."""
     about: str
     """Description for docs/models.md."""
     builder: str = "models.dense"
-    """Module with the functions `transformer_config`, `build` and `parameter_names`; see
+    """Module that defines `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
     same_layers_as: str | None = None
-    """Family with the same layers in a different shape; None if there is none."""
+    """Family whose layers differ only in shape, if any."""
     activation: str | None = "swiglu"
     """Required value of `model.activation`; None: any value."""
     qk_norm: bool | None = False
@@ -55,24 +55,24 @@ class Family:
     latent: bool = False
     """Whether attention is multi-head latent attention."""
     zero_centered_gains: bool = False
-    """Whether norms multiply by 1 + gain (gain initially 0) instead of by gain (initially 1)."""
+    """Whether norms multiply by 1 + gain (gain initially 0) instead of gain (initially 1)."""
     post_norms: bool = False
-    """Whether norms also follow attention and the feed-forward block."""
+    """Whether attention and the feed-forward block are also followed by norms."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of the hidden size."""
     attention_bias: bool = True
     """Whether `model.attention_bias` may differ from none."""
     keys: tuple[str, ...] = ()
-    """Keys of `OWN_KEYS` that models of the family may set."""
+    """The `OWN_KEYS` that models of this family may set."""
     attention_backends: tuple[str, ...] = ("sdpa", "transformer_engine")
     """Allowed values of `model.attention_backend`."""
     hugging_face: tuple[Architecture, ...] = ()
-    """Classes of transformers that can represent models of the family; empty: no export."""
+    """transformers classes that can represent models of this family; empty: no export."""
     limits: Callable[[ModelConfig], Iterable[Check]] = lambda model: ()
-    """Additional checks of a model's settings."""
+    """Additional checks on the model settings."""
 
     def checks(self, model: ModelConfig) -> Iterator[Check]:
-        """Check that the family allows the settings of `model`."""
+        """Check that the family supports the settings of `model`."""
         of, backends = f"for family {self.name}", self.attention_backends
         for key, required in (("qk_norm", self.qk_norm), ("activation", self.activation)):
             other = required not in (None, getattr(model, key))
@@ -102,7 +102,7 @@ class Family:
         **split: Any,
     ) -> list[Unit]:
         """Return the units of `layers` and, if requested, of the embedding and the head. `split`
-        are fields of `Split`."""
+        holds fields of `Split`."""
         chunk = ChunkSpec(tuple(layers), embedding, head)
         gain_start = 0.0 if self.zero_centered_gains else 1.0
         return decoder_units(
@@ -110,10 +110,10 @@ class Family:
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-        """Return the roles: matrices in forward order, then gains and biases, then the head."""
+        """Return all roles: matrices in forward order, then gains and biases, then the head."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
-            replace(model, vocab_size=1),  # any size, because the vocabulary may not be known yet
+            replace(model, vocab_size=1),  # any size will do: it may not be known yet
             layers=sorted(layers),
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,
@@ -123,7 +123,7 @@ class Family:
 
     @property
     def code(self) -> Any:
-        """Module `builder`, imported at first use."""
+        """The `builder` module, imported on first use."""
         return import_module(self.builder)
 
 
@@ -144,7 +144,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="deepnet",
-            about="qwen3 with hundreds of narrow layers, as in the SSO paper's test of depth",
+            about="qwen3 with hundreds of narrow layers, as in the SSO paper's depth experiment",
             same_layers_as="qwen3",
             qk_norm=True,
             hugging_face=(QWEN3,),
@@ -197,7 +197,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_checks(model: ModelConfig) -> Iterator[Check]:
-    """Check that the family of `model` exists and allows its settings."""
+    """Check that the family of `model` exists and supports its settings."""
     if model.family in FAMILIES:
         yield from FAMILIES[model.family].checks(model)
     else:
@@ -206,9 +206,9 @@ def family_checks(model: ModelConfig) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameter counts of a model and training FLOPs per token; a multiply-add is two FLOPs.
+    """Parameter counts and training FLOPs per token; a multiply-add counts as two FLOPs.
 
-    active_parameters   parameters that one token uses, with `top_k` routed experts per layer
+    active_parameters   parameters used per token, with `top_k` routed experts per layer
     """
 
     parameters: int
@@ -217,16 +217,16 @@ class ModelSize:
 
 
 def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
-    """Return the units of the whole model. `split` are fields of `Split`."""
+    """Return the units of the whole model. `split` holds fields of `Split`."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
 
 
 def declare_stage_units(
     model: ModelConfig, chunks: Sequence[ChunkSpec], layout: Layout, **split: Any
 ) -> list[list[Unit]]:
-    """Declare the units of each tensor-parallel rank of a stage, in forward order.
+    """Declare the units on each tensor-parallel rank of a pipeline stage, in forward order.
 
-    `chunks` are the chunks of the stage's ranks, in forward order. `split` are other fields of
+    `chunks` are the stage's model chunks, in forward order. `split` holds the remaining fields of
     `Split`, such as this rank's `expert_rank`.
     """
     family = FAMILIES[model.family]
@@ -245,18 +245,18 @@ def declare_stage_units(
 
 @lru_cache(maxsize=64)
 def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
-    """Return the parameter counts of `model` and the training FLOPs of one token in a sequence of
-    `sequence_length` tokens, or in packed documents with this mean attended length.
+    """Return the parameter counts of `model` and its training FLOPs per token, for sequences of
+    `sequence_length` tokens or packed documents with this mean attended length.
 
-    The forward and backward passes of a token cost 6 FLOPs per element of every active matrix, but
-    none for an embedding that is not tied to the head (a lookup). Attention costs 6 * heads * (key
-    + value head dimension) FLOPs per layer and visible key.
+    Per token, the forward and backward passes cost 6 FLOPs for each element of every active matrix,
+    except an embedding that is not tied to the head, which is only a lookup. Attention costs
+    6 * heads * (key + value head dimension) FLOPs per layer and visible key.
     """
     units = all_units(model)
     active = Counter[str]()
     for unit in units:
         active[unit.role] += unit.numel
-    if model.moe is not None:  # one token uses only some of the routed experts
+    if model.moe is not None:  # each token uses only `top_k` of the routed experts
         for role in {unit.role for unit in units if unit.domain == "expert"}:
             active[role] = active[role] // model.moe.experts * model.moe.top_k
     products = {unit.role for unit in units if unit.is_matrix}
@@ -271,9 +271,9 @@ def model_size(model: ModelConfig, sequence_length: float) -> ModelSize:
 
 
 def mean_keys(model: ModelConfig, layer: int, sequence_length: float) -> float:
-    """Return the mean number of keys to which a token attends in layer `layer`.
+    """Return the mean number of keys that a token attends to in layer `layer`.
 
-    In a sequence of s tokens the mean is `s / 2` with the causal mask, and `w - w^2 / (2 s)` with a
+    For a sequence of s tokens, the mean is `s / 2` with a causal mask and `w - w^2 / (2 s)` with a
     sliding window of w tokens.
     """
     window = min(model.window(layer) or sequence_length, sequence_length)

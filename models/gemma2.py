@@ -1,7 +1,7 @@
 """Gemma 2: a decoder with norms before and after attention and the feed-forward block.
 
-Attention scores and logits may be soft-capped, and every other layer may use a sliding window. The
-record of gemma2 in models/families.py sets zero-centered gains and the scaled embedding. Source:
+Attention scores and logits can be soft-capped, and every other layer can use a sliding window. The
+gemma2 record in models/families.py enables zero-centered gains and the scaled embedding. Source:
 "Gemma 2: Improving Open Language Models at a Practical Size".
 """
 
@@ -24,7 +24,7 @@ parameter_names = dense.parameter_names
 
 
 def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
-    """Return the spec of global layer `layer`."""
+    """Return the spec of the layer with global index `layer`."""
     core: Any = None
     if model.explicit_scores:
         core = partial(
@@ -36,7 +36,7 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk. See `models.dense.build`."""
+    """Build the Megatron model for a chunk; see `models.dense.build`."""
     specs = [layer_spec(model, layer) for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, chunk, **options)

@@ -1,5 +1,5 @@
-"""Initial weights, which do not depend on the layout because a unit's name seeds its random
-numbers."""
+"""Weight initialisation. Weights do not depend on the layout, because each unit's random generator
+is seeded by the unit's name."""
 
 import hashlib
 import math
@@ -21,12 +21,12 @@ RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
-"""Maximum number of elements in a batch of norm computations: half a GiB in float64."""
+"""Maximum number of elements per batch of spectral norms: half a GiB in float64."""
 THREADS = 8
 """Maximum number of units that a rank initializes in parallel."""
 
 Compute = Callable[[Sequence[Unit]], Tensor]
-"""Function that returns one number per unit."""
+"""Computes one number per unit."""
 
 
 def initialize_(
@@ -43,14 +43,14 @@ def initialize_(
     """Initialise every unit of `parameters` in place.
 
     `given(unit)` returns the value `[*shape]` of a whole unit. Without `given`, matrices are drawn
-    from N(0, std^2), and other units are set to their `start`. With `init.spectral` all matrices
-    except the embedding and the head are rescaled to the spectral norm of their sphere ("Controlled
-    LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled as whole
-    units, so the model is the same for every tensor-parallel size.
+    from N(0, std^2), and other units are set to their `start`. With `init.spectral`, every matrix
+    except the embedding and the head is then rescaled to the spectral norm of its sphere
+    ("Controlled LLM Training on Spectral Sphere", section 4). Sharded units are drawn and rescaled
+    as whole units, so the model does not depend on the tensor-parallel size.
 
-    `tensor` is the (rank, size) among the ranks that share a unit. `together(units, compute)`
-    returns `compute(units)`, float64 `[units]`, and may divide the work among ranks with the same
-    units.
+    `tensor` is this rank's (rank, size) among the ranks that share a unit. `together(units,
+    compute)` returns `compute(units)`, float64 `[units]`, and may split the work across ranks that
+    hold the same units.
     """
     some = next(iter(parameters.values()))
     with torch.no_grad():
@@ -83,8 +83,8 @@ def initialize_(
 def spectral_norms(
     units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int, device: torch.device
 ) -> Tensor:
-    """Return the spectral norms `[units]` of drawn matrices, float64 on `device`, accurate to about
-    1e-9. Matrices of one shape are computed in batches of up to `STACK` elements."""
+    """Return the spectral norms `[units]` of the drawn matrices, float64 on `device`, accurate to
+    about 1e-9. Matrices of the same shape are batched, with up to `STACK` elements per batch."""
     norms = torch.zeros(len(units), dtype=torch.float64, device=device)
     by_shape = grouped(range(len(units)), lambda i: units[i].shape)
     for (rows, cols), members in by_shape.items():
@@ -98,10 +98,9 @@ def spectral_norms(
 
 
 def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) -> Iterator[Tensor]:
-    """Yield the results of `draw` for all units, computed in several threads if there are several
-    processors per rank.
+    """Yield `draw(unit)` for all units, using several threads if each rank has several processors.
 
-    One thread takes a minute for 8B parameters.
+    A single thread takes a minute for 8B parameters.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(THREADS, (os.cpu_count() or 1) // ranks))
@@ -112,7 +111,7 @@ def draws(units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int) ->
 
 
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
-    """Draw a whole unit `[rows, cols]` from its normal distribution, float32 on the CPU."""
+    """Draw a whole unit `[rows, cols]` from its normal distribution, in float32 on CPU."""
     rows, cols = unit.shape
     whole = torch.empty(rows, cols)
     parts = whole.split([rows for _, rows in unit.draws])
@@ -132,15 +131,15 @@ def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) ->
         return init.std
     if init.depth_scaling == "layers":
         return init.std / (math.sqrt(2 * layers) if unit.role in RESIDUAL_OUTPUTS else 1.0)
-    # Gate and up may be one unit, but are drawn separately.
+    # Gate and up are drawn separately even if they form one unit.
     residual = unit.role in (*RESIDUAL_OUTPUTS, *UPS) or drawn.endswith(".up")
     layer = unit.layer
     return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)
 
 
 def normal_(part: Tensor, name: str, seed: int, deviation: float = 1.0) -> Tensor:
-    """Fill `part`, float32 on the CPU, from N(0, deviation^2) with a random generator seeded by
-    (seed, name), and return `part`."""
+    """Fill `part`, float32 on CPU, from N(0, deviation^2) and return it. The random generator is
+    seeded by (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return part.normal_(0.0, deviation, generator=generator)

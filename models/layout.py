@@ -1,9 +1,8 @@
-"""Layouts of a model over ranks: parallel sizes, layers of a chunk, positions of a sequence.
+"""How a model is laid out across ranks: parallel sizes, layers per chunk, sequence positions.
 
 Context parallelism splits a sequence into `2 * size` chunks, and rank r processes chunks r and `2 *
-size - 1 - r`. Later chunks cost more under the causal mask. Each rank therefore gets an early and a
-late chunk, so that all ranks do the same amount of work. Megatron splits batches and rotary
-embeddings in the same way.
+size - 1 - r`. Later chunks cost more under a causal mask, so pairing an early chunk with a late one
+balances the work across ranks. Megatron splits batches and rotary embeddings the same way.
 """
 
 from dataclasses import dataclass
@@ -17,16 +16,16 @@ QKVUnits = Literal["head", "group", "component", "fused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallel sizes (numbers of ranks or chunks), and the layers of the pipeline stages.
+    """Parallel sizes (numbers of ranks or chunks) and pipeline stage sizes.
 
     tensor             ranks that share each dense matrix
     pipeline           ranks that share the layers
-    virtual_pipeline   model chunks of each pipeline rank
+    virtual_pipeline   model chunks per pipeline rank
     context            ranks that share each sequence
     expert             ranks that share the experts of a layer
     expert_tensor      ranks that share each routed expert
     sequence_parallel  whether activations between tensor-parallel blocks are sharded
-    first_stage_layers, last_stage_layers   number of layers; None: as many as in the other stages
+    first_stage_layers, last_stage_layers   number of layers; None: the same as in other stages
     """
 
     tensor: int = 1
@@ -56,14 +55,14 @@ class ChunkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The division of weights into units, and one rank's share of the weights.
+    """How weights are divided into units, and which share of the weights a rank holds.
 
-    qkv_units       the part of a fused attention weight that is one unit
+    qkv_units       the part of a fused attention weight that forms one unit
     split_gate_up   whether gate and up are two units
     tensor_rank, tensor_size   tensor-parallel rank and size
-    expert_rank, expert_size   expert-parallel rank and size; a rank has `experts / expert_size`
-                               experts of each layer
-    expert_tensor   number of ranks over which the matrices of a routed expert are sharded
+    expert_rank, expert_size   expert-parallel rank and size; a rank holds `experts / expert_size`
+                               experts per layer
+    expert_tensor   number of ranks over which each routed expert's matrices are sharded
     """
 
     qkv_units: QKVUnits = "head"
@@ -76,10 +75,10 @@ class Split:
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """Return the positions of a sequence of `length` tokens on context rank `rank` of `size`.
+    """Return the positions that context rank `rank` of `size` holds of a `length`-token sequence.
 
     The result is one range if `size` is 1, otherwise two ranges of `length / (2 * size)` positions
-    in ascending order. Raises ValueError if the length is not divisible by `2 * size`.
+    in ascending order. Raises ValueError if `length` is not divisible by `2 * size`.
     """
     if size == 1:
         return [range(length)]
@@ -92,10 +91,11 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 
 
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """Return the part of `whole` on context rank `rank` of `size`. Dimension `dim` is the sequence.
+    """Return the part of `whole` held by context rank `rank` of `size`, split along sequence
+    dimension `dim`.
 
-    If `size` is 1, the result is `whole` itself. Raises ValueError if the length is not divisible
-    by `2 * size`.
+    Returns `whole` itself if `size` is 1. Raises ValueError if the length is not divisible by
+    `2 * size`.
     """
     if size == 1:
         return whole
@@ -104,9 +104,9 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
-    """Return the whole sequence `[s, ...]` in order, from the parts of all `size` context ranks.
+    """Reassemble the full sequence `[s, ...]` from the parts held by all `size` context ranks.
 
-    `parts` is the concatenation of the ranks' parts, in rank order.
+    `parts` is the concatenation of these parts in rank order.
     """
     early, late = parts.unflatten(0, (size, 2, -1)).unbind(1)  # [size, s / (2 size), ...]
     return torch.cat([early, late.flip(0)]).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""The builder of mixture-of-experts models.
+"""Builder for mixture-of-experts models.
 
-After the first dense layers, each feed-forward block consists of a router, routed experts and
-shared experts. A token uses `top_k` routed experts and all shared experts.
+After the leading dense layers, each feed-forward block consists of a router, routed experts and
+shared experts. Each token uses `top_k` routed experts and all shared experts.
 
-Each expert has separate parameters, with sequential and with grouped matrix products. No tokens are
-dropped. Attention, embedding and head are the same as in the dense families.
+Every expert has its own parameters, with both sequential and grouped GEMMs. No tokens are dropped.
+Attention, embedding and head are the same as in the dense families.
 """
 
 import re
@@ -42,7 +42,7 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 def transformer_config(
     model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
-    """Return Megatron's config of `model`. `options` are options of `dense.transformer_config`."""
+    """Return Megatron's config for `model`. `options` are passed to `dense.transformer_config`."""
     moe = model.moe
     assert moe is not None
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
@@ -55,8 +55,8 @@ def transformer_config(
         moe_shared_expert_gate=moe.shared_gate,
         moe_router_topk=moe.top_k,
         moe_router_score_function=moe.score,
-        # Softmax over the top-k logits equals the renormalised softmax over all logits; for a
-        # single logit the softmax would always be 1.
+        # Softmax over the top-k logits equals the renormalised softmax over all logits, but over a
+        # single logit it would always be 1.
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,
@@ -74,8 +74,8 @@ def transformer_config(
 
 
 def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
-    """Return whether experts use grouped matrix products. The backend auto groups products if
-    PyTorch has a kernel: for bfloat16 on GPUs."""
+    """Return whether experts use grouped GEMMs. Backend auto uses them where PyTorch has a kernel:
+    for bfloat16 on GPUs."""
     if moe.backend == "auto":
         return config.bf16 and not config.use_cpu_initialization
     return moe.backend == "grouped"
@@ -98,7 +98,7 @@ def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model of a chunk. See `models.dense.build`."""
+    """Build the Megatron model for a chunk; see `models.dense.build`."""
     assert model.moe is not None
     plain, moe = dense.layer_spec(model), mixture_spec(model.moe, config)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=moe))
@@ -110,10 +110,10 @@ def build(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Return the declared name of each Megatron parameter of a chunk, by Megatron's name.
+    """Map Megatron's name of each parameter in a chunk to the declared name.
 
-    Names of experts contain their global index in the layer. Raises ValueError for a parameter that
-    the family does not have.
+    Expert names contain the expert's global index in the layer. Raises ValueError for a parameter
+    that does not exist in the family.
     """
 
     def in_layer(layer: int, name: str) -> str | None:

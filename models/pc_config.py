@@ -1,4 +1,4 @@
-"""The pc section of a run config: the units that are PC layers, and their polynomial.
+"""The pc section of a run config: which units are PC layers, and their polynomial.
 
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training" (arXiv
 2606.06470), section 5.
@@ -16,38 +16,39 @@ from spectral.effective_weight import Preconditioner
 from spectral.odd_polynomial import Level, fit_polynomial
 
 BLOCKS = ("o", "gate", "up", "down")
-"""Roles of PC layers in the paper: the output of attention and the feed-forward block."""
+"""Roles that are PC layers in the paper: attention output and the feed-forward block."""
 
 PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
 
 
 class PolynomialConfig(Section):
-    """Polynomial of the singular values."""
+    """Polynomial applied to the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
-    """preset: the published polynomial of `level`; fitted: a polynomial fitted with the settings
+    """preset: the published polynomial for `level`; fitted: a polynomial fitted with the settings
     below; over_flattening: the paper's ablation, which maps every singular value to 1."""
     degree: Annotated[int, Field(ge=0, le=32)] = 4
-    """fitted: number of odd powers after x; with 4 the highest power is x^9."""
+    """fitted: number of odd powers above x; with 4, the highest power is x^9."""
     cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
-    """Exponent alpha of the weight x^alpha on the squared error of the fit."""
+    """Exponent of the weight x^alpha applied to the squared error of the fit."""
     upper: Number = 1.1
-    """Upper end of the interval [0, upper] of singular values in the fit."""
+    """Upper end of [0, upper], the interval of singular values for the fit."""
 
     def checks(self) -> Iterator[Check]:
-        """Check the interval of the fit."""
+        """Check the fit interval."""
         yield "cutoff", self.cutoff >= self.upper, f"must be below upper = {self.upper}"
 
 
 class PCOverride(Section):
-    """Level of some PC layers. If several overrides match a PC layer, the last override applies."""
+    """Overrides the level of some PC layers. If several overrides match a layer, the last one wins.
+    """
 
     roles: list[str] | None = None
-    """Roles of `blocks` that the override matches; null = all."""
+    """Roles from `blocks` that this override applies to; null = all."""
     layers: tuple[int, int] | None = None
-    """First and last layer that the override matches, counted from 0; null = every layer."""
+    """First and last layer that this override applies to, counted from 0; null = every layer."""
     level: PresetLevel
     """Level of the matching PC layers."""
 
@@ -68,9 +69,9 @@ class PCConfig(Section):
     the largest, level 3 above 0.4, level 2 above 0.6, level 1 above 0.8; level 0 is the identity.
     null = the paper's choice: 4 with AdamW, 2 with a spectral rule."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
-    """Overrides of the level for some roles or layers, under names of your choice."""
+    """Level overrides for some roles or layers, keyed by names of your choice."""
     polynomial: PolynomialConfig = PolynomialConfig()
-    """Polynomial of the singular values."""
+    """Polynomial applied to the singular values."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Number of block Krylov steps that update the tracked spectral norm after each optimizer
     step."""
@@ -86,14 +87,15 @@ class PCConfig(Section):
     gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = the weight decay of optimizer.scalar."""
     init_compensation: bool = False
-    """Initialise gamma such that PC(W) has the Frobenius norm of W; false = gamma starts at 1."""
+    """Initialise gamma so that PC(W) has the same Frobenius norm as W; false = initialise it to 1.
+    """
     evaluator: Literal["materialized", "in_graph"] = "materialized"
     """materialized: the owner rank of each matrix computes PC(W) once per optimizer step; in_graph:
-    every rank computes PC(W) in every forward pass. The results are the same."""
+    every rank computes PC(W) in every forward pass. Both give the same results."""
 
     @property
     def roles(self) -> Sequence[str]:
-        """Roles whose matrices are preconditioned, if the model has these roles."""
+        """Roles whose matrices are preconditioned, if the model has them."""
         return BLOCKS if self.blocks is None else self.blocks
 
     def covers(self, unit: Unit) -> bool:
@@ -113,7 +115,7 @@ class PCConfig(Section):
         )
 
     def gamma_decay(self, scalar: float) -> float:
-        """Return the weight decay of gamma, given the decay `scalar` of optimizer.scalar."""
+        """Return the weight decay of gamma, given optimizer.scalar's weight decay `scalar`."""
         return scalar if self.gamma_weight_decay is None else self.gamma_weight_decay
 
     def _level(self, unit: Unit) -> Level:

@@ -1,8 +1,8 @@
-"""Base class of the sections of a run config: frozen dataclasses with a sentence under each field.
+"""Base class for run config sections: frozen dataclasses with a description below each field.
 
-pydantic checks the types of fields strictly, and their bounds (`Annotated`, `Field`). The sentences
-are the source of docs/configuration.md (training/config/manual.py). A section's `checks` test
-conditions between its fields. training/config/checks.py tests conditions between sections.
+pydantic strictly validates field types and bounds (`Annotated`, `Field`). docs/configuration.md is
+generated from the field descriptions (training/config/manual.py). A section's `checks` validate its
+fields against each other; training/config/checks.py validates across sections.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_INTEGER: Final = 1 << 53
 LARGEST_FLOAT: Final = 1e100
-"""Bound on numbers for which no other bound is declared: far above useful values, but too small to
+"""Default bound for numbers without a declared bound: far above useful values, but too small to
 overflow in arithmetic."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
@@ -30,7 +30,8 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:
-    """Reject values that equal an integer but have another type, such as true, which equals 1."""
+    """Reject values of other types that compare equal to an integer, such as true, which equals 1.
+    """
     if type(value) is not int:
         raise PydanticCustomError("int_type", "an integer")
     return value
@@ -39,12 +40,12 @@ def _exact(value: object) -> object:
 ExactInt = BeforeValidator(_exact)
 
 Check = tuple[str, object, str]
-"""Key of a section, whether its value breaks a rule, and the rule, e.g. `must be at most 3`."""
+"""Section key, whether its value violates a rule, and the rule, e.g. `must be at most 3`."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Section:
-    """Base class of all sections, which become frozen dataclasses with keyword arguments."""
+    """Base class that makes every section a frozen dataclass with keyword-only arguments."""
 
     __dataclass_fields__: ClassVar[dict[str, DataclassField[Any]]]
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -53,13 +54,13 @@ class Section:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the checks of conditions between fields."""
+        """Yield the checks that involve several fields."""
         yield from ()
 
 
 def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterator[str]:
-    """Yield `KEY RULE, got VALUE` for each wrong key of a section. `, got VALUE` is omitted if the
-    rule contains it. `path` is the path of the section in the config."""
+    """Yield `KEY RULE, got VALUE` for each invalid key of a section. `, got VALUE` is omitted if
+    the rule already contains it. `path` is the section's path in the config."""
     for key, wrong, rule in checks:
         if wrong:
             value = "" if ", got " in rule else f", got {shown(attrgetter(key)(section))}"
@@ -67,7 +68,7 @@ def problems(section: object, checks: Iterable[Check], path: str = "") -> Iterat
 
 
 def ignored(section: Any, *keys: str, when: str) -> Iterator[Check]:
-    """Check that keys without effect have their default values. `when` states the condition, such
+    """Check that keys with no effect are left at their defaults. `when` states the condition, such
     as "with kind preset"."""
     for key in keys:
         default = getattr(type(section), key)
@@ -81,14 +82,14 @@ def join(path: str, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` as YAML, shortened to 80 characters, with strings in quotes."""
+    """Return `value` as YAML with quoted strings, truncated to 80 characters."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
 def named(word: str, options: Iterable[str]) -> str:
-    """Return `one of OPTIONS, got WORD`, and suggest the closest option if there is one."""
+    """Return `one of OPTIONS, got WORD`, with a suggestion if an option is close to `word`."""
     options = list(options)
     near = closest(word, options)
     hint = f"; did you mean {near}?" if near else ""

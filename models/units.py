@@ -1,12 +1,13 @@
-"""Units: the matrices, gains and biases that a model's parameters consist of.
+"""Units: the matrices, gains and biases that make up a model's parameters.
 
 A matrix unit is the smallest matrix that a spectral operation treats as a whole, such as q, k or v
 of one attention head, or a gate, up or down projection. Megatron fuses several such matrices into
-one parameter, and shards parameters over tensor-parallel ranks. A unit describes its view of the
-local parameter, and how the pieces of all ranks form the whole matrix. Initialisation, optimizers
-and monitors use only units, so no other file depends on the fusion of weights.
+one parameter, and shards parameters across tensor-parallel ranks. A unit describes its view of the
+local parameter, and how the pieces on all ranks form the whole matrix. Initialisation, optimizers
+and monitors only see units, so no other file depends on how weights are fused.
 
-Units are declared by pure functions of the config, without a model, process groups or memory.
+Units are declared by pure functions of the config, without building a model, creating process
+groups or allocating memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,22 +30,22 @@ class Unit:
     name         global name, the same for every layout, e.g. `layers.3.q.5`
     parameter    global name of the parameter that contains the unit, e.g. `layers.3.attention.qkv`
     role         q, k, v, o, gate, up, down, embedding, head, gain, bias ...
-    view_shape   shape of the view of the local parameter to which `index` is applied
-    index        index of the unit in this view
+    view_shape   shape that the local parameter is viewed as before indexing
+    index        index of the unit in that view
     axes         n-dimensional shape of the whole unit; flattening all axes but the last yields
                  `[rows, cols]`
-    shard_axis   axis of `axes` that is sharded over tensor-parallel ranks, None if this rank has
-                 the whole unit
+    shard_axis   axis of `axes` that is sharded over tensor-parallel ranks, or None if each rank
+                 holds the whole unit
     replicated   whether every tensor-parallel rank has a copy of the unit (gains)
-    partial_over_tensor  whether the unit's gradient is a sum over tensor-parallel ranks, as for the
-                 gains of query and key norms, because the heads are sharded over the ranks
-    whole_gradient   for a replicated unit: whether every tensor-parallel rank computes the whole
+    partial_over_tensor  whether each tensor-parallel rank computes a partial gradient of the unit,
+                 as for the gains of query and key norms, whose heads are sharded over the ranks
+    whole_gradient   for a replicated unit: whether every tensor-parallel rank computes the full
                  gradient, even under sequence parallelism (gamma of a sharded PC layer)
-    draws        (name, rows) of the random draws that initialise the unit, in the order of its rows
+    draws        (name, rows) of the random draws that initialise the unit, in row order
     start        initial value of every element of a unit without draws
     tied_stage   for a tied embedding with copies on two pipeline stages: the stage of this copy,
                  first or last; otherwise None
-    domain       ranks with copies of the unit: dense = the data-parallel group, expert = the
+    domain       ranks that replicate the unit: dense = the data-parallel group, expert = the
                  expert-data-parallel group (routed experts)
     """
 
@@ -65,7 +66,7 @@ class Unit:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the unit copies a unit that another pipeline stage counts, saves and reports."""
+        """Whether the unit is a copy that another pipeline stage counts, saves and reports."""
         return self.tied_stage == "last"
 
     @property
@@ -81,7 +82,7 @@ class Unit:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the unit is a matrix instead of a gain or bias."""
+        """Whether the unit is a matrix rather than a gain or bias."""
         return len(self.axes) > 1
 
     @property
@@ -100,20 +101,19 @@ class Unit:
     def summed_over_tensor(self, sequence_parallel: bool) -> bool:
         """Return whether the gradient must be summed over tensor-parallel ranks.
 
-        Under sequence parallelism, gradients of replicated units must be summed, because each rank
-        processes a part of the sequence.
+        Under sequence parallelism, this includes the gradients of replicated units, because each
+        rank processes only part of the sequence.
         """
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens
 
     def counts_on(self, tensor_rank: int) -> bool:
-        """Return whether a tensor-parallel rank saves and measures its part of the unit. Ranks with
-        other copies do not."""
+        """Return whether `tensor_rank` saves and measures its part of the unit. Of several copies,
+        only one counts."""
         return not self.is_copy and (not self.replicated or tensor_rank == 0)
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return this rank's piece of the unit, which is a strided view of `parameter`, never a
-        copy."""
+        """Return this rank's piece of the unit, always as a strided view of `parameter`."""
         return parameter.view(self.view_shape)[self.index]
 
     def piece(self, whole: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
@@ -133,7 +133,7 @@ def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def units_of_domain(stage_units: Sequence[Sequence[Unit]], name: str) -> list[list[Unit]]:
-    """Return the units of one domain, "dense" or "expert", of each tensor-parallel rank."""
+    """Return each tensor-parallel rank's units in domain `name`, "dense" or "expert"."""
     return [[unit for unit in units if unit.domain == name] for units in stage_units]
 
 
@@ -162,7 +162,7 @@ def gated_mlp_units(
 
 
 def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
-    """Return the up and down units of layer `layer` for a feed-forward block without a gate."""
+    """Return the up and down units of layer `layer`, whose feed-forward block has no gate."""
     prefix = f"layers.{layer}."
     up = matrix_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size, 0)
     down = matrix_unit(prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size, 1)
@@ -172,7 +172,7 @@ def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]
 def matrix_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int, axis: int | None
 ) -> Unit:
-    """Return a unit `[rows, cols]` that is an entire parameter.
+    """Return a unit `[rows, cols]` that spans an entire parameter.
 
     The unit is sharded over tensor-parallel ranks along `axis`, 0 (rows) or 1 (columns), or
     replicated (None).
@@ -193,28 +193,28 @@ def matrix_unit(
 def vector_unit(
     name: str, role: str, size: int, *, start: float, tensor_size: int | None = None
 ) -> Unit:
-    """Return the gain of a norm or the bias of a linear layer, `[size]`, initially `start`.
+    """Return the gain of a norm or the bias of a linear layer, `[size]`, initialised to `start`.
 
-    The unit is sharded over `tensor_size` ranks or, if None, replicated.
+    The unit is sharded over `tensor_size` ranks, or replicated if None.
     """
-    cut = tensor_size or 1
+    shards = tensor_size or 1
     return Unit(
         name=name,
         parameter=name,
         role=role,
-        view_shape=(size // cut,),
+        view_shape=(size // shards,),
         index=(ALL,),
         axes=(size,),
-        shard_axis=0 if cut > 1 else None,
+        shard_axis=0 if shards > 1 else None,
         replicated=tensor_size is None,
         start=start,
     )
 
 
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
-    """Check that every element of every parameter is in exactly one unit.
+    """Check that every element of every parameter belongs to exactly one unit.
 
-    Raises ValueError otherwise. The message names the unit or parameter.
+    Otherwise, raises ValueError with the name of the unit or parameter.
     """
     claims: dict[str, list[Unit]] = {}
     for unit in units:
@@ -224,14 +224,14 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         if prod(unit.view_shape) != parameter.numel():
             raise ValueError(
                 f"unit {unit.name} views {unit.parameter} as {unit.view_shape}, "
-                f"but the parameter has the shape {tuple(parameter.shape)}"
+                f"but the parameter has shape {tuple(parameter.shape)}"
             )
         claims.setdefault(unit.parameter, []).append(unit)
     for name, parameter in parameters.items():
         if name not in claims:
             raise ValueError(f"parameter {name} must belong to at least one unit")
-        # One byte per element in host memory: GPU memory is scarce, and counting there would wait
-        # for the GPU.
+        # Count in host memory, one byte per element: GPU memory is scarce, and counting on the GPU
+        # would force a host sync.
         count = torch.zeros(parameter.shape, dtype=torch.uint8)
         for unit in claims[name]:
             unit.view(count).add_(1)

@@ -1,4 +1,4 @@
-"""Modules of Megatron's layer specs, and the functions that they compute.
+"""Modules for Megatron's layer specs, and the functions that they compute.
 
-The package does not depend on families or whole models. Read attention.py and norm.py first.
+This package does not depend on families or whole models. Start with attention.py and norm.py.
 """

@@ -1,7 +1,7 @@
-"""Activations of feed-forward blocks, by their names in `model.activation`.
+"""Feed-forward activations, keyed by their names in `model.activation`.
 
-Megatron's config, compilation, grouped experts and export use the table `ACTIVATIONS`, which has
-one entry per activation. models/blocks/compiled.py fuses activations.
+The table `ACTIVATIONS` has one entry per activation and is used by Megatron's config, compilation,
+grouped experts and export. models/blocks/compiled.py fuses activations.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return `relu(x)^2` elementwise (So et al., 2021), not compiled, unlike Megatron's."""
+    """Return `relu(x)^2` elementwise (So et al., 2021). Unlike Megatron's, it is not compiled."""
     return F.relu(x).square()
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """Return GELU elementwise, in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+    """Return the tanh approximation of GELU elementwise (Hendrycks and Gimpel, 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -38,12 +38,13 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One activation of a feed-forward block.
+    """A feed-forward activation.
 
-    function      elementwise function of the gate, or of up in a block without a gate
-    block         function of the first linear layer's output: gate and up concatenated, or up
+    function      elementwise function applied to the gate, or to up in a block without a gate
+    block         function applied to the first linear layer's output: gate and up concatenated, or
+                  up
     gated         whether the block has a gate
-    hugging_face  name in config.json, None if no class of transformers supports the activation
+    hugging_face  name in config.json, or None if no transformers class supports the activation
     """
 
     function: Callable[[Tensor], Tensor]
@@ -67,9 +68,9 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
-    """Return the activation with the elementwise function `function`.
+    """Return the activation whose elementwise function is `function`.
 
-    Raises ValueError if `ACTIVATIONS` does not contain it.
+    Raises ValueError if it is not in `ACTIVATIONS`.
     """
     for activation in ACTIVATIONS.values():
         if activation.function is function and activation.gated == gated:
@@ -82,14 +83,14 @@ def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activ
 
 
 IS_TANH = {F.silu: False, tanh_gelu: True}
-"""Gate functions that the kernel supports, and whether each function uses tanh."""
+"""Gate functions supported by the kernel, and whether each one uses tanh."""
 
 
 def with_one_gradient(
     activation: Activation, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """Return `forward` (the activation's `block` or `scaled`, compiled or not) with the kernel as
-    backward pass, or `forward` itself if the kernel does not support the activation."""
+    its backward pass, or `forward` itself if the kernel does not support the activation."""
     if not activation.gated or activation.function not in IS_TANH:
         return forward
     from spectral.kernels import gated

@@ -1,7 +1,7 @@
-"""Core attention by PyTorch's scaled_dot_product_attention or by FlashAttention 3 or 4.
+"""Core attention using PyTorch's scaled_dot_product_attention or FlashAttention 3 or 4.
 
-Several documents may be packed into one sequence. Attention does not cross document boundaries,
-because the variable-length kernel skips other documents.
+Several documents can be packed into one sequence. Attention does not cross document boundaries:
+the variable-length kernel skips other documents.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ FUSED: Final = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 ]
-"""Fused kernels in order of preference. PyTorch's own order depends on the CUDA version of its
-build, and FlashAttention 2 takes 1.5 times as long as cuDNN's kernel on Hopper."""
+"""Fused kernels in order of preference. PyTorch's default order depends on the CUDA version it was
+built with, and on Hopper FlashAttention 2 takes 1.5 times as long as cuDNN's kernel."""
 ROWS: Final = 256
-"""Number of queries per block if scores are computed without a fused kernel."""
+"""Number of queries per block when scores are computed without a fused kernel."""
 
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
@@ -41,27 +41,27 @@ FLASH_MODULES: Final = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute",
 }
-"""Python modules of the kernels, by value of `model.attention_kernel`."""
+"""Python modules of the kernels, keyed by `model.attention_kernel`."""
 FLASH_CAPABILITIES: Final = {"flash_attention_3": (8, 9), "flash_attention_4": (9, 10, 11, 12)}
-"""Major compute capabilities of supported devices, by kernel."""
+"""Supported major compute capabilities of each kernel."""
 
 
 VARYING: Final = "flash_attention of variable length"
 """Name of the variable-length kernel."""
 LARGEST_HEAD: Final = 256
 ALIGNMENT: Final = 8
-"""Head dimensions are padded to a multiple of this number."""
+"""Head dimensions are padded to a multiple of this."""
 
 Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The documents of packed queries and keys, in the format of variable-length kernels.
+    """The documents of packed queries and keys, in the format that variable-length kernels expect.
 
-    queries, keys   cumulative lengths of documents (cu_seqlens), int32 `[documents + 1]` on the
-                    device, starting with 0
-    most_queries, most_keys   largest number of queries and of keys in one document
+    queries, keys   cumulative document lengths (cu_seqlens), int32 `[documents + 1]` on the device,
+                    starting with 0
+    most_queries, most_keys   maximum number of queries and of keys in a document
     """
 
     queries: Tensor
@@ -74,8 +74,8 @@ class Lengths:
 class DocumentRange:
     """The documents of a range of queries.
 
-    firsts    `[b, s]`, for each query the position of its document's first token in the sequence
-    lengths   the documents in the format of variable-length kernels
+    firsts    `[b, s]`, sequence position of the first token of each query's document
+    lengths   the documents in the format that variable-length kernels expect
     """
 
     firsts: Tensor
@@ -86,11 +86,11 @@ class DocumentRange:
 class Documents(PackedSeqParams):
     """The documents of a context-parallel rank's tokens `[b, s]`.
 
-    Megatron passes this object from the model to the core attention of every layer. Because its
-    format is not `thd`, Megatron does not change the shapes of queries, keys and values.
+    Megatron passes this object through to the core attention of every layer. Because its format is
+    not `thd`, Megatron leaves the shapes of queries, keys and values unchanged.
 
-    positions   position of each token in its document `[b, s]`
-    parts       documents of each range of `context_chunks`, in the same order
+    positions   position of each token within its document, `[b, s]`
+    parts       documents of each range in `context_chunks`, in the same order
     """
 
     positions: Tensor
@@ -98,12 +98,12 @@ class Documents(PackedSeqParams):
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal softmax(scale q k^T) v of a layer. The default scale is 1 / sqrt(d).
+    """Causal softmax(scale q k^T) v, with a default scale of 1 / sqrt(d).
 
-    This class replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`.
-    Under context parallelism each rank computes the queries, keys and values of its part of the
-    sequence (models/layout.py). It gathers the keys and values of all other parts, so attention is
-    exact. Subclasses compute attention for one part of the queries.
+    Replaces Megatron's DotProductAttention, which materialises the scores `[s, s]`. Under context
+    parallelism, each rank computes queries, keys and values for its part of the sequence
+    (models/layout.py) and all-gathers the keys and values, so attention is exact. Subclasses
+    implement attention for one part of the queries.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class CoreAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
-        """Raise ValueError for attention that is not causal self-attention, and for context
-        parallelism without its process group `pg_collection.cp`."""
+        """Raise ValueError if attention is not causal self-attention, or if context parallelism is
+        used without its process group `pg_collection.cp`."""
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
@@ -131,17 +131,16 @@ class CoreAttention(torch.nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]` of queries at the last s of t positions.
+        """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
         query        `[s, b, heads, d]`
         key, value   `[t, b, groups, d]`, t >= s
-        documents    documents of the queries, which do not attend to other documents; None for one
-                     document
+        documents    documents to which attention is restricted; None if there is only one
         """
         raise NotImplementedError
 
     def largest_score(self, query: Tensor, key: Tensor, documents: DocumentRange | None) -> Tensor:
-        """Return the largest scaled, unmasked score `[]`. `attend` describes the arguments."""
+        """Return the largest scaled, unmasked score `[]`. See `attend` for the arguments."""
         return largest_causal_score(query, key, self.scale, documents=documents)
 
     def forward(
@@ -155,8 +154,8 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and `key`,
-        `value` `[s, b, groups, d]`. The mask is always causal. `attention_mask` is not used. With
+        """Return the attention output `[s, b, heads * d]` for `query` `[s, b, heads, d]` and `key`,
+        `value` `[s, b, groups, d]`. The mask is always causal; `attention_mask` is ignored. With
         `packed_seq_params`, attention does not cross document boundaries.
 
         Raises ValueError if `attention_bias` is given.
@@ -177,7 +176,7 @@ class CoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Return the largest scaled, unmasked score `[]` of this rank's queries, for monitored
-        steps. `forward` describes the arguments."""
+        steps. See `forward` for the arguments."""
         if self.context is None:
             return self.largest_score(query, key, whole(documents))
         key, _ = gather_sequence(key, key[..., :0], self.context)
@@ -190,7 +189,7 @@ class CoreAttention(torch.nn.Module):
     def _parts(
         self, query: Tensor, length: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, int, DocumentRange | None]]:
-        """Yield each chunk of this rank's queries, the chunk's end in the sequence, and its
+        """Yield each chunk of this rank's queries with its end position in the sequence and its
         documents."""
         assert self.context is not None
         chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
@@ -202,9 +201,9 @@ class CoreAttention(torch.nn.Module):
 
 
 class SDPACoreAttention(CoreAttention):
-    """Attention by PyTorch's scaled_dot_product_attention.
+    """Attention using PyTorch's scaled_dot_product_attention.
 
-    KV heads are repeated in memory for float32 on GPUs, but not for other dtypes or on CPUs.
+    KV heads are expanded in memory only for float32 on GPUs.
     """
 
     def attend(
@@ -224,7 +223,7 @@ def flash_attention(kernel: str) -> Callable[..., Any]:
 
 
 class FlashCoreAttention(CoreAttention):
-    """Attention in 16 bits on GPUs by the package of `kernel`, a key of `FLASH_MODULES`."""
+    """16-bit attention on GPUs using the package for `kernel`, a key of `FLASH_MODULES`."""
 
     def __init__(self, *arguments: Any, kernel: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -233,13 +232,13 @@ class FlashCoreAttention(CoreAttention):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, documents: DocumentRange | None = None
     ) -> Tensor:
-        """Return the attention output `[s, b, heads * d]`. See `CoreAttention.attend`.
+        """Return the attention output `[s, b, heads * d]`; see `CoreAttention.attend`.
 
-        Raises ValueError if `documents` is given. Configs already reject this case.
+        Raises ValueError if `documents` is given, which config checks already reject.
         """
         if documents is not None:
             raise ValueError("FlashAttention packages do not support a document mask")
-        # Like this project, the packages align the causal mask to the last query and the last key.
+        # As in this project, the causal mask of these packages is aligned to the bottom right.
         output = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),
             softmax_scale=self.scale,
@@ -252,7 +251,8 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the only range of `documents` (context-parallel size 1), or None without documents."""
+    """Return the single range of `documents` (context-parallel size 1), or None if there are none.
+    """
     return None if documents is None else documents.parts[0]
 
 
@@ -261,7 +261,7 @@ def context_group(
 ) -> dist.ProcessGroup | None:
     """Return the context-parallel process group, or None if the context-parallel size is 1.
 
-    Raises ValueError if the group is missing or does not have the size in the config.
+    Raises ValueError if the group is missing or its size does not match the config.
     """
     size = config.context_parallel_size
     if size == 1:
@@ -274,10 +274,10 @@ def context_group(
 
 
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return keys and values `[s, b, groups, d]` of the whole sequence.
+    """All-gather keys and values `[s, b, groups, d]` of the whole sequence.
 
-    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part of the sequence. Backward
-    sums gradients over the ranks.
+    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part of the sequence. The backward
+    pass sums gradients across ranks.
     """
     sizes = (key.shape[-1], value.shape[-1])
     parts = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
@@ -288,12 +288,11 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentRange | None = None
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
+    """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
-    documents    documents of the queries, which do not attend to other documents; None for one
-                 document
+    documents    documents to which attention is restricted; None if there is only one
     """
     if is_slow(query):
         q, k, v = (x.float() for x in (query, key, value))
@@ -319,7 +318,7 @@ def causal_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            # Imported here, because the import loads the compiler.
+            # Imported lazily, because the import loads the compiler.
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(q.shape[2], k.shape[2])
@@ -330,11 +329,11 @@ def causal_attention(
 
 
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a context that allows only fused kernels for attention on a GPU.
+    """Return a context manager that restricts attention on GPUs to fused kernels.
 
-    In this context attention raises RuntimeError if no fused kernel is suitable. PyTorch would
-    otherwise silently materialise scores `[s, s]`. All kernels are allowed on CPUs, and for
-    float64, which no fused kernel supports.
+    Within it, attention raises RuntimeError if no fused kernel supports the inputs; PyTorch would
+    otherwise silently fall back to materialising the scores `[s, s]`. All kernels are allowed on
+    CPUs and for float64, which no fused kernel supports.
     """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
@@ -355,7 +354,7 @@ def attention_kernel(
     `groups` KV heads.
 
     The name is flash_attention, cudnn_attention, efficient_attention or math, or VARYING for
-    `documents` on a GPU. Raises RuntimeError if no allowed kernel is suitable.
+    `documents` on a GPU. Raises RuntimeError if no allowed kernel supports the inputs.
     """
     if documents and device.type == "cuda":
         check_varying(max(key_size, value_size), dtype)
@@ -381,11 +380,11 @@ def largest_causal_score(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the largest unmasked score `[]` of attention, float32 or wider.
+    """Return the largest unmasked attention score `[]`, in float32 or wider.
 
-    Scores are computed for one block of queries at a time, so no `[s, t]` matrix is created. With
+    Scores are computed one block of queries at a time, so no `[s, t]` matrix is materialised. With
     `window`, a query attends to the last `window` keys up to its own position. With `documents`, it
-    attends only to keys of its document.
+    attends only to keys in its own document.
     """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -401,8 +400,8 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of the last s queries of a sequence of t tokens, and the unmasked keys of each
-    block."""
+    """Yield blocks of queries at the last s of t positions, each with its range of unmasked keys.
+    """
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)
@@ -412,8 +411,8 @@ def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[sl
 def hidden_keys(
     rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return the mask `[rows, keys]` of keys outside the causal mask or window of a block's
-    queries. Query 0 is at position `offset`."""
+    """Return a mask `[rows, keys]` of the keys hidden from a block's queries by causality or the
+    window. Query 0 is at position `offset`."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     key = torch.arange(seen.start, seen.stop, device=device)
     hidden = key > query
@@ -421,22 +420,22 @@ def hidden_keys(
 
 
 def other_documents(rows: slice, seen: slice, documents: DocumentRange) -> Tensor:
-    """Return the mask `[b, rows, keys]` of keys that precede a query's document."""
+    """Return a mask `[b, rows, keys]` of the keys that precede each query's document."""
     key = torch.arange(seen.start, seen.stop, device=documents.firsts.device)
     return key < documents.firsts[:, rows, None]
 
 
 def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) -> Documents:
-    """Return the documents of whole sequences on context rank `rank` of `size`.
+    """Return the documents on context rank `rank` of `size`, given those of whole sequences.
 
-    `firsts` `[b, s]`, on the host, contains for each token the position of its document's first
-    token in the sequence. `move` copies a tensor to the device.
+    `firsts` `[b, s]`, in host memory, holds the sequence position of the first token of each
+    token's document. `move` copies a tensor to the device.
     """
     length = firsts.shape[1]
-    place = {"rank": rank, "size": size}
-    positions = context_part(torch.arange(length) - firsts, 1, **place)
+    context = {"rank": rank, "size": size}
+    positions = context_part(torch.arange(length) - firsts, 1, **context)
     parts = []
-    for chunk in context_chunks(length, **place):
+    for chunk in context_chunks(length, **context):
         of_chunk = firsts[:, chunk.start : chunk.stop]
         parts.append(DocumentRange(move(of_chunk), lengths_of(of_chunk, chunk, move)))
     return Documents(
@@ -449,7 +448,7 @@ def documents_of(firsts: Tensor, move: Move, *, rank: int = 0, size: int = 1) ->
 
 
 def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
-    """Return `Lengths` of the queries in `chunk` and the keys up to the end of `chunk`."""
+    """Return `Lengths` for the queries in `chunk` and the keys up to the end of `chunk`."""
     pairs = torch.cat([_queries_and_keys(row, chunk) for row in firsts])
     ends = F.pad(pairs.cumsum(0), (0, 0, 1, 0)).int()
     queries, keys = (move(x.contiguous()) for x in ends.unbind(1))
@@ -458,11 +457,11 @@ def lengths_of(firsts: Tensor, chunk: range, move: Move) -> Lengths:
 
 
 def _queries_and_keys(firsts: Tensor, chunk: range) -> Tensor:
-    """Return `[documents, 2]`, the number of queries and of keys of each document in a sequence."""
+    """Return the number of queries and of keys in each document of a sequence, `[documents, 2]`."""
     starts = firsts.unique_consecutive()
     ends = F.pad(starts[1:], (0, 1), value=chunk.stop)
     pairs = torch.stack([ends - starts.clamp(min=chunk.start), ends - starts], 1)
-    earlier = starts.new_tensor([[0, starts[0]]])  # keys to which no query attends
+    earlier = starts.new_tensor([[0, starts[0]]])  # keys that no query attends to
     return torch.cat([earlier, pairs]) if starts[0] > 0 else pairs
 
 
@@ -471,26 +470,26 @@ def check_varying(head: int, dtype: torch.dtype) -> None:
     dtype."""
     if dtype.itemsize != 2 or head > LARGEST_HEAD:
         raise RuntimeError(
-            f"a document mask needs {VARYING}, which supports 16-bit dtypes and head "
-            f"dimensions of at most {LARGEST_HEAD}, got {dtype} and {head}"
+            f"a document mask requires {VARYING}, which supports 16-bit dtypes and head "
+            f"dimensions up to {LARGEST_HEAD}, got {dtype} and {head}"
         )
 
 
 def varying_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Lengths
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
+    """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s; all heads are padded to one aligned dimension
-    lengths      the documents; queries do not attend to other documents
+    lengths      documents to which attention is restricted
     """
-    # Imported here, because the import loads the compiler.
+    # Imported lazily, because the import loads the compiler.
     from torch.nn.attention.varlen import varlen_attn
 
     size = max(query.shape[-1], value.shape[-1])
     size += -size % ALIGNMENT
-    # [b s, heads, size]; F.pad would copy even without padding
+    # [b s, heads, size]; F.pad copies even if there is nothing to pad
     q, k, v = (
         (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])))
         .transpose(0, 1)

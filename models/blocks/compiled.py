@@ -1,15 +1,13 @@
-"""The elementwise parts of a layer as fused kernels, from torch.compile or Triton.
+"""Fuses the elementwise parts of a layer into kernels, with torch.compile or Triton.
 
-Without fusion, norms, rotary positions and activation functions read and write whole tensors
-several times, because every operation is a separate kernel. `fuse_blocks_` compiles each of these
-functions separately, because the code around them (matrix products, collectives, recomputation, the
-attention kernel) would break the graph. A function is compiled once per shape and gradient mode for
-all layers. The token counts of experts change in every step, so experts use one graph with a
-symbolic count.
+Without fusion, norms, rotary embeddings and activations read and write whole tensors several times,
+because every operation is a separate kernel. `fuse_blocks_` compiles each of these functions
+separately, because the code around them (matmuls, collectives, recomputation, the attention kernel)
+would cause graph breaks. Each function is compiled once per shape and gradient mode and shared by
+all layers. Expert token counts change every step, so experts share one graph with a symbolic count.
 
-Compiled code concatenates the gradients of gate and up, and the gradients of queries, keys and
-values, at half the bandwidth of a copy (docs/performance.md). spectral/kernels therefore contains
-kernels for both concatenations.
+Compiled code concatenates the gradients of gate and up, and those of queries, keys and values, at
+half the bandwidth of a copy (docs/performance.md), so spectral/kernels provides kernels for both.
 """
 
 import itertools
@@ -30,8 +28,8 @@ from models.blocks.self_attention import HeadFunctions, RotatedSelfAttention
 from models.engine import compiler_problem
 
 GRAPHS: Final = 64
-"""Maximum number of graphs of one function, which has a graph for each shape and gradient mode.
-More graphs are an error, because torch would otherwise silently run the function uncompiled."""
+"""Maximum number of graphs per function, one for each shape and gradient mode. Exceeding it is an
+error, because torch would otherwise silently run the function uncompiled."""
 
 
 def fuse_blocks_(
@@ -40,33 +38,33 @@ def fuse_blocks_(
     """Compile functions in the modules of `chunks` with torch.compile's `backend` (None: compile
     nothing). If `backward` is true, use Triton kernels for backward passes.
 
-    Only modules of this project and Megatron's feed-forward block are changed. Returns the number
-    of changed modules. Raises ValueError for an activation that is not in `ACTIVATIONS`.
+    Only this project's modules and Megatron's feed-forward block are modified. Returns the number
+    of modified modules. Raises ValueError for an activation that is not in `ACTIVATIONS`.
     """
     fused = Fused(backend, backward=backward)
     return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
 
 
 class Fused:
-    """The fused functions of a model: see `fuse_blocks_`."""
+    """The fused functions of a model; see `fuse_blocks_`."""
 
     def __init__(self, backend: str | None, *, backward: bool = False) -> None:
         self.backend = backend
         self.backward = backward
         if backend is not None:
-            import torch._dynamo.config as dynamo  # imported here because it takes a second
+            import torch._dynamo.config as dynamo  # imported lazily: the import takes a second
 
-            # torch.compile accepts this limit as a keyword only from torch 2.13 on.
+            # torch.compile accepts this limit as a keyword only since torch 2.13.
             dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
         self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def compiled(
         self, function: Callable[..., Any], *, dynamic: bool = False
     ) -> Callable[..., Any]:
-        """Return the compiled `function`, shared by all modules, or `function` itself if there is
-        no backend.
+        """Return `function` compiled once for all modules, or `function` itself if there is no
+        backend.
 
-        With `dynamic`, one graph supports all numbers of tokens.
+        With `dynamic`, a single graph handles any number of tokens.
         """
         if self.backend is None:
             return function
@@ -76,7 +74,7 @@ class Fused:
         return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Fuse the elementwise functions of `module`. Return whether there are any."""
+        """Fuse the elementwise functions of `module`, and return whether it has any."""
         match module:
             case RMSNorm():
                 module.function = self.compiled(module.function)
@@ -100,8 +98,8 @@ class Fused:
         return True
 
     def _leave_sum_(self, layer: TransformerLayer, name: str, norm: torch.nn.Module) -> bool:
-        """Fuse the residual sum `name` of `layer` into the next norm, if `norm` supports it. Return
-        whether the sum is fused."""
+        """Fuse residual sum `name` of `layer` into the next norm if `norm` supports it, and return
+        whether it was fused."""
         centered = layer.config.layernorm_zero_centered_gamma
         if self.backend is None or centered or not isinstance(norm, RMSNorm):
             return False
@@ -110,8 +108,8 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """Replace the activation of Megatron's feed-forward block through Megatron's option for
-        Transformer Engine: the activation receives the whole output of the first linear layer."""
+        """Replace the activation of Megatron's feed-forward block, using Megatron's option for
+        Transformer Engine, which passes it the whole output of the first linear layer."""
         gated = block.config.gated_linear_unit
         activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
@@ -121,7 +119,7 @@ class Fused:
     def activation(
         self, activation: Activation, function: Callable[..., Tensor], *, dynamic: bool
     ) -> Callable[..., Tensor]:
-        """Return the fused form of `function`, which is `block` or `scaled` of `activation`."""
+        """Return the fused version of `function`, the `block` or `scaled` of `activation`."""
         compiled = self.compiled(function, dynamic=dynamic)
         return with_one_gradient(activation, compiled) if self.backward else compiled
 
@@ -140,7 +138,7 @@ def some_tokens(
 ) -> Callable[..., Tensor]:
     """Return a function that calls `compiled` for two or more tokens and `plain` for fewer.
 
-    Graphs treat counts of 0 and 1 as constants, so an expert with 0 or 1 tokens would cause a
+    torch.compile specializes on sizes 0 and 1, so an expert with 0 or 1 tokens would trigger a
     recompilation.
     """
 
@@ -151,7 +149,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the missing requirement of torch.compile on `device`, or None."""
+    """Return what torch.compile lacks to run on `device`, or None."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

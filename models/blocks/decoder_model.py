@@ -1,12 +1,12 @@
-"""Input and output of a decoder: a scaled embedding, and logits or token losses.
+"""Decoder input and output: a scaled embedding, and logits or per-token losses.
 
-Logits may be soft-capped. A z-loss needs the squared log-sum-exp of each token's logits.
+Logits can be soft-capped. The z-loss uses the squared log-sum-exp of each token's logits.
 
-The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax that
-backward needs, they are by far the largest activations of a model with a large vocabulary. The
+The logits of a micro-batch are `[tokens, vocabulary]`. In float32, together with the softmax saved
+for backward, they are by far the largest activations of a model with a large vocabulary. The
 chunked loss processes the vocabulary in chunks, with a running maximum and sum (M. Milakov and N.
 Gimelshein, "Online normalizer calculation for softmax", 2018). The backward pass recomputes each
-chunk's logits, at the cost of one more product with the head. With tensor parallelism every rank
+chunk's logits, at the cost of one more matmul with the head. With tensor parallelism, every rank
 processes its own part of the vocabulary.
 """
 
@@ -28,7 +28,7 @@ from models.blocks.attention import Documents
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Return `cap * tanh(x / cap)`, elementwise, or `x` itself if there is no cap.
+    """Return `cap * tanh(x / cap)` elementwise, or `x` itself if `cap` is None.
 
     Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
     """
@@ -49,17 +49,17 @@ def losses_and_normalizers(
     group: ProcessGroup | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `-log softmax(softcapped(hidden weight^T))[label]` of each token, and the log-sum-exp
-    of its logits, both `[tokens]`, float32 or wider.
+    """Return `-log softmax(softcapped(hidden weight^T))[label]` and the log-sum-exp of the logits
+    for each token, both `[tokens]`, in float32 or wider.
 
     Args:
-        hidden: `[tokens, width]`. The gradient of `hidden` must be summed over `group`.
+        hidden: `[tokens, width]`. The caller must sum its gradient over `group`.
         weight: `[rows, width]`, this rank's rows of the head.
-        labels: `[tokens]`, the row of each label in `weight`; numbers outside `weight` are rows on
-            other ranks.
-        chunk: number of rows whose logits are computed at a time.
-        group: ranks that share the vocabulary, None if this rank has the whole vocabulary.
-        softcap: soft cap of the logits, None for no cap.
+        labels: `[tokens]`, the row of each label in `weight`; indices outside `weight` refer to
+            rows on other ranks.
+        chunk: number of vocabulary rows to process at a time.
+        group: ranks that share the vocabulary, or None if this rank holds all of it.
+        softcap: soft cap on the logits, or None.
     """
     both: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, chunk, group, softcap
@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            # All values reuse the name p, so that a chunk's logits are freed after their gradient.
+            # Every step reuses the name p, so that a chunk's logits are freed with their gradient.
             p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
             p = p.sub_(normalizer[:, None]).exp_()
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, labels: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each chunk of rows of `weight`, and the labels relative to the chunk's first row."""
+    """Yield each chunk of rows of `weight`, with the labels relative to the chunk's first row."""
     for i, rows in enumerate(torch.split(weight, chunk)):
         yield rows, labels - i * chunk
 
@@ -140,7 +140,7 @@ def _inside(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 class ScaledEmbedding(LanguageModelEmbedding):
-    """Megatron's embedding times sqrt(hidden size), rounded to the weights' dtype as in
+    """Megatron's embedding times sqrt(hidden size), a factor rounded to the weights' dtype as in
     transformers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -150,13 +150,13 @@ class ScaledEmbedding(LanguageModelEmbedding):
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         """Return the scaled embeddings `[s, b, hidden]` of token ids `[b, s]`. Under sequence
-        parallelism s is this rank's part of the sequence."""
+        parallelism, the output's s covers only this rank's part of the sequence."""
         embedded: Tensor = super().forward(*arguments, **options)
         return embedded * self.scale
 
 
 class Head(ColumnParallelLinear):
-    """Megatron's output layer with soft-capped logits, or with losses if labels are given."""
+    """Megatron's output layer, returning soft-capped logits, or losses if labels are given."""
 
     def __init__(self, *arguments: Any, softcap: float | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -171,9 +171,9 @@ class Head(ColumnParallelLinear):
         labels: Tensor | None = None,
         chunk: int = 0,
     ) -> Any:
-        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, from hidden
-        states `[sequence, batch, width]` (a part of the sequence under sequence parallelism).
-        Without labels, return Megatron's result, with logits soft-capped in float32 or wider."""
+        """Return the loss and the log-sum-exp of each token, both `[sequence, batch]`, given hidden
+        states `[sequence, batch, width]` (part of the sequence under sequence parallelism). Without
+        labels, return Megatron's result, with the logits soft-capped in float32 or wider."""
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.softcap is None:
@@ -197,10 +197,10 @@ class Head(ColumnParallelLinear):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Autograd function: logits `[sequence, batch, rows]`, and each label's `[sequence, batch]`.
+    """Return logits `[sequence, batch, rows]` and the logit of each label, `[sequence, batch]`.
 
-    Backward adds the gradient of the labels' logits in place to the gradient of all logits; no
-    other code uses that gradient. Autograd would make three more passes over the logits.
+    Backward adds the gradient of the label logits in place to the gradient of all logits, which no
+    other code uses. Autograd would make three more passes over the logits.
     """
 
     @staticmethod
@@ -215,8 +215,8 @@ class _ChosenLogits(torch.autograd.Function):
         chosen = logits.gather(-1, index)[..., 0].to(wide).where(inside, 0)
         if group.size() > 1:
             all_reduce(chosen, group=group)
-        # If `logits` itself were returned, autograd would turn the result into a view, and the loss
-        # could not overwrite it.
+        # If `logits` itself were returned, autograd would make it a view, and the loss could not
+        # overwrite it.
         return logits.detach(), chosen
 
     @staticmethod
@@ -227,12 +227,12 @@ class _ChosenLogits(torch.autograd.Function):
 
 
 class DecoderModel(GPTModel):
-    """Megatron's model with logits soft-capped at `softcap`, None for no cap.
+    """Megatron's model with logits soft-capped at `softcap` (None: no cap).
 
-    The loss processes `loss_chunk` entries of a rank's vocabulary at a time (None: all entries).
-    With `fused_loss` Liger's kernels compute the loss and read the logits twice. Otherwise Megatron
-    computes the loss, and each operation reads the logits once. With `z_loss` the training output
-    is `[2, batch, sequence]`: the losses, and the squared log-sum-exp of each token's logits.
+    The loss processes `loss_chunk` entries of a rank's vocabulary at a time (None: all at once).
+    With `fused_loss`, Liger's kernels compute the loss in two passes over the logits. Otherwise
+    Megatron computes it, with one pass over the logits per operation. With `z_loss`, the training
+    output is `[2, batch, sequence]`: the losses and the squared log-sum-exp of each token's logits.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class DecoderModel(GPTModel):
             self.setup_embeddings_and_output_layer()
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Return Megatron's result, with rotary positions within `documents`, if any."""
+        """Return Megatron's result, with rotary positions restarting at each document, if any."""
         hidden, turns, *rest = super()._preprocess(*arguments, **options)
         documents = options.get("packed_seq_params")
         if isinstance(documents, Documents):
@@ -280,7 +280,7 @@ class DecoderModel(GPTModel):
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        """Return Megatron's result or, if the loss is chunked, the losses on the last stage."""
+        """Return Megatron's result, or the losses on the last stage if the loss is chunked."""
         if labels is None or self.loss_chunk is None or not self.post_process:
             whole: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *rest, **options
@@ -294,8 +294,8 @@ class DecoderModel(GPTModel):
         return self._with_squares(losses.T.contiguous(), normalizers.T)
 
     def _is_in_embd_group(self) -> bool:
-        """Return False, so that Megatron does not send initial weights between the stages of a tied
-        embedding: both stages draw equal weights, because random draws depend on names."""
+        """Return False, so that Megatron does not sync initial weights between the stages of a tied
+        embedding: both stages draw identical weights, because the generator is seeded by name."""
         return False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class DecoderModel(GPTModel):
         batch, rows]`."""
         if not (self.z_loss and self.training):
             return self._cross_entropy(labels, logits)
-        # Select the labels' logits before the loss, which may overwrite the logits.
+        # Gather the label logits before the loss, which may overwrite the logits.
         logits, chosen = _ChosenLogits.apply(  # type: ignore[no-untyped-call]
             logits, labels.T, self.pg_collection.tp
         )

@@ -1,18 +1,17 @@
-"""Mixture-of-experts layers: the router, the dispatch of tokens, and the experts' products.
+"""Mixture-of-experts layers: the router, the token dispatcher, and the expert matmuls.
 
-The router is Megatron's, with counts of tokens per expert, which are used to measure the experts'
-load balance and to update the expert bias. The global balancing loss uses the load of the previous
-step. The load of the current step is not known in time, because the backward pass of the first
-micro-batch runs before the other micro-batches are routed. Megatron uses the load of the
-micro-batches that were already routed, so Megatron's loss depends on the micro-batch size and the
-number of ranks.
+The router is Megatron's, extended to count tokens per expert. These counts measure the experts'
+load balance and update the expert bias. The global balancing loss uses the load of the previous
+step: the current load is not known in time, because the backward pass of the first micro-batch runs
+before the other micro-batches are routed. Megatron uses the load of the micro-batches routed so
+far, so its loss depends on the micro-batch size and the number of ranks.
 
-Every token is routed to `top_k` experts, and no tokens are dropped. Any routing therefore results
-in `tokens * top_k` rows per rank, one per (token, expert) pair. Because this number is known, the
-pairs can be sorted by expert without a mask, an index list of unknown length or a read by the host.
-With expert parallelism, one all-to-all sends the rows to the experts, and another returns the
-results. The host reads the number of rows per rank once per layer and pass. Forward and backward
-use gathers instead of scatter-adds, whose order of summation on a GPU differs from run to run.
+Every token is routed to `top_k` experts, and no tokens are dropped. Any routing therefore produces
+`tokens * top_k` rows per rank, one per (token, expert) pair. Because this number is fixed, the
+pairs can be sorted by expert without a mask, an index list of unknown length or a host sync. With
+expert parallelism, one all-to-all sends the rows to the experts and another returns the results.
+The host reads the number of rows per rank once per layer and pass. Forward and backward use gathers
+rather than scatter-adds, whose summation order on a GPU varies from run to run.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,13 +35,13 @@ from models.engine import take_losses
 
 
 class Router(TopKRouter):
-    """Router that selects top-k experts for tokens `[s, b, hidden]` and counts tokens per expert.
+    """Selects the top-k experts for tokens `[s, b, hidden]` and counts tokens per expert.
 
-    tokens_per_expert   `[experts]` float32, sum over a step's micro-batches on this rank. Megatron
-                        counts only with an expert bias, but metrics always need the counts.
+    tokens_per_expert   `[experts]` float32, summed over a step's micro-batches on this rank.
+                        Megatron only counts with an expert bias, but metrics always need the counts
     earlier_load        `[experts]` float32, tokens per expert in the last step that was not
-                        skipped, summed over all ranks; zeros before the first step. None without
-                        the global balancing loss
+                        skipped, summed across ranks; zeros before the first step, None without the
+                        global balancing loss
     """
 
     tokens_per_expert: Tensor
@@ -54,18 +53,18 @@ class Router(TopKRouter):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         on = self.get_aux_loss_coeff("global_aux_loss") > 0
         self.register_buffer("earlier_load", counts.clone() if on else None)
-        # Clear Megatron's per-process state of an earlier model: the record of balancing losses has
-        # one entry per layer of that model, and the losses' scale has a shape that depends on
+        # Clear the per-process state that an earlier model left in Megatron: the recorded balancing
+        # losses have one entry per layer of that model, and the shape of the loss scale depends on
         # whether a schedule was the first to use it.
         take_losses()
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Return the coefficient of one load-balancing loss, or 0 if it is disabled.
+        """Return the coefficient of a load-balancing loss, or 0 if it is disabled.
 
-        Megatron sums the global loss over data-parallel ranks but averages gradients over these
-        ranks, so the weight of the loss would be divided by the number of ranks. The returned
-        coefficient corrects this.
+        Megatron sums the global loss over data-parallel ranks but averages gradients over them,
+        which would divide the weight of the loss by the number of ranks. The returned coefficient
+        compensates for this.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -75,11 +74,12 @@ class Router(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, **_: Any
     ) -> Tensor:
-        """Return `probs` with the global balancing loss of the scores `[tokens, experts]` attached.
+        """Attach the global balancing loss of the scores `[tokens, experts]` to `probs`, and return
+        the result.
 
-        The loss is `experts * sum_i(share_i * mean score_i)` of "Demons in the Detail" (arXiv
-        2501.11873), where share_i is expert i's share of the tokens of the previous step. Before
-        the first step all shares are equal.
+        The loss is `experts * sum_i(share_i * mean score_i)` from "Demons in the Detail" (arXiv
+        2501.11873), where share_i is expert i's share of the previous step's tokens. Before the
+        first step, all shares are equal.
         """
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if self.earlier_load is None:
@@ -98,9 +98,9 @@ class Router(TopKRouter):
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens per expert of a routing map `[tokens, experts]`; called by Megatron.
+        """Count tokens per expert in a routing map `[tokens, experts]`. Called by Megatron.
 
-        Forward passes without a backward pass (evaluation, the first pass under recomputation) are
+        Forward passes with gradients disabled (evaluation, the first pass under recomputation) are
         not counted.
         """
         if torch.is_grad_enabled():
@@ -113,12 +113,12 @@ ENGINE_LOSSES = {
     "global_load_balancing_loss": "global_aux_loss",
     "z_loss": "z_loss",
 }
-"""Config keys of the balancing losses, by Megatron's names."""
+"""Maps Megatron's names of the balancing losses to config keys."""
 
 
 def max_violation(counts: Tensor) -> Tensor:
-    """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if all
-    counts are equal.
+    """Return MaxVio `[layers]` for token counts `[layers, experts]`: (max - mean) / mean, which is
+    0 if all counts are equal.
 
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", equation 4.
     """
@@ -127,33 +127,33 @@ def max_violation(counts: Tensor) -> Tensor:
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """Return the routers of the model chunks, in forward order."""
+    """Return the routers in the model chunks, in forward order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
-    """Return the number of tokens `[layers, experts]` that this rank routed to each expert since
-    the last call of `balance_`.
+    """Return the number of tokens `[layers, experts]` that this rank has routed to each expert
+    since the last call to `balance_`.
 
-    `balance_` and `max_violation` require the sum over the ranks that have the same layers. The
-    shape is `[0, 0]` if the chunks have no mixture-of-experts layer.
+    `balance_` and `max_violation` expect these counts summed over the ranks that hold the same
+    layers. The shape is `[0, 0]` if the chunks have no mixture-of-experts layers.
     """
     counts = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(counts) if counts else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
-    """Return the global index, counted from 0, of each layer with a router."""
+    """Return the global 0-based index of each layer that has a router."""
     return [router.layer_number - 1 for router in routers(chunks)]
 
 
 def take_balancing_losses() -> dict[str, Tensor]:
     """Return this rank's part of each balancing loss `[layers]`, and clear Megatron's record.
 
-    The losses do not include coefficients, and are summed over micro-batches since the last call.
+    The losses exclude their coefficients and are summed over all micro-batches since the last call.
 
-    The sequence loss is the sum of the parts over the ranks that share a sequence. The global loss
-    is the sum over all ranks of a stage. The z-loss is the mean over all ranks of a stage.
+    To reduce them: sum the sequence loss over the ranks that share a sequence, sum the global loss
+    over all ranks of a stage, and average the z-loss over all ranks of a stage.
     """
     return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 
@@ -161,13 +161,13 @@ def take_balancing_losses() -> dict[str, Tensor]:
 def balance_(
     chunks: Iterable[torch.nn.Module], counts: Tensor, *, rate: float, active: Tensor | None = None
 ) -> None:
-    """End a step: change every expert bias by `rate` or `-rate`, store the load for the global
-    balancing loss, and clear the counts.
+    """Finish a step: change every expert bias by `rate` or `-rate`, store the load for the global
+    balancing loss, and reset the counts.
 
-    `counts` `[layers, experts]` are summed over all ranks. The bias of an expert with fewer tokens
-    than the mean increases, and the bias of an expert with more tokens decreases
-    ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1). No bias or
-    load changes if `active`, a 0-d bool tensor, is False.
+    `counts` `[layers, experts]` are summed across ranks. The bias of an expert that received fewer
+    tokens than the mean is raised, and that of an expert with more tokens is lowered
+    ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1). Biases and
+    loads are left unchanged if `active`, a 0-d bool tensor, is False.
     """
     with torch.no_grad():
         for router, load in zip(routers(chunks), counts, strict=True):
@@ -181,11 +181,11 @@ def balance_(
 
 
 Counts = list[list[int]]
-"""`[ranks][local experts]`: number of rows for each expert of each rank."""
+"""`[ranks][local experts]`: number of rows for each expert on each rank."""
 
 
 def sort_tokens_(chunk: torch.nn.Module) -> None:
-    """Use `SortedDispatcher` in every mixture-of-experts layer of a chunk."""
+    """Install `SortedDispatcher` in every mixture-of-experts layer of a chunk."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.token_dispatcher = SortedDispatcher(
@@ -197,12 +197,11 @@ def sort_tokens_(chunk: torch.nn.Module) -> None:
 
 
 class SortedDispatcher(MoETokenDispatcher):
-    """Dispatcher that sends each token to its experts, sorted by expert, and returns the results.
+    """Sends each token to its experts, sorted by expert, and returns the results.
 
-    For the expert-tensor-parallel size `tensor`, rank r of the group has `local` experts, starting
-    with expert `r // tensor * local`. Experts are whole if `tensor` is 1. Otherwise the rank stores
-    the `r % tensor`-th part of each expert. Rows are sent to all parts of an expert, and the parts'
-    results are summed.
+    With expert-tensor-parallel size `tensor`, rank r of the group holds `local` experts, starting
+    with expert `r // tensor * local`: whole experts if `tensor` is 1, otherwise the `r % tensor`-th
+    shard of each. Rows are sent to all shards of an expert, whose results are summed.
 
     on_host   whether the experts need the row counts in host memory
     """
@@ -229,7 +228,7 @@ class SortedDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens, and their gates, sorted
+        """Return the rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, sorted
         by expert.
 
         `routing_map` and `probs` are `[tokens, experts]`.
@@ -244,7 +243,7 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(tokens, self.order, top_k), gates
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows for this rank's experts, and their gates, ordered by source rank."""
+        """Return the rows for this rank's experts and their gates, ordered by source rank."""
         assert self.rows is not None
         if self.ranks == 1:
             if self.on_host:
@@ -263,14 +262,14 @@ class SortedDispatcher(MoETokenDispatcher):
         return self._exchange(hidden_states), self._exchange(probs)
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
-        """Return the row counts `[ranks, local experts]` on the host. This waits for the device."""
+        """Copy the row counts `[ranks, local experts]` to the host. This forces a host sync."""
         rows: list[Counts] = torch.stack(counts).tolist()
         return rows
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows sorted by local expert, the row counts `[local]`, and the gates."""
+        """Return the rows sorted by local expert, the row counts `[local]` and the gates."""
         assert self.rows is not None
         rows, self.rows = self.rows, None
         if self.arrival is None:
@@ -278,21 +277,21 @@ class SortedDispatcher(MoETokenDispatcher):
         return spread(hidden_states, self.arrival), rows, probs.index_select(0, self.arrival)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the experts' results in the order of the received rows."""
+        """Return the expert outputs in the order in which their rows were received."""
         if self.arrival is None:
             return hidden_states
         arrival, self.arrival = self.arrival, None
         return collect(hidden_states, arrival)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the results of this rank's rows, summed over the parts of each expert."""
+        """Return the outputs for this rank's rows, summed over the shards of each expert."""
         if self.ranks == 1:
             return hidden_states
         back = all_to_all(self.tp_ep_group, hidden_states, self.sent, self.received)
         if self.tp_size == 1:
             return back
         parts = back.split(self.sent)
-        # torch sums 16-bit values in float32.
+        # torch accumulates 16-bit sums in float32.
         added = [
             torch.stack(parts[i : i + self.tp_size]).sum(0)
             for i in range(0, self.ranks, self.tp_size)
@@ -300,20 +299,20 @@ class SortedDispatcher(MoETokenDispatcher):
         return torch.cat(added)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of every token's results, in the shape of the layer's input."""
+        """Return the sum of each token's expert outputs, in the shape of the layer's input."""
         assert self.order is not None
         order, self.order = self.order, None
         return collect(hidden_states, order, self.config.moe_router_topk).view(self.shape)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange rows between ranks; a row is sent to all ranks with a part of its expert."""
+        """Exchange rows between ranks. Each row is sent to all ranks with a shard of its expert."""
         if self.tp_size > 1:
             parts = rows.split(self.sent[:: self.tp_size])
             rows = torch.cat([part for part in parts for _ in range(self.tp_size)])
         return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
 
     def _arrival(self, incoming: Tensor) -> Tensor:
-        """Return the permutation that sorts rows, received in rank order, by local expert."""
+        """Return the permutation that sorts rows received in rank order by local expert."""
         experts = torch.arange(self.local, device=incoming.device).repeat(self.ranks)
         expert = experts.repeat_interleave(incoming.flatten(), output_size=sum(self.received))
         return expert.argsort(stable=True)
@@ -323,8 +322,8 @@ Move = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """Return `[tokens * copies, hidden]`: row i is `tokens[order[i] // copies]`, for a permutation
-    `order` of the copies of all `tokens` `[tokens, hidden]`."""
+    """Return `[tokens * copies, hidden]`, where row i is `tokens[order[i] // copies]` for a
+    permutation `order` of the copies of all `tokens` `[tokens, hidden]`."""
     rows: Tensor = _Moved.apply(tokens, order, copies, _spread, _collect)  # type: ignore[no-untyped-call]
     return rows
 
@@ -340,13 +339,13 @@ def _spread(tokens: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
-    places = torch.arange(len(order), device=order.device)
-    back = rows.index_select(0, torch.empty_like(order).scatter_(0, order, places))
+    positions = torch.arange(len(order), device=order.device)
+    back = rows.index_select(0, torch.empty_like(order).scatter_(0, order, positions))
     return back if copies == 1 else back.unflatten(0, (-1, copies)).sum(1)
 
 
 class _Moved(torch.autograd.Function):
-    """Autograd function that applies `there` to rows, and its adjoint `back` to gradients."""
+    """Applies `there` to rows, and its adjoint `back` to gradients."""
 
     @staticmethod
     def forward(
@@ -363,10 +362,10 @@ class _Moved(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts with grouped matrix products: products of single small experts would not
-    fill a GPU.
+    """Megatron's experts with grouped GEMMs, because the GEMMs of a single small expert would not
+    saturate a GPU.
 
-    The parameters are the same as Megatron's: one matrix per expert and product.
+    Parameters are the same as Megatron's: one matrix per expert and linear layer.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -381,7 +380,7 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Return the output `[tokens, hidden]` of tokens sorted by expert, and None as the bias.
+        """Return the output `[tokens, hidden]` for tokens sorted by expert, and None as the bias.
 
         Expert i processes `tokens_per_expert[i]` tokens. The output of token t is multiplied by
         `permuted_probs[t]`.
@@ -394,9 +393,10 @@ class GroupedExperts(SequentialMLP):
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply tokens `[tokens, cols]` by their experts' transposed weights, to `[tokens, rows]`.
+    """Multiply tokens `[tokens, cols]` by the transposed weights of their experts, returning
+    `[tokens, rows]`.
 
-    Tokens from `ends[i - 1]` to `ends[i]` (int32) are multiplied by `weights[i]` `[rows, cols]`.
+    Tokens `ends[i - 1]` to `ends[i]` (int32) belong to expert i with `weights[i]` `[rows, cols]`.
     Tokens and weights are float32, bfloat16 or float16.
     """
     product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
@@ -404,12 +404,12 @@ def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> T
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Autograd function that stacks the weights again in backward instead of saving the stack."""
+    """Stacks the weights again in backward instead of saving the stack."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, ends, *weights)
-        if not len(tokens):  # kernels do not support products without rows
+        if not len(tokens):  # the kernels do not support matmuls with zero rows
             return tokens.new_empty(0, weights[0].shape[0])
         return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
 

@@ -1,10 +1,10 @@
-"""PC layers in the graph: every forward pass computes the effective weight PC(W).
+"""In-graph PC layers: every forward pass computes the effective weight PC(W).
 
 This file is the readable reference. By default, training uses the materialized evaluator, which
 computes the same weights once per optimizer step (parallel/optimizer/materialized_pc.py). As in the
-library (spectral/pc_layers.py), a PC layer in the graph is a parametrization of a linear layer's
-weight. Megatron's column-parallel, row-parallel and expert layers therefore need no change.
-Activation recomputation is safe, because forward passes do not change state.
+library (spectral/pc_layers.py), an in-graph PC layer is a parametrization of a linear layer's
+weight, so Megatron's column-parallel, row-parallel and expert layers work unmodified. Activation
+recomputation is safe, because forward passes do not modify state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,16 +26,16 @@ from spectral.effective_weight import Preconditioner
 from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"
-"""Suffix of a gamma's name; the part before the suffix is the name of the unit or parameter."""
+"""Suffix that turns the name of a unit or parameter into the name of its gamma."""
 
 
 class UnitWeight(EffectiveWeight):
     """The preconditioned units of a linear layer's weight, with tracked singular vectors.
 
-    gamma   `[units]`, one factor per preconditioned unit of the weight
-    tensor  process group of the ranks that share the weight, None if this rank has whole units
-    u, v    singular vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider: constants
-            in a forward pass
+    gamma   `[units]`, one factor per preconditioned unit in the weight
+    tensor  process group of the ranks that share the weight, or None if this rank holds whole units
+    u, v    singular vectors of each unit, `[1, rows]` and `[1, cols]`, float32 or wider; constant
+            during a forward pass
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class UnitWeight(EffectiveWeight):
                 self.register_buffer(f"{name}{i}", zero, persistent=False)
 
     def pair(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return u and v of the i-th unit."""
+        """Return u and v of unit i."""
         return self.get_buffer(f"u{i}"), self.get_buffer(f"v{i}")
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tracked u and v of the units with indices `members`, concatenated."""
+        """Return the tracked u and v of the units at indices `members`, concatenated."""
         left, right = zip(*map(self.pair, members), strict=True)
         return torch.cat(left), torch.cat(right)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the whole units, gathered from the ranks that share them."""
+        """Return the whole units, gathered across the ranks that share them."""
         return [gathered(unit, unit.view(weight), self.tensor) for unit in self.units]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return `weight` with this rank's pieces of the units inserted."""
+        """Return a copy of `weight` with this rank's pieces of the units filled in."""
         effective = weight.clone()
         for unit, matrix in zip(self.units, matrices, strict=True):
             unit.view(effective).copy_(scattered(unit, matrix, self.tensor))
@@ -90,18 +90,17 @@ class UnitWeight(EffectiveWeight):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """Update u and v for `weight`, the new weight after an optimizer step.
+        """Update u and v to `weight`, the new weight after an optimizer step.
 
-        Nothing changes if `active`, a 0-d bool tensor, is False.
+        No-op if `active`, a 0-d bool tensor, is False.
         """
         for preconditioner, whole, pair in self._tracked(weight):
             preconditioner.refresh_(whole, *pair, active)
 
     @torch.no_grad()
     def guard_(self, weight: Tensor) -> Tensor:
-        """Return the largest normalised singular value of each unit, `[units]`.
-
-        Wrong singular vectors are replaced. See `Preconditioner.guard_`.
+        """Return the largest normalised singular value of each unit, `[units]`, and replace wrong
+        singular vectors; see `Preconditioner.guard_`.
         """
         return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
@@ -123,10 +122,10 @@ class UnitWeight(EffectiveWeight):
 
 
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """Return the whole unit `[rows, cols]`, gathered from the tensor-parallel ranks' pieces.
+    """Return the whole unit `[rows, cols]`, gathered from the pieces on tensor-parallel ranks.
 
-    The gradient of the whole unit must be equal on all ranks of `tensor`. The backward pass returns
-    this rank's piece of the gradient.
+    The gradient of the whole unit must be identical on all ranks of `tensor`; the backward pass
+    returns this rank's piece of it.
     """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -139,8 +138,8 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 
 def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """Return this rank's piece `[*local axes]` of a whole unit. The backward pass gathers
-    gradients."""
+    """Return this rank's piece `[*local axes]` of a whole unit. The backward pass gathers the
+    gradient."""
     if unit.shard_axis is None:
         return whole.view(unit.axes)
     last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
@@ -154,10 +153,10 @@ def precondition_(
     pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[UnitWeight]:
-    """Parametrize the weights that contain preconditioned units. Return the parametrizations.
+    """Parametrize the weights that contain preconditioned units, and return the parametrizations.
 
-    `units` are this rank's units, and `parameters` their parameters by name. `tensor` maps each
-    domain with sharded units to the process group of the ranks that share its weights.
+    `units` are this rank's units, and `parameters` maps names to their parameters. `tensor` maps
+    each domain with sharded units to the process group of the ranks that share its weights.
     """
     units_of = grouped(units, lambda unit: id(parameters[unit.parameter]))
     layers = []
@@ -178,13 +177,13 @@ def precondition_(
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parametrization. A gamma's name is `weight.gamma`."""
+    """Strip the parametrization from a parameter's name. A gamma is named `weight.gamma`."""
     name = name.replace("parametrizations.weight.original", "weight")
     return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """Return `units`, with gammas of preconditioned units inserted after each parameter's units."""
+    """Return `units` with the gammas of preconditioned units added after each parameter's units."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
     members = grouped(filter(pc.covers, units), lambda unit: unit.parameter)
@@ -198,7 +197,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """Return the gammas of one parameter's preconditioned units as elements of one vector."""
+    """Return the gammas of a parameter's preconditioned units, the elements of one vector."""
     return [
         replace(
             unit,

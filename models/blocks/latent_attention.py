@@ -20,7 +20,7 @@ from models.config import LatentConfig
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """`x W^T` of a rank's part of the sequence, with W replicated on every tensor-parallel rank."""
+    """`x W^T` on a rank's part of the sequence, with W replicated across tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda")
@@ -28,15 +28,15 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(torch.nn.Module):
-    """Causal attention with keys and values from a latent per token (DeepSeek-V2, section 2.1).
+    """Causal attention with keys and values projected from a per-token latent (DeepSeek-V2, 2.1).
 
         q = q_b norm(q_a x)  or  q x            [..., heads, nope + rope]
         c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
         k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
 
-    The two elements of a rotary pair are adjacent, as in DeepSeek's weights. Without Transformer
-    Engine, Megatron's module shards q_a and kv_a over tensor-parallel ranks and omits the other
-    ranks' share of the gradient of k_rope.
+    Rotary pairs are interleaved, as in DeepSeek's weights. Megatron's own module, without
+    Transformer Engine, shards q_a and kv_a over tensor-parallel ranks and drops the contributions
+    of other ranks to the gradient of k_rope.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class LatentAttention(torch.nn.Module):
         packed_seq_params: Documents | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output `[s, b, hidden]` for `hidden_states` `[s, b, hidden]`, and the bias,
-        which is None.
+        """Return the output `[s, b, hidden]` for `hidden_states` `[s, b, hidden]`, and None as the
+        bias.
 
-        `rotary_pos_emb` `[s, 1 or b, 1, 2 rope_head_dim]` is the result of `RotaryEmbedding`. Under
-        sequence parallelism the first axis of input and output is this rank's part of the sequence.
+        `rotary_pos_emb` `[s, 1 or b, 1, 2 rope_head_dim]` is the output of `RotaryEmbedding`. Under
+        sequence parallelism, input and output hold this rank's part of the sequence.
         """
         query, key, value = self.heads(hidden_states, rotary_pos_emb)
         attended = self.core_attention(
@@ -128,8 +128,8 @@ class LatentAttention(torch.nn.Module):
         return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """Return the rotary keys of the whole sequence. The backward pass sums gradients over all
-        heads."""
+        """Return the rotary keys of the whole sequence. The backward pass sums their gradient over
+        all heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

@@ -1,9 +1,9 @@
-"""RMSNorm for Megatron's layer specs, with sequence parallelism, and its fusion with the preceding
-residual sum.
+"""RMSNorm for Megatron's layer specs, with sequence parallelism and fusion with the preceding
+residual add.
 
-Megatron adds a block's output to the residual stream in one pass over memory, and normalises the
-sum in a second pass. Autograd adds the two gradients of the sum in a third pass. If fused, RMSNorm
-also computes the sum, and stores the normalised sum for its next call.
+Megatron adds a block's output to the residual stream in one pass over memory and normalises the sum
+in a second. In backward, autograd adds the two gradients of the sum in a third. When fused, RMSNorm
+also computes the sum, and caches the normalised sum for its next call.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + epsilon) * gain` for `x` `[..., d]` and `gain` `[d]`. The mean
-    is over d."""
+    """Return `x / sqrt(mean(x^2) + epsilon) * gain` for `x` `[..., d]` and `gain` `[d]`, with the
+    mean taken over d."""
     return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
 def rms_norm_gradients(
     gradient: Tensor, x: Tensor, gain: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` `[..., d]` and the gain `[d]` from the gradient of `rms_norm`."""
+    """Return the gradients of `x` `[..., d]` and `gain` `[d]`, given the gradient of `rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     given, heads = gradient.to(wide), x.to(wide)
     scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon)
@@ -35,9 +35,9 @@ def rms_norm_gradients(
 
 
 def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """Return `rms_norm` of `x` with the factor `1 + gain`, as in Gemma.
+    """Return the `rms_norm` of `x` multiplied by `1 + gain`, as in Gemma.
 
-    The norm is computed in float32 or wider: in bfloat16, `1 + gain` would round small gains to 0.
+    Computed in float32 or wider: in bfloat16, `1 + gain` would round small gains to 0.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (F.rms_norm(wide, gain.shape, None, epsilon) * (1 + gain.to(wide.dtype))).to(x.dtype)
@@ -46,10 +46,10 @@ def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm over the last dimension of `[..., hidden_size]`.
 
-    The norm multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm
-    supports neither zero-centered gains nor sequence parallelism. Sequence parallelism needs a flag
-    on the gain, because finalize_model_grads must all-reduce the gain's gradient over the parts of
-    the sequence.
+    Multiplies by `1 + gain` if the config has zero-centered gains. Megatron's torch norm supports
+    neither zero-centered gains nor sequence parallelism. Sequence parallelism requires a flag on
+    the gain, because finalize_model_grads must all-reduce its gradient over the parts of the
+    sequence.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the normalised `x`. If `stream` is given, return `x + stream` instead. The next
-        call with this sum returns the normalised sum."""
+        """Return the normalised `x`. If `stream` is given, return `x + stream` instead; the next
+        call, with this sum as input, then returns the cached normalised sum."""
         assert self.eps is not None
         if stream is not None:
             assert self.sum is not None
@@ -78,8 +78,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """`norm(x W^T)`, where the norm follows the sum over tensor-parallel ranks. Under sequence
-    parallelism the norm is applied to this rank's part of the sequence."""
+    """`norm(x W^T)`, with the norm applied after the sum over tensor-parallel ranks. Under sequence
+    parallelism, it is applied to this rank's part of the sequence."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -94,7 +94,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def normed_sum(x: Tensor, stream: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the sum `x + stream` `[..., d]` in the dtype of `x`, and the normalised sum."""
+    """Return `x + stream` `[..., d]` in the dtype of `x`, and its normalised value."""
     total = x + stream.to(x.dtype)
     return total, rms_norm(total, gain, epsilon)
 
@@ -116,8 +116,8 @@ class SumFunctions(NamedTuple):
     def apply(
         self, x: Tensor, stream: Tensor, gain: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of `forward`, with `backward` for autograd."""
-        # Megatron enables gradients for the sum even if no input needs a gradient.
+        """Apply `forward`, with `backward` as its autograd backward pass."""
+        # Megatron enables gradients for the sum even if no input requires a gradient.
         with torch.set_grad_enabled(x.requires_grad or stream.requires_grad):
             both: tuple[Tensor, Tensor] = _NormedSum.apply(  # type: ignore[no-untyped-call]
                 self, x, stream, gain, epsilon
@@ -142,8 +142,8 @@ class _NormedSum(torch.autograd.Function):
 
 
 def left_to(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return a bias-dropout-add function for Megatron that computes the sum with `norm`, the next
-    norm."""
+    """Return a bias-dropout-add function for Megatron that leaves the residual add to `norm`, the
+    next norm."""
 
     def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
         x, bias = output

@@ -1,4 +1,4 @@
-"""Rotary position embedding for the positions of a context-parallel rank."""
+"""Rotary position embedding for the positions held by a context-parallel rank."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
     """Cosines and sines of Megatron's rotary angles at this rank's positions, computed once for all
     layers, passes and steps.
 
-    Megatron selects a rank's positions through pinned CUDA memory, and computes cosines and sines
-    in each layer. A compiled kernel of queries and keys would compute cosines and sines for every
-    head. Such rotations took 116 of 2,074 ms of kernel time in a step of llama1b_muon on an H200.
+    Megatron selects a rank's positions via pinned CUDA memory, and computes cosines and sines in
+    every layer. A compiled kernel for queries and keys would recompute them for every head; such
+    rotations took 116 of 2,074 ms of kernel time per step of llama1b_muon on an H200.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         packed_seq: bool = False,
         cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return `turns` `[s / context ranks, 1, 1, 2 d]` for `max_seq_len` tokens and the head
+        """Return `turns` `[s / context ranks, 1, 1, 2 d]` for `max_seq_len` tokens and head
         dimension d: cosines of the angles, then sines with the signs that `rotated` expects."""
         if packed_seq:
             raise ValueError("rotary embeddings of packed sequences are not supported")
         return self._kept(max_seq_len, offset, self.cp_group if cp_group is None else cp_group)
 
     def of_documents(self, documents: Documents) -> Tensor:
-        """Return cosines and sines `[s / context ranks, b, 1, 2 d]` for the positions of tokens
-        within their documents."""
+        """Return cosines and sines `[s / context ranks, b, 1, 2 d]` for token positions within
+        documents."""
         whole = self._kept(documents.max_seqlen_q, 0, None)
         return whole[documents.positions.T, 0]
 
@@ -74,7 +74,7 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         return turns if self.scale == 1 else turns * self.scale
 
     def _scaled(self, scaling: RopeScalingConfig, size: int, base: float) -> Tensor:
-        """Return the scaled frequencies `[size / 2]`, computed with Megatron's formulas.
+        """Return the scaled frequencies `[size / 2]`, using Megatron's formulas.
 
         Sources: Chen et al., "Extending Context Window of Large Language Models via Positional
         Interpolation" (arXiv 2306.15595); "The Llama 3 Herd of Models" (2407.21783); "YaRN:
@@ -98,30 +98,29 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
 
 
 def rotate_halves(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate `query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` by their positions.
+    """Apply rotary positions to `query` `[s, b, heads, d]` and `key` `[s, b, groups, d]`.
 
-    Elements i and i + d / 2 of a head form a pair that is rotated by one angle (Su et al.,
+    Elements i and i + d / 2 of a head form a pair that is rotated by the same angle (Su et al.,
     "RoFormer", 2021, in the layout of GPT-NeoX and Llama). `turns` `[s, 1 or b, 1, 2 d]` is the
-    result of `RotaryEmbedding`.
+    output of `RotaryEmbedding`.
     """
     cos, sin = turns.to(query.dtype).chunk(2, -1)
     return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `heads * cos + swapped * sin`, where `swapped` is `heads` `[..., d]` with swapped
-    halves, and the first half of `sin` is negated. `-sin` gives the inverse rotation."""
+    """Return `heads * cos + swapped * sin`, where `swapped` is `heads` `[..., d]` with its halves
+    swapped, and the first half of `sin` is negated. Pass `-sin` for the inverse rotation."""
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     return heads * cos + halves.flip(-2).reshape(heads.shape) * sin
 
 
 def rotate_pairs(heads: Tensor, turns: Tensor) -> Tensor:
-    """Rotate each pair of adjacent elements in `heads` `[s, b, heads, d]` by its angle, as in
-    DeepSeek.
+    """Apply rotary positions to interleaved pairs in `heads` `[s, b, heads, d]`, as in DeepSeek.
 
-    `turns` `[s, 1 or b, 1, 2 d]` is the result of `RotaryEmbedding`. In the rotated heads the first
-    elements of all pairs precede the second elements. The order is the same for queries and keys,
-    so their products do not change.
+    `turns` `[s, 1 or b, 1, 2 d]` is the output of `RotaryEmbedding`. In the output, the first
+    elements of all pairs come before the second elements. Queries and keys use the same order, so
+    their dot products are unaffected.
     """
     cos, _, _, sin = turns.to(heads.dtype).chunk(4, -1)
     first, second = heads[..., 0::2], heads[..., 1::2]

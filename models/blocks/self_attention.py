@@ -1,7 +1,7 @@
-"""Self-attention around core attention, with one linear layer for queries, keys and values.
+"""Self-attention around core attention, with a fused linear layer for queries, keys and values.
 
 Autograd would write three gradients and then copy them into one tensor for the linear layer's
-backward pass. Here a single function, which can be compiled, writes the gradients to one tensor.
+backward pass. Here a single function, which can be compiled, writes them directly to one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from models.blocks.rotary import rotate_halves, rotated
 def turned_heads(
     query: Tensor, key: Tensor, turns: Tensor, epsilon: float, *gains: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalise heads, if queries and keys have gains, and rotate them by their positions.
+    """Normalise heads, if queries and keys have gains, and apply rotary positions.
 
     `query` `[s, b, groups, heads per group, d]` becomes `[s, b, heads, d]`. `key` `[s, b, groups,
     1, d]` becomes `[s, b, groups, d]`. `turns` is `[s, 1 or b, 1, 1, 2 d]`.
@@ -37,9 +37,9 @@ def heads_gradients(
     """Return the gradient `[s, b, groups, (heads per group + 2) d]` of the linear layer's output,
     followed by the gradients of the gains, if any.
 
-    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed`
-    contains the inputs of `turned_heads`: queries, keys and the two gains. If there are no gains,
-    `normed` is empty.
+    `query` `[s, b, heads, d]`, `key` and `value` `[s, b, groups, d]` are gradients. `normed` holds
+    the inputs to `turned_heads` (queries, keys and the two gains), or is empty if there are no
+    gains.
     """
     dq, dk, dv = (x.unflatten(2, (key.shape[2], -1)) for x in (query, key, value))
     cos, sin = turns.to(query.dtype).chunk(2, -1)
@@ -54,8 +54,8 @@ def heads_gradients(
 
 
 class HeadFunctions(NamedTuple):
-    """`turned_heads` and `heads_gradients`, compiled or not. spectral/kernels/heads.py contains a
-    kernel of `heads_gradients`."""
+    """`turned_heads` and `heads_gradients`, compiled or not. spectral/kernels/heads.py has a kernel
+    for `heads_gradients`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]] = turned_heads
     backward: Callable[..., tuple[Tensor, ...]] = heads_gradients
@@ -64,10 +64,10 @@ class HeadFunctions(NamedTuple):
 def split_heads(
     mixed: Tensor, turns: Tensor, gains: Sequence[Tensor], epsilon: float, functions: HeadFunctions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`. Queries and keys are
+    """Return queries `[s, b, heads, d]`, keys and values `[s, b, groups, d]`, with queries and keys
     normalised with `gains`, if any, and rotated by `turns` `[s, 1 or b, 1, 2 d]`.
 
-    `mixed` `[s, b, groups, (heads per group + 2) d]` contains the queries, key and value of each
+    `mixed` `[s, b, groups, (heads per group + 2) d]` holds the queries, key and value of each
     group.
     """
     options = turns.unsqueeze(2), epsilon, functions
@@ -99,17 +99,17 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _parts(mixed: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values `[s, b, groups, n, size]` as views of `mixed`."""
+    """Return queries, keys and values `[s, b, groups, n, size]` as views of `mixed`."""
     heads = mixed.unflatten(3, (-1, size))
     return heads[:, :, :, :-2], heads[:, :, :, -2:-1], heads[:, :, :, -1:]
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention, in which the function `rotate` applies rotary positions.
+    """Megatron's self-attention, with rotary positions applied by the function `rotate`.
 
-    Megatron rotates queries in a dozen operations, and keys in another dozen. The compiled
-    functions `heads` also normalise queries and keys, and write the gradients of queries, keys and
-    values as one tensor.
+    Megatron launches a dozen operations to rotate queries and another dozen for keys. The compiled
+    functions in `heads` also normalise queries and keys, and write the gradients of queries, keys
+    and values to one tensor.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -120,7 +120,8 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` can be used: each rank has whole groups, and no gain is zero-centered."""
+        """Whether `heads` can be used: each rank holds whole groups, and no gain is zero-centered.
+        """
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma
         whole = self.config.num_query_groups >= self.world_size
@@ -136,7 +137,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return Megatron's output. `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the result of
+        """Return Megatron's output. `rotary_pos_emb` `[s, 1 or b, 1, 2 d]` is the output of
         `RotaryEmbedding`."""
         self._turns = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
@@ -145,7 +146,7 @@ class RotatedSelfAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Return Megatron's queries, keys and values, with rotated queries and keys."""
+        """Return Megatron's queries, keys and values, with queries and keys rotated."""
         if self._turns is None or self.heads is None:
             query, key, value = super().get_query_key_value_tensors(*arguments, **options)
             if self._turns is not None:

@@ -1,9 +1,9 @@
 """Attention with soft-capped scores and sliding windows, without fused kernels.
 
-Scores are computed for one block of queries at a time and not stored. The backward pass recomputes
-them from the saved queries, keys and log-sum-exps. Matrix products read operands in the model's
-dtype and sum in float32. All values between products are float32 or wider. The same code runs on
-CPUs and GPUs.
+Scores are computed one block of queries at a time and never stored; the backward pass recomputes
+them from the saved queries, keys and log-sum-exps. Matmuls take inputs in the model's dtype and
+accumulate in float32. All intermediate values are float32 or wider. The same code runs on CPUs and
+GPUs.
 """
 
 from typing import Any
@@ -58,17 +58,16 @@ def softcapped_attention(
     window: int | None = None,
     documents: DocumentRange | None = None,
 ) -> Tensor:
-    """Return the attention output `[s, b, heads * d]` of the last s of t positions.
+    """Return the attention output `[s, b, heads * d]` for queries at the last s of t positions.
 
     Args:
         query: `[s, b, heads, d]`.
         key, value: `[t, b, groups, d]`, t >= s.
-        scale: factor that multiplies the scores.
-        cap: soft cap of the scaled scores, None for no cap.
-        window: number of keys to which a query attends, including the key at its own position; None
+        scale: multiplier for the scores.
+        cap: soft cap on the scaled scores, or None.
+        window: number of keys that a query attends to, including the one at its own position; None
             for all previous keys.
-        documents: documents of the queries, which do not attend to other documents; None for one
-            document.
+        documents: documents to which attention is restricted; None if there is only one.
     """
     groups = key.shape[2]
     q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]
@@ -80,7 +79,7 @@ def softcapped_attention(
 
 
 class _SoftcappedAttention(torch.autograd.Function):
-    """Soft-capped attention of queries `[batch, n, s, d]` to keys and values `[batch, t, d]`; n
+    """Soft-capped attention from queries `[batch, n, s, d]` to keys and values `[batch, t, d]`; n
     query heads share one KV head."""
 
     @staticmethod
@@ -146,8 +145,8 @@ def hidden_scores(
     window: int | None,
     documents: DocumentRange | None,
 ) -> Tensor:
-    """Return the mask of excluded scores, broadcastable to a block's `[batch, n, rows, keys]`.
-    `hidden_keys` and `other_documents` describe the arguments."""
+    """Return the mask of a block's excluded scores, broadcastable to `[batch, n, rows, keys]`. See
+    `hidden_keys` and `other_documents` for the arguments."""
     hidden = hidden_keys(rows, seen, offset, window, scores.device)
     if documents is None:
         return hidden
@@ -157,7 +156,7 @@ def hidden_scores(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the batched matrix product `a b`, summed and returned in float32 or wider."""
+    """Return the batched matmul `a b`, accumulated and returned in float32 or wider."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Models in the format of transformers: classes, config.json, names and layouts of weights.
+"""Models in Hugging Face format: transformers classes, config.json, weight names and layouts.
 
-Files are read and written by scripts/huggingface/, not here. Read architectures.py first.
+Files are read and written by scripts/huggingface/, not here. Start with architectures.py.
 """

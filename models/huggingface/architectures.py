@@ -1,9 +1,8 @@
-"""The classes of transformers that can represent this project's models.
+"""transformers classes that can represent this project's models.
 
-One record per class contains the settings that the class does not support, its entries of
-config.json, and its names of norms. `Family.hugging_face` lists the classes of a family. In
-config.json, rotary positions are `rope_parameters` for transformers 5, and `rope_scaling` for
-transformers 4.
+Each class has one record with its unsupported settings, its config.json entries and its norm names.
+`Family.hugging_face` lists the classes for each family. config.json stores rotary positions as
+`rope_parameters` for transformers 5 and as `rope_scaling` for transformers 4.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,16 +21,16 @@ NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "llama3": ("factor", LENGTH, *LLAMA3_KEYS),
     "yarn": ("factor", LENGTH),
 }
-"""Supported types of rotary positions, and the required keys of each type."""
+"""Supported RoPE types, and the keys that each one requires."""
 OPTIONAL: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
-"""Optional keys of yarn, and their defaults."""
+"""Optional yarn keys, and their defaults."""
 
 MSCALES: Final = ("mscale", "mscale_all_dim")
-"""DeepSeek's keys of yarn that determine the attention factor."""
+"""DeepSeek's yarn keys for the attention factor."""
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json: type, base, and the keys that the type requires."""
+    """Return config.json's `rope_parameters`: type, base, and the keys required by the type."""
     base = {"rope_type": "default", "rope_theta": model.rope_base}
     scaling = model.rope_scaling
     if scaling is None:
@@ -43,14 +42,14 @@ def rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_problem(rope: Mapping[str, Any]) -> str | None:
-    """Return the reason why the rotary positions `rope` are not supported, or None."""
+    """Return why the RoPE settings `rope` are not supported, or None if they are."""
     kind = rope.get("rope_type", "default")
     if kind not in NEEDED:
         return f"rope_type must be {named(str(kind), NEEDED)}"
     optional = ("beta_fast", "beta_slow", "attention_factor", *MSCALES) if kind == "yarn" else ()
     needed = [*NEEDED[kind], *(key for key in optional if rope.get(key))]
     wrong = [key for key in needed if not _is_positive(rope.get(key))]
-    return f"rope_type {kind} needs numbers above 0 for {', '.join(wrong)}" if wrong else None
+    return f"rope_type {kind} requires positive numbers for {', '.join(wrong)}" if wrong else None
 
 
 def _is_positive(value: object) -> bool:
@@ -58,15 +57,15 @@ def _is_positive(value: object) -> bool:
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the section `model.rope_scaling` for supported rotary positions, or None if there is
-    no scaling."""
+    """Return the `model.rope_scaling` section for supported RoPE settings, or None without scaling.
+    """
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     values = {key: rope[key] for key in NEEDED[kind]}
     if kind == "yarn":
         given = {key: rope.get(key) for key in OPTIONAL}
-        # If a value is missing or 0, transformers uses its default.
+        # transformers falls back to its default if a value is missing or 0.
         values |= {key: value for key, value in given.items() if value or value is False}
         if "attention_factor" not in values and all(rope.get(key) for key in MSCALES):
             scale, of_all = (0.1 * rope[key] * log(rope["factor"]) + 1 for key in MSCALES)
@@ -75,14 +74,14 @@ def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each value of `expected` (`rope_parameters`) that differs in `rope`."""
+    """Yield a message for each value in `expected` (`rope_parameters`) that differs in `rope`."""
     problem = rope_problem(rope)
     if problem is not None:
         yield problem
         return
     part = rope.get("partial_rotary_factor", 1.0)
     if part != 1:
-        yield f"partial_rotary_factor must be 1.0 as in the config's model, got {part}"
+        yield f"partial_rotary_factor must be 1.0 to match the config's model, got {part}"
     both = [_computed(expected), _computed(rope)]
     for key in dict.fromkeys([*both[0], *both[1]]):
         value, other = (values.get(key) for values in both)
@@ -91,7 +90,7 @@ def rope_differences(expected: Mapping[str, Any], rope: Mapping[str, Any]) -> It
 
 
 def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that determine the positions, with defaults filled in."""
+    """Return the settings that affect rotary positions, with defaults filled in."""
     scaling = rope_scaling(rope) or {"kind": "default"}
     values = {"rope_type": scaling.pop("kind"), "rope_theta": rope.get("rope_theta")}
     if values["rope_type"] == "yarn":
@@ -100,14 +99,13 @@ def _computed(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LATENT_EPSILON = 1e-6
-"""Epsilon of the norms of DeepSeek's latents in transformers; config.json has no key for it."""
+"""Norm epsilon of DeepSeek's latents in transformers, which config.json cannot set."""
 EVERYWHERE: Final = {"none": False, "all": True}
 PRE_NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) for each setting of experts that neither DeepSeek's nor GLM's class
-    supports.
+    """Yield (rule, value) for each expert setting that DeepSeek's and GLM's classes do not support.
 
     Both classes rank expert groups by their two best experts.
     """
@@ -139,9 +137,9 @@ def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
-    """Check that transformers can represent a model of the family deepseek.
+    """Check that transformers can represent a model of family deepseek.
 
-    Other models are rejected before training, because they could not be exported after training.
+    Other models are rejected before training, because they could not be exported afterwards.
     """
     only = "transformers' DeepseekV3 supports no other value"
     rule = f"must be {LATENT_EPSILON:g}, because {only}"
@@ -157,18 +155,18 @@ def deepseek_limits(model: ModelConfig) -> Iterator[Check]:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A class of transformers.
+    """A transformers class.
 
-    name        name of the class, e.g. LlamaForCausalLM
+    name        class name, e.g. LlamaForCausalLM
     model_type  name of the class in config.json
-    settings    function that returns a model's class-specific entries of config.json
-    norms       transformers' names of a layer's norms, by declared name
-    qk_norm     whether query and key heads are normalised, None if both are possible
+    settings    returns the class-specific config.json entries for a model
+    norms       transformers' names of a layer's norms, keyed by declared name
+    qk_norm     whether query and key heads are normalised; None if either is possible
     head_sizes  whether the head dimension may differ from hidden / heads
     whole_heads whether hidden must be divisible by heads, even if the head dimension is given
-    experts     function that yields (rule, value) for each unsupported setting of experts
-    attention_bias  config.json's `attention_bias` for each supported `model.attention_bias`, None
-                if the class does not have this entry
+    experts     yields (rule, value) for each unsupported expert setting
+    attention_bias  maps each supported `model.attention_bias` to config.json's `attention_bias`, or
+                to None if the class has no such entry
     """
 
     name: str
@@ -182,7 +180,7 @@ class Architecture:
     attention_bias: Mapping[str, bool | None] = field(default_factory=lambda: EVERYWHERE)
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Return a message for each setting of `model` that the class does not support."""
+        """Return a message for each setting of `model` that this class does not support."""
         return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
     def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -252,11 +250,11 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
 
 
 def _experts(moe: MoEConfig) -> dict[str, Any]:
-    """Return the entries of config.json that all mixture-of-experts classes have."""
+    """Return the config.json entries common to all mixture-of-experts classes."""
     return {
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.expert_ffn,
-        "norm_topk_prob": moe.top_k > 1,  # the score of a single expert is not normalised
+        "norm_topk_prob": moe.top_k > 1,  # a single expert's score is not normalised
     }
 
 
@@ -275,7 +273,7 @@ def _mixture(moe: MoEConfig) -> dict[str, Any]:
 
 def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
-    whole = 1.0  # by default, transformers would rotate half of each head
+    whole = 1.0  # transformers rotates only half of each head by default
     return {
         "hidden_act": _hidden_act(model),
         "head_dim": model.head_size,

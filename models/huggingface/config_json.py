@@ -1,4 +1,4 @@
-"""config.json: the Hugging Face architecture and settings of a model."""
+"""config.json: a model's Hugging Face architecture and settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ from models.huggingface.architectures import (
 from models.section import named
 
 ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
-"""Keys whose place in config.json differs between versions of transformers."""
+"""Keys whose location in config.json depends on the version of transformers."""
 
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
-"""Rare keys of config.json, and their values for causal attention."""
+"""Rarely used config.json keys, and their values for causal attention."""
 
 
 class InexpressibleError(ValueError):
-    """Error, with the reasons, for a model that no class of transformers can represent."""
+    """Raised, with the reasons, for a model that no transformers class can represent."""
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """Return the class of transformers that can represent `model`.
+    """Return the transformers class that can represent `model`.
 
-    Raises InexpressibleError if the family has no class, or if no class supports all settings of
-    `model`. The message then lists the settings that the closest class does not support.
+    Raises InexpressibleError if the family has no class, or if no class supports every setting of
+    `model`; the message then lists the settings not supported by the closest class.
     """
     family = FAMILIES.get(model.family)
     if family is None:
@@ -46,7 +46,7 @@ def architecture(model: ModelConfig) -> Architecture:
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of config.json that determine the model's computation.
+    """Return the config.json settings that affect the model's computation.
 
     Raises InexpressibleError if `architecture` does.
     """
@@ -63,8 +63,8 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.query_groups,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers 4 reads rope_theta, and transformers 5 reads rope_parameters. Without its
-        # key, each version silently uses the base 10000.
+        # transformers 4 reads rope_theta, transformers 5 reads rope_parameters. If its key is
+        # missing, each version silently falls back to base 10000.
         "rope_theta": model.rope_base,
         "rope_parameters": rope_parameters(model),
         **({} if bias is None else {"attention_bias": bias}),
@@ -73,18 +73,18 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA3_LONGER = 16
-"""max_position_embeddings of Llama 3.1, 3.2 and 3.3, divided by original_max_position_embeddings;
-their `factor` is a different number."""
+"""Ratio of max_position_embeddings to original_max_position_embeddings in Llama 3.1, 3.2 and 3.3,
+which differs from their `factor`."""
 
 READABLE = {"llama": "llama", "qwen2": "llama", "qwen3": "qwen3", "gemma2": "gemma2"}
-"""Model types that `model_section` supports, and their families."""
+"""Maps the model types supported by `model_section` to families."""
 
 
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `model` of a run config for the model that config.json describes.
+    """Return the `model` section of a run config for the model described by config.json.
 
-    `differences` finds settings that the section cannot express. Raises InexpressibleError for a
-    model type that is not in `READABLE`, and for unsupported rotary positions.
+    Settings that the section cannot express are found by `differences`. Raises InexpressibleError
+    for model types not listed in `READABLE` and for unsupported rotary positions.
     """
     kind = settings.get("model_type")
     if kind not in READABLE:
@@ -124,32 +124,32 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
 def config_json(
     model: ModelConfig, *, dtype: str, positions: int, end_token: int | None
 ) -> dict[str, Any]:
-    """Return the content of config.json.
+    """Return the contents of config.json.
 
-    `dtype` is torch's name of the weights' dtype. `positions` is the training sequence length.
-    `end_token` is the id of the token that ends a document.
+    `dtype` is torch's name for the dtype of the weights, `positions` the training sequence length,
+    and `end_token` the id of the end-of-document token.
     """
     scaling, rope = model.rope_scaling, rope_parameters(model)
     return {
         **model_settings(model),
-        # For transformers 4, which reads the base from `rope_theta`.
+        # Read by transformers 4, which takes the base from `rope_theta`.
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaling else None,
         "max_position_embeddings": max_positions(model, positions),
-        # One number for all matrices; transformers uses it only to initialise new matrices.
+        # A single value for all matrices; transformers only uses it to initialise new ones.
         "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": end_token,
-        "pad_token_id": None,  # a padding id would exclude its embedding row from training
+        "pad_token_id": None,  # the embedding row of a padding id would not be trained
         "dtype": dtype,
         "torch_dtype": dtype,
     }
 
 
 def max_positions(model: ModelConfig, length: int) -> int:
-    """Return the exported `max_position_embeddings`: the training sequence length or, if larger,
-    the length for which rotary frequencies are scaled."""
+    """Return the exported `max_position_embeddings`: the training sequence length or the context
+    length that RoPE scaling extends to, whichever is larger."""
     scaling = model.rope_scaling
     if scaling is None:
         return length
@@ -158,7 +158,7 @@ def max_positions(model: ModelConfig, length: int) -> int:
 
 
 def differences(expected: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a message for each value of `expected` (`model_settings`) that differs in `settings`.
+    """Return a message for each value in `expected` (`model_settings`) that differs in `settings`.
 
     `settings` is a config.json with transformers' defaults filled in.
     """

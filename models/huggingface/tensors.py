@@ -1,8 +1,8 @@
-"""Mapping between parts of this project's parameters and tensors of a Hugging Face model.
+"""Maps parts of this project's parameters to the tensors of a Hugging Face model.
 
-As in megatron-core, one parameter of this project contains the query, key and value heads of all
-groups, and another contains gate and up. A Hugging Face model has separate tensors. Export and
-import use the same list.
+As in megatron-core, one parameter holds the query, key and value heads of all groups, and another
+holds gate and up. Hugging Face models store them as separate tensors. Export and import share the
+same list.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from models.huggingface.config_json import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
-"""Name suffix of the bias on experts' scores, a float32 buffer."""
+"""Name suffix of the bias added to expert scores, a float32 buffer."""
 
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor of the Hugging Face model, as a part of a parameter of this project.
+    """A tensor in a Hugging Face model, and the part of this project's parameter it corresponds to.
 
     name       name in transformers, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  declared name of the parameter or buffer, e.g. `layers.0.attention.qkv`
-    view_shape shape of the view of the whole parameter to which `index` is applied
-    index      index of the part in this view
+    view_shape shape that the whole parameter is viewed as before indexing
+    index      index of the part in that view
     shape      shape in transformers
     """
 
@@ -38,7 +38,7 @@ class TheirTensor:
 
     @property
     def buffer(self) -> bool:
-        """Whether the tensor is a buffer instead of a parameter."""
+        """Whether the tensor is a buffer rather than a parameter."""
         return self.name.endswith(SCORE_BIAS)
 
     @property
@@ -47,8 +47,8 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Return the tensor `[*shape]` from `parameter`, as a copy if its rows are not
-        contiguous."""
+        """Extract the tensor `[*shape]` from `parameter`, as a copy if its rows are not contiguous.
+        """
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -58,10 +58,10 @@ class TheirTensor:
 
 
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
-    """Return every tensor of the Hugging Face model of `model`, in forward order.
+    """Return every tensor of the Hugging Face model for `model`, in forward order.
 
-    Tensors of the same parameter of this project are consecutive. Raises InexpressibleError if
-    `architecture` does.
+    Tensors that share one of this project's parameters are consecutive. Raises InexpressibleError
+    if `architecture` does.
     """
     return list(_model(model))
 
@@ -70,7 +70,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
     norms = architecture(model).norms
 
     def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
-        """Yield the norm `ours` of a layer, or nothing if the class does not have this norm."""
+        """Yield norm `ours` of a layer, or nothing if the class does not have it."""
         if ours in norms:
             hf_name = f"model.layers.{layer}.{norms[ours]}.weight"
             yield _gain(f"layers.{layer}.{ours}", hf_name, model.hidden)
@@ -97,7 +97,7 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
 
 
 def _vocabulary(model: ModelConfig, ours: str, hf_name: str) -> TheirTensor:
-    """Return the embedding or head without padding rows."""
+    """Return the embedding or head without its padding rows."""
     assert model.vocab_size is not None
     layout = (model.padded_vocab, model.hidden)
     rows = slice(0, model.vocab_size)
@@ -162,16 +162,16 @@ def _gated(ours: str, hf_name: str, hidden: int, ffn: int) -> Iterator[TheirTens
 
 
 def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, hf_name: str) -> Iterator[TheirTensor]:
-    """Yield a layer's experts as separate tensors, the only layout that transformers 4 reads;
-    transformers 5 also reads fused experts."""
+    """Yield a layer's experts as separate tensors, the only layout supported by transformers 4;
+    transformers 5 also supports fused experts."""
     hidden = model.hidden
     yield _matrix(ours + "router", hf_name + "gate", (moe.experts, hidden))
-    if moe.score == "sigmoid":  # classes with sigmoid scores have the bias
+    if moe.score == "sigmoid":  # only classes with sigmoid scores have the bias
         bias = f"{hf_name}gate{SCORE_BIAS}"
         yield _gain(ours + "router.expert_bias", bias, moe.experts)
     if moe.shared_experts:
         shared = moe.shared_experts * moe.expert_ffn
         yield from _gated(ours + "shared.", hf_name + "shared_experts.", hidden, shared)
     for expert in range(moe.experts):
-        place = f"experts.{expert}."
-        yield from _gated(ours + place, hf_name + place, hidden, moe.expert_ffn)
+        infix = f"experts.{expert}."
+        yield from _gated(ours + infix, hf_name + infix, hidden, moe.expert_ffn)

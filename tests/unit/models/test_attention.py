@@ -227,7 +227,7 @@ def test_documents_on_a_gpu_need_the_kernel_of_variable_length() -> None:
     gpu = torch.device("cuda")
     name = attention_kernel(4, 2, 128, 64, dtype=torch.bfloat16, device=gpu, documents=True)
     assert name == "flash_attention of variable length"
-    rule = "supports 16-bit dtypes and head dimensions of at most 256, got "
+    rule = "supports 16-bit dtypes and head dimensions up to 256, got "
     for size, dtype in ((64, torch.float32), (264, torch.bfloat16)):
         with pytest.raises(RuntimeError, match=rule):
             attention_kernel(4, 2, size, size, dtype=dtype, device=gpu, documents=True)

@@ -135,10 +135,11 @@ def test_what_is_scaled_in_another_way_is_another_model() -> None:
         [line] = changed(rope_type=kind)
         assert line == f"rope_type must be one of default, linear, llama3, yarn, got '{kind}'"
     [line] = changed(rope_type="llama3")
-    assert line == "rope_type llama3 needs numbers above 0 for low_freq_factor, high_freq_factor"
+    keys = "low_freq_factor, high_freq_factor"
+    assert line == f"rope_type llama3 requires positive numbers for {keys}"
     for key in ("factor", "beta_fast", "attention_factor", "mscale"):
         [line] = changed(**{key: "4"})
-        assert line == f"rope_type yarn needs numbers above 0 for {key}"
+        assert line == f"rope_type yarn requires positive numbers for {key}"
     assert changed(mscale=0, mscale_all_dim=1.0, beta_slow=None) == []
 
 

@@ -406,7 +406,7 @@ def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path
     else:
         found["rope_parameters"] = wanted["rope_parameters"] | half
     (said,) = differences(wanted, found)
-    assert said == "partial_rotary_factor must be 1.0 as in the config's model, got 0.5"
+    assert said == "partial_rotary_factor must be 1.0 to match the config's model, got 0.5"
 
 
 def test_the_base_of_rotary_positions_is_read_where_each_version_of_transformers_keeps_it():
