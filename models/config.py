@@ -132,8 +132,7 @@ class MoEConfig(Section):
 
 
 class LatentConfig(Section):
-    """Multi-head latent attention, which projects queries, keys and values from low-rank latents.
-    """
+    """Multi-head latent attention: computes queries, keys and values from low-rank latents."""
 
     query_rank: Size | None = None
     """Rank of the query latent; null = project queries directly from the residual stream."""

@@ -42,8 +42,7 @@ class PolynomialConfig(Section):
 
 
 class PCOverride(Section):
-    """Overrides the level of some PC layers. If several overrides match a layer, the last one wins.
-    """
+    """Overrides the level of some PC layers. The last matching override wins."""
 
     roles: list[str] | None = None
     """Roles from `blocks` that this override applies to; null = all."""

@@ -30,8 +30,7 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:
-    """Reject values of other types that compare equal to an integer, such as true, which equals 1.
-    """
+    """Reject other types that compare equal to an integer, such as true, which equals 1."""
     if type(value) is not int:
         raise PydanticCustomError("int_type", "an integer")
     return value

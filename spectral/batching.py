@@ -1,8 +1,8 @@
-"""Items grouped by key, stacks with equal row counts as one batch, and copies in few launches.
+"""Helpers for grouping items, batching stacks with equal row counts, and fusing copies.
 
-Stacks of matrices with equal row counts but different column counts form one batch. Quantities
-whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed once for
-all stacks. Products with the matrices `[batch, rows, cols]` are launched once per stack.
+Stacks whose matrices have the same number of rows but different numbers of columns form one batch.
+Quantities whose shape does not depend on the columns are tensors `[sum of batches, ...]`, computed
+once for all stacks. Matmuls with the matrices `[batch, rows, cols]` are launched once per stack.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Group items by key. Keys are in the order of their first items."""
+    """Group items by key, with keys in order of first appearance."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -27,7 +27,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors `[batch, ...]`, one per stack, to `[sum of batches, ...]`."""
+    """Concatenate tensors `[batch, ...]`, one per stack, into `[sum of batches, ...]`."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
@@ -39,7 +39,7 @@ def split_like(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def split_figures(
     figures: Mapping[str, Tensor], stacks: Sequence[Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Split values `[sum of batches]` of all matrices into the values of each stack."""
+    """Split per-matrix values `[sum of batches]` by stack."""
     columns = [split_like(figure, stacks) for figure in figures.values()]
     return [dict(zip(figures, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -61,7 +61,7 @@ def preimages(products: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
-    """Repeat each stack's number for all matrices of the stack: `[sum of batches]`.
+    """Repeat each stack's value for every matrix in the stack: `[sum of batches]`.
 
     The result has the dtype and device of the stacks and must not be modified.
     """
@@ -73,14 +73,14 @@ Pairs = Iterable[tuple[Tensor, Tensor]]
 
 
 def copy_all_(pairs: Pairs) -> None:
-    """Copy the second tensor of each pair to the first, in few launches."""
+    """Copy the second tensor of each pair to the first, in few kernel launches."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, sources = lists
         torch._foreach_copy_(targets, sources)
 
 
 def add_all_(pairs: Pairs) -> None:
-    """Add the second tensor of each pair to the first, in few launches. Dtypes must be equal."""
+    """Add the second tensor of each pair to the first, in few launches. Dtypes must match."""
     if lists := [*zip(*pairs, strict=True)]:
         targets, terms = lists
         torch._foreach_add_(targets, terms)

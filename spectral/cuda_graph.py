@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: captured once, then launched by a single call of the host.
+"""Captures optimizer steps as CUDA graphs, which are then replayed with a single launch.
 
-A graph repeats the same kernels on the same memory. Therefore parameters, state and gradients must
-stay in place, and learning rates and the active flag are tensors that are updated in place. Scratch
-memory is in the graph's own pool, which is allocated once and freed with the graph.
+A graph replays the same kernels on the same memory. Parameters, state and gradients must therefore
+keep their addresses, and learning rates and the active flag are tensors that are updated in place.
+Scratch memory comes from the graph's own pool, which is allocated once and freed with the graph.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from .options import rename_
 from .parameter_state import MASTER, entry_names, rule_of
 
 WARM_UP = 2
-"""Number of ordinary calls before the capture. Libraries, kernels and communicators are
-initialised at their first use, which cannot be captured."""
+"""Number of eager calls before capture. Libraries, kernels and communicators are initialised on
+first use, which cannot be captured."""
 
 
 class CapturedCall:
-    """A function without arguments that the third call captures and later calls replay.
+    """A function without arguments that is captured on the third call and replayed afterwards.
 
-    Without CUDA every call runs the function normally, so programs also run on a CPU.
+    Without CUDA, every call runs the function eagerly, so programs also run on CPU.
     """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
         """Prepare to capture `call` on `device`.
 
-        `call` must not wait for the device and may depend only on tensors that stay in place. Work
-        on other streams must fork from the current stream and join it again.
+        `call` must not sync with the device, and may only depend on tensors that keep their
+        addresses. Work on other streams must fork from the current stream and join it again.
         """
         self.call = call
         self.device = device
@@ -40,7 +40,7 @@ class CapturedCall:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> bool:
-        """Run, capture or replay; return False for a replay, which does not run `call` itself."""
+        """Run, capture or replay. Return False for a replay, which does not execute `call`."""
         self.calls += 1
         if self.stream is None:
             self.call()
@@ -56,7 +56,7 @@ class CapturedCall:
     def release(self) -> None:
         """Free the graph. The next calls warm up and capture again.
 
-        Call this method before destroying process groups whose collectives are in the graph.
+        Call this before destroying process groups whose collectives were captured.
         """
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
@@ -64,7 +64,7 @@ class CapturedCall:
         self.graph, self.calls = None, 0
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """Run the call on the capturing stream, because libraries have state per stream."""
+        """Run the call on the capture stream, because libraries keep per-stream state."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -72,9 +72,9 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Capture the call, without launching its kernels, and launch the graph."""
+        """Capture the call, which launches no kernels, and then launch the graph."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local restricts only this thread: NCCL calls CUDA from other threads.
+        # thread_local only restricts this thread: NCCL makes CUDA calls from other threads.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph
@@ -82,49 +82,49 @@ class CapturedCall:
 
 
 class CapturedStep:
-    """`optimizer.step()` as one CUDA graph.
+    """Captures `optimizer.step()` as a CUDA graph.
 
         optimizer = SpectralSphere(groups, lr=torch.tensor(5e-3, device="cuda"), nonfinite="skip")
         step = CapturedStep(optimizer)
 
-    Change learning rates with `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
-    gradients with `zero_grad(set_to_none=False)`. Other fields of the groups must not change, and
-    parameters and state must keep their addresses. After `load_state_dict`, call `release`.
+    Set learning rates with `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
+    gradients with `zero_grad(set_to_none=False)`. Other group options must not change, and
+    parameters and state must keep their addresses. Call `release` after `load_state_dict`.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
         """Prepare to capture the steps of `optimizer`.
 
-        Raises ValueError if the host would wait for the device in a step, or if a learning rate is
-        not a tensor on the device.
+        Raises ValueError if a step would require a host sync, or if a learning rate is not a tensor
+        on the device.
         """
         check_capturable(optimizer)
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
         self._captured = CapturedCall(lambda: optimizer.step(), device)
-        self._first: dict[str, object] | None = None  # constants of the first step
+        self._first: dict[str, object] | None = None  # constants at the first step
 
     def __call__(self) -> None:
-        """Take one step; raise RuntimeError if an address or a value in the graph has changed."""
+        """Take a step. Raise RuntimeError if an address or value baked into the graph changed."""
         if self._first is not None:
             self._check(self._first, self._fixed())
         self._captured()
-        if self._first is None:  # not before the step, which moves the state of cast parameters
+        if self._first is None:  # after the step, which moves the state of cast parameters
             self._first = self._fixed()
 
     def _check(self, first: dict[str, object], now: dict[str, object]) -> None:
         for name in first | now:
             if now.get(name) != first.get(name):
                 raise RuntimeError(
-                    f"{name} must not move or change after the first captured step: clear "
+                    f"{name} must not move or change after the first captured step; clear "
                     "gradients with zero_grad(set_to_none=False), or call release() to recapture"
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Return the constants of a graph: the addresses of tensors, and the values of fields."""
+        """Return the constants baked into a graph: tensor addresses and field values."""
         fixed: dict[str, object] = {}
         for i, group in enumerate(self.optimizer.param_groups):
-            rename_(group["rule"], group)  # a scheduler may have written values under other names
+            rename_(group["rule"], group)  # a scheduler may have set options under other names
             rule, parameters = rule_of(group), group["params"]
             states = [self.optimizer.state[p] for p in parameters]
             values = {
@@ -134,17 +134,17 @@ class CapturedStep:
                 **{name: [group[name]] for name in ("rule", "lr", "weight_decay")},
                 **{field.name: [getattr(rule, field.name)] for field in fields(rule)},
             }
-            fixed |= {f"{name} of group {i}": [*map(_place, x)] for name, x in values.items()}
+            fixed |= {f"{name} of group {i}": [*map(_identity, x)] for name, x in values.items()}
         return fixed
 
     def release(self) -> None:
-        """Free the graph. Parameters, state and settings may then change before the next call."""
+        """Free the graph, so that parameters, state and settings may change until the next call."""
         self._captured.release()
         self._first = None
 
 
-def _place(value: object) -> object:
-    """Return the address of a tensor; return any other value unchanged."""
+def _identity(value: object) -> object:
+    """Return the address of a tensor, or any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return (value.to_local() if is_dtensor(value) else value).data_ptr()
@@ -154,7 +154,7 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
     """Raise ValueError if a step of the optimizer cannot be captured."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
-            "nonfinite must be 'skip' in a captured step, because 'raise' waits for the device"
+            "nonfinite must be 'skip' in a captured step, because 'raise' requires a host sync"
         )
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:
@@ -169,5 +169,5 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
         waits = rule_of(group).waiting_field
         if waits is not None:
             raise ValueError(
-                f"{waits} of group {i} must not be True in a captured step: it makes the host wait"
+                f"{waits} of group {i} must not be True in a captured step: it causes a host sync"
             )

@@ -1,4 +1,4 @@
-"""Constants that are copied to devices once, and checks that never make the host wait."""
+"""Constants that are copied to each device once, and checks that never cause a host sync."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ MOST_RESULTS = 4096
 
 
 def constant_result(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache a function's results and mark it like `torch.compiler.assume_constant_result`.
+    """Cache a function's results, and mark it as `torch.compiler.assume_constant_result` does.
 
     torch's decorator is not used because it imports the compiler, which takes as long as importing
-    torch. Tensors in the results are copied to their device once. A step that copied them would
-    wait for the copy and could not be captured as a CUDA graph. Do not modify these tensors.
+    torch. Tensors in the results are copied to their device only once: copying them in every step
+    would cause a sync and prevent capture as a CUDA graph. Do not modify these tensors.
     """
     cached = lru_cache(MOST_RESULTS)(function)
 
@@ -37,25 +37,25 @@ def constant_result(function: Callable[P, R]) -> Callable[P, R]:
 
 @constant_result
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor, which must not be modified."""
+    """Return `values` as a tensor, which must not be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 SMALL = 2**12
-"""Largest size in bytes at which copying a tensor takes less time than computing its norm."""
+"""Largest tensor, in bytes, that is faster to copy than to compute the norm of."""
 
 
 def is_known(*tensors: Tensor) -> bool:
-    """Return whether values can be read without waiting: on a CPU, outside compiled graphs."""
-    # Subclasses such as fake tensors may have no values.
+    """Return whether values can be read without a sync: on CPU, outside compiled graphs."""
+    # Tensor subclasses such as fake tensors may not have values.
     plain = {*map(type, tensors)} <= {Tensor} and all(x.is_cpu for x in tensors)
     return plain and not torch.compiler.is_compiling()
 
 
 def unless_all(predicate: Tensor | None) -> Tensor | None:
-    """Return `predicate`, or None if it is all True and this is known without a host sync.
+    """Return `predicate`, or None if it is known to be all True without a host sync.
 
-    With None, callers skip passes over memory that would only restore old values.
+    None lets callers skip passes over memory that would only restore old values.
     """
     if predicate is None or not is_known(predicate):
         return predicate
@@ -63,11 +63,11 @@ def unless_all(predicate: Tensor | None) -> Tensor | None:
 
 
 def surely_finite(tensors: list[Tensor]) -> bool:
-    """Return True if all elements are finite and this is known without a host sync, else False.
+    """Return True if all elements are known to be finite without a host sync, else False.
 
-    The function checks norms, which NaN and infinity make nonfinite. It may return False for huge
-    finite numbers, whose norm overflows. A norm takes half the time of finding the largest and the
-    smallest element, and a twentieth of the time of `isfinite`.
+    Checks norms, which NaN and infinity make nonfinite. May return False for huge finite values,
+    whose norm overflows. A norm takes half the time of `aminmax` and a twentieth of the time of
+    `isfinite`.
     """
     if not is_known(*tensors):
         return False
@@ -82,10 +82,10 @@ def surely_finite(tensors: list[Tensor]) -> bool:
 def are_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Return whether all elements are finite, 0-d on `device` (None: the first tensor's device).
 
-    The function checks the largest and the smallest element, which cannot overflow, unlike a norm.
+    Checks the minimum and maximum, which cannot overflow, unlike a norm.
     """
     device = tensors[0].device if device is None else device
-    filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no extremes
+    filled = [tensor for tensor in tensors if tensor.numel()]  # empty tensors have no maximum
     if not filled:
         return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":

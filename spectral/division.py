@@ -1,8 +1,8 @@
-"""Division of a parameter into matrices, and the units that an optimizer updates.
+"""How a parameter is divided into matrices, and the units that an optimizer updates.
 
-A spectral rule updates one matrix `[rows, cols]` at a time, such as one head's query, a gate or one
-expert's down projection. Rows are outputs. A parameter may contain several matrices or be
-transposed. A division describes the position of each matrix.
+A spectral rule updates one matrix `[rows, cols]` at a time, such as a head's query projection, a
+gate or an expert's down projection. Rows are outputs. A parameter may hold several matrices or be
+transposed. A division describes where each matrix is located.
 """
 
 from bisect import bisect_left
@@ -22,23 +22,23 @@ from .local_part import local_of
 from .rules.base import Rule
 
 Box = tuple[range, ...]
-"""A part of a tensor: one range of indices per axis, with a step that may exceed 1."""
+"""A part of a tensor: one index range per axis, with a step that may exceed 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Positions of the matrices in a parameter.
+    """Locations of the matrices in a parameter.
 
     Attributes:
-        rows: row counts of consecutive matrices, which repeat along the outputs; empty if the
-            parameter is one matrix (or one matrix per stack entry, group and stride offset).
+        rows: row counts of consecutive matrices, repeated along the outputs; empty if the parameter
+            is a single matrix (or one matrix per stack entry, group and stride offset).
         transposed: whether the parameter is `[in, out]` instead of `[out, in]`. With more than two
-            axes (a transposed convolution) the matrix is `[out, in * ...]`.
-        stacked: whether the first axis enumerates matrices, such as the experts of a layer.
-        stride: number of interleaved matrices, such as gate and up: matrix j contains the outputs
-            j, j + stride, ...; each interleaved matrix is further divided by `rows`.
-        groups: number of equal parts of the first axis (if stacked, of the second) that contain
-            separate matrices, such as the groups of a transposed convolution.
+            axes (a transposed convolution), the matrix is `[out, in * ...]`.
+        stacked: whether the first axis enumerates matrices, such as the experts in a layer.
+        stride: number of interleaved matrices, such as gate and up: matrix j consists of outputs
+            j, j + stride, ...; each interleaved matrix is further split by `rows`.
+        groups: number of equal parts of the first axis (the second if stacked) that are separate
+            matrices, such as the groups of a transposed convolution.
     """
 
     rows: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Division:
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | None) -> Self:
-        """Parse the `units` of a parameter group. None means one matrix per parameter.
+        """Parse a parameter group's `units`. None means one matrix per parameter.
 
         Raises:
             TypeError: if `units` is not a mapping.
@@ -89,7 +89,7 @@ class Division:
         first = int(self.stacked)
         if len(shape) < first + 2:
             raise ValueError(
-                f"these units need a parameter with at least {first + 2} dimensions, got shape "
+                f"these units require a parameter with at least {first + 2} dimensions, got shape "
                 f"{shape}"
             )
         if shape[first] % self.groups:
@@ -107,12 +107,12 @@ class Division:
         return [*product(*axes)]
 
     def shapes(self, shape: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the shape of each matrix in a parameter of `shape`. Errors are as in `boxes`."""
+        """Return the shape of each matrix in a parameter of `shape`; raises like `boxes`."""
         parts = (torch.empty(sizes_of(box), device="meta") for box in self.boxes(shape))
         return [tuple(self.matrix(part).shape) for part in parts]
 
     def _matrices(self, outputs: range, shape: tuple[int, ...]) -> list[range]:
-        """Return the outputs of each matrix."""
+        """Return the output range of each matrix."""
         pattern = self.rows or (len(outputs) // self.stride,)
         if not all(pattern) or len(outputs) % (sum(pattern) * self.stride):
             stride = f" at a stride of {self.stride}" if self.stride > 1 else ""
@@ -128,8 +128,7 @@ class Division:
     def matrix(self, part: Tensor) -> Tensor:
         """Reshape one matrix's part of a parameter to `[rows, cols]`, as a view if possible.
 
-        A vector stays `[n]`, and a scalar becomes `[1]`. Further axes are flattened into the
-        second.
+        Vectors stay `[n]`, scalars become `[1]`, and trailing axes are flattened into the second.
         """
         if part.ndim == 0:
             return part.view(1)
@@ -140,7 +139,7 @@ class Division:
         return part.flatten(1) if part.ndim > 2 else part
 
     def part(self, matrix: Tensor, shape: Iterable[int]) -> Tensor:
-        """Reshape a matrix to its part of a parameter. `shape` is the part's shape."""
+        """Reshape a matrix back to its part of a parameter, which has shape `shape`."""
         shape = tuple(shape)
         if self.transposed:
             inputs, outputs, *rest = shape[int(self.stacked) :]
@@ -153,48 +152,48 @@ def _is_count(value: Any) -> bool:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Return the part `box` of a tensor as a view."""
+    """Return a view of the part of a tensor in `box`."""
     return tensor[tuple(slice(p.start, p.stop, p.step) for p in box)]
 
 
 def span_of(start: int, length: int) -> range:
-    """Return the range of `length` consecutive indices from `start`."""
+    """Return the range of `length` consecutive indices starting at `start`."""
     return range(start, start + length)
 
 
 def sizes_of(box: Box) -> tuple[int, ...]:
-    """Return the shape of a part."""
+    """Return the shape of a box."""
     return tuple(map(len, box))
 
 
 def numel_of(box: Box) -> int:
-    """Count the elements of a part."""
+    """Return the number of elements in a box."""
     return prod(map(len, box))
 
 
 def intersection(box: Box, contiguous: Box) -> Box | None:
     """Return the intersection of a box with a box of step 1, or None if it is empty."""
     common = tuple(
-        places[bisect_left(places, whole.start) : bisect_left(places, whole.stop)]
-        for places, whole in zip(box, contiguous, strict=True)
+        indices[bisect_left(indices, whole.start) : bisect_left(indices, whole.stop)]
+        for indices, whole in zip(box, contiguous, strict=True)
     )
     return common if all(common) else None
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """Return `box` in the indices of `outer`. The steps of `outer` divide the steps of `box`."""
+    """Return `box` relative to `outer`, whose steps divide those of `box`."""
 
-    def within(places: range, whole: range) -> range:
-        start, step = (places.start - whole.start) // whole.step, places.step // whole.step
-        return range(start, start + step * len(places), step)
+    def within(indices: range, whole: range) -> range:
+        start, step = (indices.start - whole.start) // whole.step, indices.step // whole.step
+        return range(start, start + step * len(indices), step)
 
     return tuple(map(within, box, outer))
 
 
 class Entry(NamedTuple):
-    """The position of a unit's part in a state entry that is stored per unit, not per element.
+    """Location of a unit's part within a state entry that is stored per unit, not per element.
 
-    The entry is flat and contains the parts of consecutive units.
+    The entry is flat and concatenates the parts of consecutive units.
     """
 
     start: int
@@ -202,11 +201,11 @@ class Entry(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The part's position in the entry."""
+        """The part's location in the entry."""
         return (span_of(self.start, self.shape.numel()),)
 
     def of(self, value: Tensor) -> Tensor:
-        """Return the unit's part as a view."""
+        """Return a view of the unit's part."""
         if value.numel() == self.shape.numel():
             return value.view(self.shape)
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
@@ -216,7 +215,7 @@ class Entry(NamedTuple):
 def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Size]:
     """Return the shapes of the state entries that are stored per unit, not per element.
 
-    All other entries have the shape of the weight.
+    All other entries have the same shape as the weight.
     """
     state = rule.init_state(torch.empty(1, *shape, dtype=dtype, device="meta"))
     elementwise = (
@@ -229,14 +228,14 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that a rule steps at once.
+    """A part of a parameter that a rule updates as a whole.
 
-    A whole-matrix rule updates one matrix, an elementwise rule the whole local part.
+    For whole-matrix rules this is one matrix, for elementwise rules the entire local part.
 
-    division   division of the parameter
+    division   how the parameter is divided into matrices
     box        the unit's box in the parameter
     shape      shape of the unit: `[rows, cols]` or `[n]`
-    entries    the unit's positions in the state entries that are stored per unit
+    entries    the unit's locations in the state entries that are stored per unit
     """
 
     parameter: Tensor
@@ -247,7 +246,7 @@ class SteppedUnit:
 
     @classmethod
     def of(cls, parameter: Tensor, rule: Rule, division: Division) -> list[Self]:
-        """Return the units of a parameter under `rule`."""
+        """Return the units of a parameter that is updated by `rule`."""
         whole = parameter.shape
         if not rule.whole_matrix:
             division, whole = Division(), local_of(parameter).shape
@@ -261,15 +260,15 @@ class SteppedUnit:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Properties that all units of a stack share."""
+        """Properties shared by all units in a stack."""
         return self.shape, self.parameter.dtype, self.parameter.device
 
     def matrix(self, part: Tensor) -> Tensor:
-        """Reshape the parameter's part in `box` to the unit, as a view if possible."""
+        """Reshape the part of the parameter in `box` to the unit, as a view if possible."""
         return self.division.matrix(part)
 
     def part(self, unit: Tensor) -> Tensor:
-        """Reshape the unit to the parameter's part in `box`, as a view if possible."""
+        """Reshape the unit to the part of the parameter in `box`, as a view if possible."""
         return self.division.part(unit, sizes_of(self.box))
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -279,7 +278,7 @@ class SteppedUnit:
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Copy the unit to its part of a tensor shaped like the parameter.
 
-        Nothing is copied if the unit is a view of this part.
+        No-op if the unit is already a view of that part.
         """
         if value.data_ptr() != self.read(tensor).data_ptr():
             narrowed(tensor, self.box).copy_(self.part(value))
@@ -289,7 +288,7 @@ class SteppedUnit:
         return self.entries[name].of(value) if name in self.entries else self.read(value)
 
     def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
-        """Copy the unit's part to a state entry, unless it is already a view of the entry."""
+        """Copy the unit's part into a state entry, unless it is already a view of the entry."""
         if name not in self.entries:
             self.write(entry, value)
         elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():

@@ -7,12 +7,12 @@ with
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
 where (u, v) is the top singular pair (a constant), sg stops the gradient and g acts on the singular
-values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because no
-gradient flows through sg[s], dL/dW is orthogonal to W, so the magnitude is trained by gamma alone.
+values. g is close to min(x / cutoff, 1) on [0, 1.1] and thus raises small singular values. Because
+no gradient flows through sg[s], dL/dW is orthogonal to W, so only gamma trains the magnitude.
 
 PC(W) does not depend on the data. `Preconditioner.effective` is differentiable, for use in a
-forward pass. A trainer that computes PC(W) only once per optimizer step calls `Preconditioner.vjp`,
-with the accumulated gradient of the effective weight. Both methods use the same closed form.
+forward pass. A trainer that computes PC(W) once per optimizer step calls `Preconditioner.vjp` with
+the accumulated gradient of the effective weight. Both use the same closed form.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class _Refusal(torch.autograd.Function):
 def wide_matrices(w: Tensor) -> Tensor:
     """Return matrices `[..., rows, cols]` in at least float32. Raise ValueError for other tensors.
 
-    In bfloat16, for example, level 4 of a PC layer has an error of 3 to 4% in the spectral norm.
+    In bfloat16, a level-4 PC layer would have an error of 3 to 4% in the spectral norm.
     """
     if w.ndim < 2 or not w.is_floating_point():
         raise ValueError(
@@ -52,12 +52,12 @@ def wide_matrices(w: Tensor) -> Tensor:
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """Return `gradient`, and raise RuntimeError if it is differentiated with respect to `inputs`.
+    """Return `gradient`, which raises RuntimeError if differentiated with respect to `inputs`.
 
-    torch's `once_differentiable` raises only if the incoming gradient has a graph. Otherwise the
-    second derivative is silently zero. The error's message contains the function's `name`.
+    torch's `once_differentiable` only raises if the incoming gradient has a graph; otherwise the
+    second derivative is silently zero. `name` is the function named in the error message.
     """
-    if not torch.is_grad_enabled():  # no graph of the gradient is being built
+    if not torch.is_grad_enabled():  # no graph is being built for the gradient
         return gradient
     out: Tensor = _Refusal.apply(gradient, name, *inputs)  # type: ignore[no-untyped-call]
     return out
@@ -66,8 +66,8 @@ def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
 SpectralNorm = Literal["stream", "none"]
 
 DOMAIN = 1.1
-"""End of the interval [0, 1.1] of normalised singular values on which the published maps were
-fitted; the maps diverge beyond it."""
+"""Upper end of [0, 1.1], the interval of normalised singular values on which the published maps
+were fitted; they diverge beyond it."""
 
 
 class EffectiveWeightGradient(NamedTuple):
@@ -79,12 +79,12 @@ class EffectiveWeightGradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioner:
-    """Preconditioning of weights: the map to PC(W), its gradient, and the additional state.
+    """Weight preconditioning: the map to PC(W), its gradient, and its extra state.
 
-    Arguments of `effective` and `vjp` are matrices `[..., rows, cols]`, their top singular pair `u`
-    `[..., rows]` and `v` `[..., cols]`, and `gamma` (`[...]` or a number). The singular pair is a
-    constant. The other methods require stacks `[batch, rows, cols]`. For half-precision inputs the
-    computation is in float32 and the result is rounded.
+    `effective` and `vjp` take matrices `[..., rows, cols]`, their top singular pair `u` `[...,
+    rows]` and `v` `[..., cols]`, and `gamma` (`[...]` or a number). The singular pair is treated as
+    a constant. The other methods require stacks `[batch, rows, cols]`. Half-precision inputs are
+    processed in float32, and the result is rounded back.
 
     Attributes:
         level: a preset from 0 to 4, coefficients, or the name of a composite (see `stages`).
@@ -92,8 +92,9 @@ class Preconditioner:
         norm_recovery: whether to multiply by sg[s]; otherwise PC(W) = gamma g(W / s).
         spectral_norm: "stream" computes s from the cached pair; "none" does not normalise W:
             PC(W) = gamma g(W).
-        init_compensation: whether the initial gamma makes ||PC(W)||_F = ||W||_F instead of being 1.
-        epsilon: added to s, so that the result for a zero matrix is zero.
+        init_compensation: whether gamma is initialised so that ||PC(W)||_F = ||W||_F, instead of
+            to 1.
+        epsilon: added to s, so that a zero matrix is mapped to zero.
 
     Raises ValueError for an unknown level or `spectral_norm`.
     """
@@ -111,13 +112,13 @@ class Preconditioner:
                 f"spectral_norm must be 'stream' or 'none', got {self.spectral_norm!r}"
             )
         stages(self.level)
-        if not isinstance(self.level, (int, str)):  # a list could not be hashed
+        if not isinstance(self.level, (int, str)):  # lists are not hashable
             object.__setattr__(self, "level", tuple(self.level))
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
         """Compute PC(W) in the shape and dtype of `w`, differentiable once in `w` and `gamma`.
 
-        Raises ValueError for shapes that do not fit. Differentiating twice raises RuntimeError.
+        Raises ValueError for mismatched shapes. Differentiating twice raises RuntimeError.
         """
         wide = _checked(w, u, v)
         out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
@@ -130,14 +131,14 @@ class Preconditioner:
     ) -> EffectiveWeightGradient:
         """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
 
-        `grad` is dL/dPC(W) in the shape of `w`. It may be a sum over any number of micro-batches,
-        because PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon.
-        Raises ValueError like `effective`.
+        `grad` is dL/dPC(W), with the shape of `w`. It may be summed over any number of
+        micro-batches, because PC(W) does not depend on the data. In "stream" mode, <dL/dW, W> = 0
+        up to epsilon. Raises the same ValueErrors as `effective`.
         """
         wide = _checked(w, u, v)
         if grad.shape != w.shape:
             raise ValueError(
-                f"grad must have the shape of w, {list(w.shape)}, got {list(grad.shape)}"
+                f"grad must have the same shape as w, {list(w.shape)}, got {list(grad.shape)}"
             )
         with torch.no_grad():
             dw, dgamma = self._backward(
@@ -169,14 +170,14 @@ class Preconditioner:
 
     @torch.no_grad()
     def cold_pair(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute u and v without a cached pair."""
+        """Compute u and v from a cold start, without a cached pair."""
         return cold_start(w)[1:]
 
     @torch.no_grad()
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
-        """Refresh `u` and `v` in place after an update of `w`.
+        """Refresh `u` and `v` in place after `w` has been updated.
 
-        If the 0-d bool tensor `active` is False, `u` and `v` stay unchanged, bit for bit.
+        If the 0-d bool tensor `active` is False, `u` and `v` are left bitwise unchanged.
         """
         _, new_u, new_v = top_singular(w, u, v, steps=self.steps)
         for old, new in ((u, new_u), (v, new_v)):
@@ -194,36 +195,36 @@ class Preconditioner:
 
     @torch.no_grad()
     def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Compute s = u^T W v `[batch]`, which the map uses as the spectral norm."""
+        """Compute s = u^T W v `[batch]`, which the map takes as the spectral norm."""
         tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
         return tracked
 
     @torch.no_grad()
     def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
+        """Check the tracked pair, and return the largest argument of the polynomial, `[batch]`.
 
-        The argument is s_exact / s, or s_exact without normalisation. s_exact is computed from a
-        cold start and is therefore correct even if the tracked pair is wrong. If the argument is
-        outside the map's domain `[0, DOMAIN]`, `u` and `v` are replaced in place by the exact pair.
+        The argument is s_exact / s, or s_exact without normalisation. s_exact comes from a cold
+        start, so it is correct even if the tracked pair is wrong. If the argument is outside the
+        map's domain `[0, DOMAIN]`, `u` and `v` are overwritten with the exact pair.
         """
         exact, new_u, new_v = cold_start(w)
         if self.spectral_norm == "none":
             return exact
         tracked = self.tracked_norm(w, u, v)
         seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
-        # A negative or zero tracked value is outside too.
+        # Negative and zero tracked values count as outside too.
         outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
         return seen
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs per step of a PC layer on a unit of `shape`, without the unit's rule.
+        """Return the FLOPs per step of a PC layer for a unit of `shape`, excluding the unit's rule.
 
-        The FLOPs are those of PC(W), of its transposed Jacobian, and of refreshing the singular
-        pair. For sides m <= n and k powers after the first, PC(W) takes 2 products m n m and k - 1
-        products m^3. The Jacobian repeats the Gram matrix and the iteration. In addition, it takes
-        3 products m n m and 2 k - 2 products m^3.
+        This counts PC(W), its transposed Jacobian, and the refresh of the singular pair. For sides
+        m <= n and k powers after the first, PC(W) takes 2 matmuls of size m n m and k - 1 of size
+        m^3. The Jacobian recomputes the Gram matrix and the iterates, and takes another 3 matmuls
+        of size m n m and 2 k - 2 of size m^3.
         """
         short, long = sorted(shape)
         flops = triplet_cost(short, long, steps=self.steps)
@@ -233,7 +234,7 @@ class Preconditioner:
             powers = len(stage) - 1
             if powers:
                 flops += 6 * wide + 4 * (powers - 1) * square
-            if powers and i + 1 < len(composed):  # the next argument, also for the Jacobian
+            if powers and i + 1 < len(composed):  # the next stage's input, also for the Jacobian
                 flops += 2 * wide + (powers - 1) * square
         return flops
 
@@ -269,7 +270,7 @@ class _EffectiveWeight(torch.autograd.Function):
 
 
 def _checked(w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return `w` in at least float32; raise ValueError for shapes that do not fit."""
+    """Return `w` in at least float32; raise ValueError for mismatched shapes."""
     wide = wide_matrices(w)
     if u.shape != w.shape[:-1]:
         raise ValueError(f"u must have shape {list(w.shape[:-1])}, got {list(u.shape)}")
@@ -287,14 +288,14 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 
 
 def reference(pc: Preconditioner, weight: Tensor, gamma: float) -> Tensor:
-    """Compute PC(W) of one matrix `[rows, cols]` by SVD, as the reference of `effective`.
+    """Compute PC(W) of one matrix `[rows, cols]` by SVD, as a reference for `effective`.
 
-    Source: "PC Layer" (arXiv 2606.06470), algorithm 1. Comments state the line numbers of the
-    algorithm. s is a constant in the gradient, and gamma is trained.
+    Source: "PC Layer" (arXiv 2606.06470), algorithm 1. Numbers in comments are the algorithm's
+    lines. s is a constant in the gradient, and gamma is trained.
     """
     U, S, Vh = torch.linalg.svd(weight, full_matrices=False)  # W = U diag(S) V^T
     s = S[0] + pc.epsilon if pc.spectral_norm == "stream" else S.new_ones(())  # 3: ||W||_2
-    x = S / s  # 4: [singular values], the largest is 1
+    x = S / s  # 4: singular values, at most 1
     for coefficients in stages(pc.level):  # 5: g(x) = a_0 x + a_1 x^3 + a_2 x^5 + ...
         x = torch.stack([a * x ** (2 * i + 1) for i, a in enumerate(coefficients)]).sum(0)
     scale = gamma * (s if pc.norm_recovery else torch.ones_like(s))

@@ -1,4 +1,4 @@
-"""Names, operators and indices in the bytecode of forward passes."""
+"""Extracts names, operators and indices from the bytecode of forward passes."""
 
 import dis
 import inspect
@@ -18,37 +18,37 @@ import torch
 from torch import nn
 
 UNREAD = {"torch", "einops", "numpy", "apply_chunking_to_forward", *sys.stdlib_module_names}
-"""Packages and functions whose code is not read, because their names suffice or because they divide
-only tokens."""
+"""Packages and functions whose code is not read, because their names say enough or because they
+only split tokens."""
 OPAQUE = "<opaque>"
-"""The word for code that cannot be read: a C extension, a Triton kernel, an operator that is not
-torch's, a module that is not imported yet."""
+"""Stands for code that cannot be read: a C extension, a Triton kernel, an operator that is not
+torch's, or a module that has not been imported yet."""
 MOST = 200
-"""Largest number of functions that are read for one module."""
+"""Maximum number of functions to read per module."""
 
 
 class ForwardWords:
-    """Words of modules' forward passes, in the order of execution.
+    """The words in modules' forward passes, in execution order.
 
-    The name of a called function is followed by the words in that function. The name of a child
-    module begins with a dot. If the child has no parameters, its class and its words follow.
+    The name of a called function is followed by the function's words. Names of child modules start
+    with a dot and, if the child has no parameters, are followed by its class name and its words.
     """
 
     def __init__(self) -> None:
         self.known: dict[nn.Module, list[str]] = {}
 
     def of(self, module: nn.Module) -> list[str]:
-        """Return the words of a module's forward pass."""
+        """Return the words in a module's forward pass."""
         if module not in self.known:
-            self.known[module] = []  # in case a module contains itself
+            self.known[module] = []  # in case the module contains itself
             children = dict(module.named_children())
             self.known[module] = self._read(module, children, module.forward, {})
         return self.known[module]
 
     def after(self, module: nn.Module, child: str) -> list[str]:
-        """Return the words after the name of a child in a module's forward pass.
+        """Return the words that follow a child's name in a module's forward pass.
 
-        In an `nn.Sequential`, the words end where the next module with parameters uses a child.
+        In an `nn.Sequential`, they end where the next module with parameters uses a child.
         """
         if not isinstance(module, nn.Sequential):
             words = self.of(module)
@@ -74,7 +74,7 @@ class ForwardWords:
         function: Any,
         known: dict[CodeType, list[str]],
     ) -> list[str]:
-        """Return the words of a function; `known` caches the words of each function."""
+        """Return the words in a function, caching the words of every function in `known`."""
         if (graph := getattr(function, "inlined_graph", None)) is not None:  # a torch.jit function
             operations = re.findall(r"aten::(\w+)", str(graph))
             return ["Ellipsis" if word == "slice" else word for word in operations]
@@ -89,7 +89,7 @@ class ForwardWords:
         if code not in known and len(known) == MOST:
             return [OPAQUE]
         if code not in known:
-            known[code] = words = list[str]()  # in case a function calls itself
+            known[code] = words = list[str]()  # in case the function calls itself
             local = _local_values(function)
             for path in _words(code):
                 *outer, word = path.split(".")
@@ -99,7 +99,7 @@ class ForwardWords:
                 if outer == [""] and word not in local:
                     continue
                 words += [word] if outer != [""] else []
-                if "loss" in word:  # a loss only uses the model's outputs
+                if "loss" in word:  # losses only use the model's outputs
                     continue
                 for owner, called in _called(module, local, function.__globals__, path):
                     inner = self._read(owner, children if owner is module else {}, called, known)
@@ -108,7 +108,7 @@ class ForwardWords:
 
 
 def _is_opaque(function: Any) -> bool:
-    """Return whether a callable has no code that can be read and is not torch's."""
+    """Return whether a callable is not torch's and its code cannot be read."""
     kind = type(function).__module__
     if kind in ("torch._ops", "torch._library.custom_ops"):
         return "aten" not in str(function)
@@ -125,7 +125,7 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def _twice(words: Iterable[str]) -> Iterator[str]:
-    """Yield words without their third and later occurrences."""
+    """Yield words, dropping the third and later occurrences of each."""
     counts = Counter[str]()
     for word in words:
         counts[word] += 1
@@ -134,7 +134,7 @@ def _twice(words: Iterable[str]) -> Iterator[str]:
 
 
 def _local_values(function: Any) -> dict[str, Any]:
-    """Return the values of a function's free variables and the defaults of its arguments."""
+    """Return the values of a function's free variables and its default arguments."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     free = {
         name: cell.cell_contents
@@ -149,7 +149,7 @@ def _local_values(function: Any) -> dict[str, Any]:
 def _called(
     module: nn.Module, local: Mapping[str, Any], known: Mapping[str, Any], path: str
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, function) for each function that a path in a module's code may refer to."""
+    """Yield (module, function) for every function that a path in a module's code may refer to."""
     first, *names = path.split(".")
     root = first or names.pop(0)
     spaces: list[Mapping[str, Any]] = [local, known, sys.modules] if first else [local]
@@ -173,7 +173,7 @@ def _called(
 
 
 def _attributes(value: Any, name: str) -> list[Any]:
-    """Return the attributes `name` of a value and of its classes, without evaluating properties."""
+    """Return attribute `name` of a value and of its classes, without evaluating properties."""
     if isinstance(value, ModuleType):
         own = getattr(value, name, None)
         return [_unimported(f"{value.__name__}.{name}") if own is None else own]
@@ -192,7 +192,7 @@ def _function(value: Any) -> Any:
     value = value.func if isinstance(value, (partial, partialmethod, cached_property)) else value
     value = value.__func__ if isinstance(value, classmethod) else value
     if isinstance(value, nn.Module) and not is_bare(value):
-        return None  # the layers of this module are not the caller's layers
+        return None  # this module's layers do not belong to the caller
     if isinstance(value, (type, nn.Module)):
         value = getattr(value, "forward", None)  # a type is a torch.autograd.Function
     return value if callable(value) or _is_opaque(value) else None
@@ -200,7 +200,7 @@ def _function(value: Any) -> Any:
 
 @cache
 def _unimported(name: str) -> ModuleSpec | None:
-    """Return the specification of a module that exists but is not imported."""
+    """Return the spec of a module that exists but has not been imported."""
     with suppress(ImportError, ValueError):
         known = name in sys.modules or name.partition(".")[0] in UNREAD
         return None if known else find_spec(name)
@@ -209,16 +209,16 @@ def _unimported(name: str) -> ModuleSpec | None:
 
 @cache
 def _words(code: CodeType) -> list[str]:
-    """Return the names, operators and ellipses of a function and its nested functions.
+    """Return the names, operators and ellipses in a function and its nested functions, in execution
+    order.
 
-    They are in the order of execution. ":" stands for a slice of the second axis, "::" for a slice
-    of the third axis. An attribute is written as `global.attribute`, `.local.attribute` or, if its
-    object is unknown, `..attribute`. A local variable that is a copy of such a path is written as
-    the path.
+    ":" stands for a slice of the second axis, "::" for one of the third. Attributes are written as
+    `global.attribute`, `.local.attribute` or, if the object is unknown, `..attribute`. Local
+    variables assigned from such a path are written as the path.
     """
     words, slices, path, origin = list[str](), list[bool](), "", ""
     copies = dict[str, str]()
-    calls = list[tuple[list[str], list[str]]]()  # words of a call's arguments and of its function
+    calls = list[tuple[list[str], list[str]]]()  # words in a call's arguments and in its function
     steps = [*dis.get_instructions(code)]
     for i, step in enumerate(steps):
         value, name = step.argval, step.opname

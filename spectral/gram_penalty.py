@@ -1,10 +1,10 @@
-"""The off-diagonal Gram penalty, which is zero if the columns (or rows) of a weight are orthogonal.
+"""Off-diagonal Gram penalty, which is zero if the columns (or rows) of a weight are orthogonal.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
-C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
-its root (lemma D.6) as the penalty; `power` selects one of the two. With `normalize`, penalty
-coefficients are comparable across widths. Add the penalty to the loss, or the penalty's gradient to
-the loss's gradient.
+C the off-diagonal part of W^T W, E = ||C||_F^2 has gradient 4 W C. The paper uses both E and its
+square root (lemma D.6) as penalties; `power` selects between them. `normalize` makes penalty
+coefficients comparable across widths. Add the penalty to the loss, or its gradient to the gradient
+of the loss.
 """
 
 from typing import Any, Literal
@@ -23,21 +23,20 @@ def gram_penalty_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
-    If the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4. This
-    difference has the rounding error of its first term. A difference below this error is set to
-    zero. The penalty and gradient of a zero matrix are zero. Half-precision inputs are converted to
-    float32.
+    If the other Gram matrix is smaller, E is computed from it as ||W W^T||_F^2 - sum_j |w_j|^4.
+    Differences below the rounding error of the first term are set to zero. The penalty and gradient
+    of a zero matrix are zero. Half-precision inputs are upcast to float32.
 
     Args:
-        w: `[..., rows, cols]`; the gradient has the shape and dtype of `w`.
-        power: 2 for E / N, 1 for its root. If E is zero, the gradient of the root is set to zero, a
+        w: `[..., rows, cols]`; the gradient has the same shape and dtype.
+        power: 2 for E / N, 1 for its square root, whose gradient at E = 0 is set to zero, a
             subgradient.
         side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
         normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
             ("size").
 
     Raises:
-        ValueError: if the shape or dtype of `w`, or an option, is not supported.
+        ValueError: if an option or the shape or dtype of `w` is not supported.
     """
     with torch.no_grad():
         wide = wide_matrices(w)
@@ -57,7 +56,7 @@ def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
     grad = 4 * product
     n = w.shape[-1]
     if normalize == "size":
-        # A single column has no off-diagonal entry: energy and gradient are already zero.
+        # A single column has no off-diagonal entries: energy and gradient are already zero.
         return energy / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
     if normalize == "frobenius":
         norm = w.square().sum((-2, -1))
@@ -101,10 +100,10 @@ class _GramPenalty(torch.autograd.Function):
 def gram_penalty(
     w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
 ) -> Tensor:
-    """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
+    """Compute the penalty `[...]` of each matrix in `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments, errors and the gradient in the backward pass are as in `gram_penalty_and_grad`.
-    Raises RuntimeError when the penalty is differentiated twice.
+    See `gram_penalty_and_grad` for the arguments, errors and gradient. Differentiating twice raises
+    RuntimeError.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

@@ -1,10 +1,10 @@
-"""IEEE float32 products, independent of the settings of the process and its environment.
+"""IEEE float32 matmuls, regardless of process-wide settings and environment variables.
 
-Float32 has 24 bits of precision, TF32 has 11 and bfloat16 has 8. `torch.autocast` rounds the
-operands of products to 16 bits. With fewer than 24 bits, msign's singular values and the solver of
-the Spectral Sphere silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
-TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32. Both settings are meant for the forward pass.
-Optimizers compute inside `ieee_products()`.
+Float32 has 24 bits of precision, TF32 has 11 and bfloat16 has 8. `torch.autocast` rounds matmul
+operands to 16 bits. With fewer than 24 bits, msign's singular values and the Spectral Sphere solver
+silently miss their tolerances. `torch.set_float32_matmul_precision("high")` and
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 enable TF32, but are meant for the forward pass, so optimizers
+compute inside `ieee_products()`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 MATMUL: tuple[Any, ...] = tuple(
-    place
-    for place in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    if hasattr(place, "fp32_precision")
+    backend
+    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(backend, "fp32_precision")
 )
-"""PyTorch's settings for the precision of float32 products, on GPUs and CPUs; torch 2.6 has only
-the older function, `set_float32_matmul_precision`."""
+"""PyTorch's float32 matmul precision settings on GPUs and CPUs; torch 2.6 only has the older
+function `set_float32_matmul_precision`."""
 REDUCTIONS = [
     name
     for name in (
@@ -30,28 +30,28 @@ REDUCTIONS = [
     )
     if hasattr(torch.backends.cuda.matmul, name)  # the last is new in torch 2.7
 ]
-"""Settings that allow 16-bit products on GPUs to accumulate in less than float32."""
+"""Settings that allow 16-bit matmuls on GPUs to accumulate in less than float32."""
 
 
 AUTOCAST = ("cpu", "cuda")
 """Device types for which autocast is disabled."""
 
 _lock = Lock()
-_inside = 0  # number of calls in all threads, because the settings are global to the process
+_inside = 0  # active blocks across all threads, because the settings are process-wide
 _restore: Callable[[], None] | None = None
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Return a context that disables `torch.autocast` on a device."""
+    """Return a context manager that disables `torch.autocast` on a device."""
     return torch.autocast(device.type if device.type in AUTOCAST else "cpu", enabled=False)
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Run a block with IEEE float32 products and 16-bit products that accumulate in float32.
+    """Run a block with IEEE float32 matmuls and with float32 accumulation in 16-bit matmuls.
 
-    The previous settings are restored afterwards, whichever function set them. If several threads
-    run such blocks at once, the last thread to finish restores the settings.
+    Previous settings are restored afterwards, whichever function set them. If several threads run
+    such blocks concurrently, the last thread to finish restores the settings.
     """
     global _inside, _restore
     with _lock:
@@ -71,19 +71,19 @@ def ieee_products() -> Iterator[None]:
 
 
 def _set_ieee() -> Callable[[], None]:
-    """Enable IEEE products and return a function that restores the settings."""
+    """Enable IEEE matmuls, and return a function that restores the previous settings."""
     legacy = _legacy_precision()
-    precisions = [place.fp32_precision for place in MATMUL]
+    precisions = [backend.fp32_precision for backend in MATMUL]
     reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
-    # This older function changes all settings; cuBLAS rejects settings that contradict it.
+    # This older function changes all settings; cuBLAS rejects settings that conflict with it.
     torch.set_float32_matmul_precision("highest")
     for name in REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
 
     def restore() -> None:
         torch.set_float32_matmul_precision(legacy)
-        for place, precision in zip(MATMUL, precisions, strict=True):
-            place.fp32_precision = precision
+        for backend, precision in zip(MATMUL, precisions, strict=True):
+            backend.fp32_precision = precision
         for name, value in reductions.items():
             setattr(torch.backends.cuda.matmul, name, value)
 
@@ -91,14 +91,14 @@ def _set_ieee() -> Callable[[], None]:
 
 
 def is_ieee() -> bool:
-    """Return whether float32 products are currently IEEE, on GPUs and on CPUs."""
-    precisions = [place.fp32_precision for place in MATMUL]
+    """Return whether float32 matmuls are currently IEEE, on both GPUs and CPUs."""
+    precisions = [backend.fp32_precision for backend in MATMUL]
     precisions = precisions or [torch.get_float32_matmul_precision()]
     return {*precisions} <= {"none", "ieee", "highest"}
 
 
 def _legacy_precision() -> str:
-    """Return the precision for the older function, which raises if newer settings were used."""
+    """Return the precision set through the older function, which raises if newer ones were used."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:

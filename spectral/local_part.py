@@ -1,4 +1,4 @@
-"""This rank's part of parameters and gradients, sharded or not, without torch.distributed."""
+"""Access to this rank's part of parameters and gradients, without importing torch.distributed."""
 
 import sys
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
-    """Return whether a tensor is a DTensor, without importing the module of DTensor."""
+    """Return whether a tensor is a DTensor, without importing the DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, or a whole plain tensor, without a copy."""
+    """Return this rank's part of a DTensor, or a plain tensor itself, without copying."""
     # Detach last: detaching a DTensor takes ten times as long.
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, with the placements of the parameter."""
+    """Return this rank's part of a parameter's gradient, redistributed to its placements."""
     grad = parameter.grad
-    assert grad is not None  # only parameters with gradients take a step
+    assert grad is not None  # only parameters with gradients are stepped
     if is_dtensor(parameter) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return local_of(grad)
@@ -32,10 +32,10 @@ def local_gradient(parameter: Tensor) -> Tensor:
 def gradients_of(
     parameters: Sequence[Tensor], shapes: Sequence[torch.Size], *, sharded: bool
 ) -> list[Tensor]:
-    """Return the existing gradients or, if `sharded`, this rank's parts of them.
+    """Return all existing gradients or, if `sharded`, this rank's parts of them.
 
-    `shapes` contains the shapes of all parameters. Raises ValueError for gradients that cannot be
-    used in a step.
+    `shapes` are the shapes of all parameters. Raises ValueError for gradients that cannot be used
+    in a step.
     """
     grads = []
     for parameter, shape in zip(parameters, shapes, strict=True):
@@ -51,22 +51,22 @@ def gradients_of(
             )
         if sharded and is_dtensor(grad) != is_dtensor(parameter):
             raise ValueError(
-                "the gradient of a DTensor must be a DTensor, and the gradient of a tensor a tensor"
+                "gradients must be DTensors for DTensor parameters, and plain tensors for others"
             )
         grads.append(local_of(grad) if sharded else grad)
     return grads
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a whole tensor, differentiably, from the ranks that share it.
+    """Differentiably all-gather a whole tensor from the ranks that share it.
 
-    Every rank computes with the whole tensor, so the incoming gradients are equal on all ranks.
+    Every rank computes with the whole tensor, so incoming gradients are identical on all ranks.
     """
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return `local`, this rank's part, as a tensor of the shape and placements of `parameter`."""
+    """Wrap `local`, this rank's part, in a tensor with the shape and placements of `parameter`."""
     if not is_dtensor(parameter):
         return local
     return type(parameter).from_local(  # type: ignore[no-any-return]
@@ -80,7 +80,7 @@ def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def placed_as(whole: Tensor, like: Tensor) -> Tensor:
-    """Distribute a replicated tensor, differentiably, with the placements of `like`."""
+    """Differentiably distribute a replicated tensor with the placements of `like`."""
     if not is_dtensor(like):
         return whole
     replicated = type(like).from_local(whole, like.device_mesh, run_check=False)

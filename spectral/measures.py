@@ -1,11 +1,11 @@
 """Statistics of weights, gradients and activations: ranks, condition numbers, noise.
 
-Every function is batched: a matrix is `[..., rows, cols]`, a statistic `[...]`. Singular values are
-computed by an exact decomposition in at least float32. On a GPU this requires a host sync, so use
-these functions in logging steps. `correlation` may run in any step. Ranks, norms and correlations
-are 0 for a zero matrix and NaN for a matrix with NaN. To compute several statistics of one matrix,
-pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram` and
-`nuclear_norm` use only products, without a host sync.
+All functions are batched: matrices are `[..., rows, cols]`, statistics `[...]`. Singular values are
+computed by exact decomposition in at least float32. On a GPU this causes a host sync, so call these
+functions in logging steps only, except `correlation`, which may run in any step. Ranks, norms and
+correlations are 0 for a zero matrix and NaN for a matrix with NaN. To compute several statistics of
+a matrix, pass its singular values to the functions whose names end in `_of`. `stable_rank_of_gram`
+and `nuclear_norm` use only matmuls and need no host sync.
 """
 
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from .polar import msign
 from .singular_triplets import cold_start
 
 TOP_STEPS = 24
-"""Number of block Krylov steps that find the largest eigenvalue of a Gram matrix."""
+"""Number of block Krylov steps for finding the largest eigenvalue of a Gram matrix."""
 POLAR_STEPS = 16
-"""Number of msign steps that map singular values above 1e-6 of the Frobenius norm to 1."""
+"""Number of msign steps needed to map singular values above 1e-6 of the Frobenius norm to 1."""
 
 
 def singular_values(w: Tensor) -> Tensor:
-    """Compute the singular values `[..., min(rows, cols)]`, descending, in at least float32."""
+    """Compute the descending singular values `[..., min(rows, cols)]`, in at least float32."""
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     finite = wide.isfinite().all(-1).all(-1)[..., None]
     values = torch.linalg.svdvals(torch.where(finite[..., None], wide, 0))
@@ -44,7 +44,7 @@ def eigenvalue_roots(gram: Tensor) -> Tensor:
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return numerator / denominator, and 0 where both are 0."""
+    """Return numerator / denominator, or 0 where both are 0."""
     both = (numerator == 0) & (denominator == 0)
     return torch.where(both, 0, numerator / torch.where(both, 1, denominator))
 
@@ -66,11 +66,11 @@ def stable_rank_of(values: Tensor) -> Tensor:
 
 
 def stable_rank_of_gram(gram: Tensor) -> Tensor:
-    """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, with relative error 1e-3.
+    """Compute the stable rank `[...]` of W from W W^T `[..., n, n]`, to a relative error of 1e-3.
 
-    The stable rank is the trace divided by the largest eigenvalue. The eigenvalue is computed from
-    a Krylov space and never exceeds the true eigenvalue. Its relative error is below 1e-6 if the
-    two largest eigenvalues differ by at least 1%.
+    The stable rank is the trace divided by the largest eigenvalue, which is estimated from a Krylov
+    space and never overestimated. Its relative error is below 1e-6 if the two largest eigenvalues
+    differ by at least 1%.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     top, _, _ = cold_start(gram.reshape(-1, *gram.shape[-2:]), steps=TOP_STEPS)
@@ -80,7 +80,7 @@ def stable_rank_of_gram(gram: Tensor) -> Tensor:
 def nuclear_norm(w: Tensor) -> Tensor:
     """Compute ||W||_* = <W, msign(W)> `[...]` in at least float32.
 
-    The relative error is 1e-5. Singular values below 1e-6 of the Frobenius norm are not counted.
+    The relative error is 1e-5. Singular values below 1e-6 of the Frobenius norm are ignored.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     direction = msign(wide, steps=POLAR_STEPS)
@@ -92,8 +92,8 @@ def nuclear_rank(w: Tensor) -> Tensor:
     """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). The paper
-    predicts that a spectral step is better for a block if the nuclear rank of the gradient exceeds
-    the stable rank of the input activations.
+    predicts that spectral steps help a block if the nuclear rank of its gradient exceeds the stable
+    rank of its input activations.
     """
     return nuclear_rank_of(singular_values(w))
 
@@ -104,7 +104,7 @@ def nuclear_rank_of(values: Tensor) -> Tensor:
 
 
 def effective_rank(w: Tensor) -> Tensor:
-    """Compute exp(entropy of the singular values over their sum) `[...]` (Roy, Vetterli, 2007)."""
+    """Compute exp(entropy of the normalised singular values) `[...]` (Roy and Vetterli, 2007)."""
     return effective_rank_of(singular_values(w))
 
 
@@ -119,7 +119,7 @@ def effective_rank_of(values: Tensor) -> Tensor:
 def modified_condition_number(w: Tensor) -> Tensor:
     """Compute sigma_1 over the mean of the smallest tenth of the singular values `[...]`.
 
-    The number is at least 1, inf where the smallest values all vanish, and NaN for a zero matrix.
+    The result is at least 1, inf if all of the smallest values are 0, and NaN for a zero matrix.
     Source: "PC Layer", kappa tilde.
     """
     return modified_condition_number_of(singular_values(w))
@@ -133,9 +133,9 @@ def modified_condition_number_of(values: Tensor) -> Tensor:
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
     """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    `numbers` has any shape. If no number is finite and positive, the mean is NaN.
-    Source: "PC Layer", where GMCN is the mean over the q, k, v, o, gate, up and down matrices of
-    all layers. In PC layers the matrix is the effective weight.
+    `numbers` may have any shape. The mean is NaN if no number is finite and positive.
+    Source: "PC Layer", which defines GMCN as the mean over the q, k, v, o, gate, up and down
+    matrices of all layers, and uses the effective weight in PC layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -143,7 +143,7 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
 
 
 class Noise(NamedTuple):
-    """Signal and noise of M gradients, each `[...]`. See `noise_of`."""
+    """Signal and noise statistics of M gradients, each `[...]`; see `noise_of`."""
 
     snr: Tensor  # signal / noise
     signal_share: Tensor  # signal / (signal + noise) = snr / (1 + snr), the paper's A
@@ -156,8 +156,8 @@ def noise_of(products: Tensor) -> Noise:
     Let m be the mean of the gradients. noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma);
     signal = |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share is
     computed from the centred Gram matrix. The signal-to-noise ratio is proportional to the
-    micro-batch size, and the top share is at least 1 / (M - 1). Report the micro-batch size and M
-    with these estimates. A ratio 0 / 0 is 0.
+    micro-batch size, and the top share is at least 1 / (M - 1), so report the micro-batch size and
+    M along with these estimates. Ratios 0 / 0 are 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B. The estimators are
     not from the paper. Raises ValueError for fewer than two gradients.
@@ -180,12 +180,12 @@ def noise_of(products: Tensor) -> Noise:
 
 
 def correlation(w: Tensor) -> Tensor:
-    """Estimate the correlation rho `[...]` of the entries of W, at most 1.
+    """Estimate the correlation rho `[...]` between the entries of W, at most 1.
 
-    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimate is unbiased for entries
-    of the model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z,
-    so the estimate scatters like the square of a Gaussian even for a large matrix. It detects only
-    spikes with constant entries. The estimate is 0 for a zero matrix and for a single entry.
+    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). The estimator is unbiased under the
+    model W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). However, one matrix is a single draw of
+    Z, so even for a large matrix the estimate scatters like the square of a Gaussian. It only
+    detects spikes with constant entries, and is 0 for a zero matrix and for a single entry.
     Source: "Towards a Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
@@ -194,5 +194,5 @@ def correlation(w: Tensor) -> Tensor:
 
 
 def correlation_of(mean: Tensor, square: Tensor, size: int) -> Tensor:
-    """Estimate the correlation `[...]` from mean and mean square `[...]` of `size` entries."""
+    """Estimate the correlation `[...]` from the mean and mean square `[...]` of `size` entries."""
     return ratio(size * mean.square() - square, max(1, size - 1) * square) * (size > 1)

@@ -1,4 +1,4 @@
-"""The trainable weights of a model and their layers, in the model's order."""
+"""Enumerates a model's trainable weights and their layers, in model order."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -12,14 +12,14 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 RENAMED = ("weight", "weight_g", "weight_v", "weight_orig")
-"""Names of a layer's weight: the usual name, and the names under weight_norm and spectral_norm."""
+"""Names of a layer's weight: the usual one, and those under weight_norm and spectral_norm."""
 
 
 class Weight(NamedTuple):
-    """A trainable parameter and its place in the model.
+    """A trainable parameter and its location in the model.
 
     name        full name of the parameter
-    module      module with the parameter, or with a weight that a parametrization computes from it
+    module      module that holds the parameter, or whose parametrized weight is computed from it
     own         name of the parameter in `module`
     path        (name, module) pairs from `module` outward to the whole model, whose name is ""
     """
@@ -32,12 +32,12 @@ class Weight(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether this is the weight of a layer and not a bare parameter."""
+        """Whether this is the weight of a layer rather than a bare parameter."""
         return self.own in RENAMED
 
     @property
     def own_name(self) -> str:
-        """The name that suggests the weight's use: the layer's, or a bare parameter's own name."""
+        """The name that indicates the weight's use: the layer's, or a bare parameter's own name."""
         return self.path[0][0] if self.is_layer else self.own
 
     @property
@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the name of a class, without the prefixes of FSDP2 and parametrizations."""
+    """Return a module's class name, without the prefixes added by FSDP2 and parametrizations."""
     return type(module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
 
 
@@ -57,19 +57,19 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
-    """Yield every trainable parameter once, in the model's order.
+    """Yield every trainable parameter once, in model order.
 
-    A parameter that is shared with an embedding is yielded as the embedding's weight.
+    A parameter shared with an embedding is yielded as the embedding's weight.
     """
     modules = dict(model.named_modules())
     order = sorted(modules.items(), key=lambda item: not is_embedding(item[1]))
-    places: dict[int, tuple[str, str]] = {}
+    owners: dict[int, tuple[str, str]] = {}
     for prefix, owner in order:
         for own, parameter in owner.named_parameters(recurse=False):
-            places.setdefault(id(parameter), (prefix, own))
+            owners.setdefault(id(parameter), (prefix, own))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield _weight(modules, name, parameter, *places[id(parameter)])
+            yield _weight(modules, name, parameter, *owners[id(parameter)])
 
 
 def _weight(
@@ -79,12 +79,12 @@ def _weight(
     if parts[-2:-1] == ["parametrizations"] and own.startswith("original"):
         *parts, _, own = parts  # x.parametrizations.weight.original is x.weight
     prefixes = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    path = tuple((place.rpartition(".")[2], modules[place]) for place in prefixes)
+    path = tuple((prefix.rpartition(".")[2], modules[prefix]) for prefix in prefixes)
     return Weight(name, parameter, modules[prefixes[0]], own, path)
 
 
 class Layer(NamedTuple):
-    """A linear layer, convolution or norm: a module whose inputs have a fixed size."""
+    """A linear layer, convolution or norm: a module with a fixed input size."""
 
     module: nn.Module
     inputs: int
@@ -92,7 +92,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> "Layer | None":
-        """Return a module as a layer, or None if it is not a layer."""
+        """Wrap a module as a layer, or return None if it is not one."""
         if isinstance(module, CONVOLUTIONS):
             return cls(module, module.in_channels, module.out_channels)
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
@@ -112,7 +112,7 @@ class Layer(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether the layer multiplies by a matrix, unlike norms and depthwise convolutions."""
+        """Whether the layer is a matmul, unlike norms and depthwise convolutions."""
         depthwise = isinstance(self.module, CONVOLUTIONS) and 1 < self.inputs == self.module.groups
         norm = "orm" in kind_of(self.module) and not isinstance(self.module, nn.Linear)
         return not (depthwise or norm)
@@ -126,7 +126,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class Layers:
-    """A model's layers in order. The layers of each module are a slice of the list."""
+    """A model's layers in order. Each module's layers form a slice of the list."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []
@@ -143,13 +143,13 @@ class Layers:
         self.slices[module] = slice(start, len(self.layers))
 
     def within(self, module: nn.Module) -> list[Layer]:
-        """Return the layers of a module, including the module itself."""
+        """Return the layers in a module, including the module itself."""
         return self.layers[self.slices[module]]
 
     def before(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` before its submodule `inner`."""
+        """Return the layers in `outer` that come before its submodule `inner`."""
         return self.layers[self.slices[outer].start : self.slices[inner].start]
 
     def after(self, inner: nn.Module, outer: nn.Module) -> list[Layer]:
-        """Return the layers of `outer` after its submodule `inner`."""
+        """Return the layers in `outer` that come after its submodule `inner`."""
         return self.layers[self.slices[inner].stop : self.slices[outer].stop]

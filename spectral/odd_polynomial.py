@@ -1,9 +1,9 @@
-"""Odd polynomials of singular values: published coefficients, a fit, and the map with its gradient.
+"""Odd polynomials of singular values: published coefficients, fitting, evaluation and gradient.
 
-g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, with
-p(y) = a_0 + a_1 y + ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial
-Weight Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2. The gradient is
-derived here.
+g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, where
+p(y) = a_0 + a_1 y + ... is evaluated by Horner's rule on the smaller Gram matrix. Source: "PC
+Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2.
+The gradient is derived here.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import kernels
 from .polar import SCHEDULES
 
-Stage = tuple[float, ...]  # coefficients of x, x^3, x^5, ... of one odd polynomial
+Stage = tuple[float, ...]  # an odd polynomial's coefficients of x, x^3, x^5, ...
 Level = int | str | Sequence[float]
 
 PRESETS: Mapping[int, Stage] = MappingProxyType(
@@ -34,15 +34,15 @@ COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
     {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
 """Named compositions of polynomials. `over_flattening` is an ablation in the paper: eight Polar
-Express steps, which map every singular value above about 1e-4 of the largest to 1. The loss is
-higher than without PC layers."""
+Express steps, which map every singular value above about 1e-4 of the largest to 1. It gives a
+higher loss than no PC layers at all."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:
-    """Return the odd polynomials of a level, in the order in which they are applied.
+    """Return the odd polynomials of a level, in the order they are applied.
 
-    `level` is a preset from 0 to 4, the name of an entry of `COMPOSITES`, or a list of coefficients
-    of x, x^3, x^5, ... Raises ValueError for any other level.
+    `level` is a preset from 0 to 4, a key of `COMPOSITES`, or a list of coefficients of x, x^3,
+    x^5, ... Raises ValueError for any other level.
     """
     if isinstance(level, str):
         if level not in COMPOSITES:
@@ -58,7 +58,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
 
 
 def evaluate(x: Tensor, level: Level) -> Tensor:
-    """Evaluate g, the map of singular values, for each element of `x`, which has any shape."""
+    """Evaluate g, the map applied to singular values, elementwise on `x` of any shape."""
     for coefficients in stages(level):
         square = x * x
         p = torch.full_like(x, coefficients[-1])
@@ -74,14 +74,13 @@ def fit_polynomial(
     """Fit an odd polynomial to min(x / cutoff, 1). Return `degree` + 1 coefficients of x, x^3, ...
 
     The fit minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to
-    g(1) = 1. The constraint eliminates a_0, which leaves an ordinary least squares problem. For an
-    integer alpha the integral is exact, by Gauss-Legendre quadrature on both sides of `cutoff`.
-    With alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
-    algorithm 2). The paper states neither alpha nor the sample points.
+    g(1) = 1. The constraint eliminates a_0, leaving an ordinary least squares problem. For integer
+    alpha, the integral is exact, by Gauss-Legendre quadrature on either side of `cutoff`. With
+    alpha = 4, the result matches the published presets to 5e-3 on the interval ("PC Layer",
+    algorithm 2). The paper specifies neither alpha nor the sample points.
 
     Raises:
-        ValueError: if `degree < 0`, `alpha < 0`, or `0 <= interval[0] < cutoff < interval[1]` is
-            false.
+        ValueError: if `degree < 0`, `alpha < 0`, or not `0 <= interval[0] < cutoff < interval[1]`.
     """
     low, high = interval
     if degree < 0:
@@ -107,9 +106,9 @@ def fit_polynomial(
 
 
 def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Compute nodes and weights `[count]` of the Gauss-Legendre quadrature on [-1, 1].
+    """Compute the nodes and weights `[count]` of Gauss-Legendre quadrature on [-1, 1].
 
-    The nodes are the eigenvalues of the Jacobi matrix, and its eigenvectors determine the weights
+    The nodes are the eigenvalues of the Jacobi matrix, whose eigenvectors determine the weights
     (Golub & Welsch, 1969).
     """
     k = torch.arange(1, count, dtype=torch.float64, device="cpu")
@@ -121,7 +120,7 @@ def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
 def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
     """Compute the Horner iterates P_0 ... P_{k-1} of p(B), each `[..., n, n]`; P_0 = p(B).
 
-    k must be at least 1. The constant last iterate, P_k = a_k I, is not computed.
+    Requires k >= 1. The constant last iterate, P_k = a_k I, is not computed.
     """
     p = b * coefficients[-1]
     p.diagonal(dim1=-2, dim2=-1).add_(coefficients[-2])
@@ -160,9 +159,9 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
     """Compute <grad, g(X)> `[..., 1, 1]` and its gradient in X, for one odd polynomial g.
 
-    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, let K = X^T grad, B = X^T X,
-    P_i the Horner iterates and D = sum_i (B^i K) P_{i+1}^T. Then the value is <K, P_0>, and the
-    gradient is grad P_0 + X (D + D^T). A wide X is treated as the transpose of a tall X.
+    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad,
+    B = X^T X, Horner iterates P_i and D = sum_i (B^i K) P_{i+1}^T, the value is <K, P_0> and the
+    gradient is grad P_0 + X (D + D^T). A wide X is treated as the transpose of a tall one.
     """
     if len(coefficients) == 1:
         return coefficients[0] * inner(grad, x), grad * coefficients[0]

@@ -1,8 +1,8 @@
 """Options of the optimizer classes: the fields of a rule, with the library's defaults.
 
-`DEFAULTS` is for one GPU and weights in 32 or 16 bits. It uses the fewest msign steps, in the
-narrowest dtype, that train as well as a more exact msign (evidence: docs/library.md). For float64
-weights, and in the trainer's configs, the rules' own defaults apply.
+`DEFAULTS` targets a single GPU and 32- or 16-bit weights. It uses the fewest msign steps and the
+narrowest dtype that train as well as a more accurate msign (evidence: docs/library.md). Float64
+weights and the trainer's configs use the rules' own defaults.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,35 +26,35 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 ALIASES: Final = {
     "betas": ("beta1", "beta2"),
-    "momentum": ("beta1",),  # schedulers that cycle the momentum write this key into all groups
+    "momentum": ("beta1",),  # schedulers that cycle the momentum set this key in all groups
     "eps": ("epsilon",),
     "ns_steps": ("steps",),
     "cautious_wd": ("cautious_decay",),
 }
-"""Fields of rules, by the names that the optimizers of torch and dion use."""
+"""Maps option names used by torch's and dion's optimizers to rule fields."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
-"""Keys of a group in addition to the fields of its rule."""
+"""Group keys besides the fields of the rule."""
 WHOLE: Final = ("nonfinite", "master_weights", "replicas", "exchange_dtype")
-"""Options of an optimizer that a group cannot have."""
+"""Optimizer options that cannot be set per group."""
 HOSTS: Final = frozenset(
     ["betas", "eps", "initial_lr", "swa_lr", "base_momentum", "max_momentum", "optimizer", "step"]
 )
-"""Keys that schedulers and other programs write into groups of any optimizer."""
+"""Keys that schedulers and other programs add to the groups of any optimizer."""
 ANY: Final = (True, False, None)
 FIXED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "fused": (ANY, "all parameters are always updated together"),
     "foreach": (ANY, "all parameters are always updated together"),
     "decoupled_weight_decay": ((True,), "weight decay is always decoupled"),
-    "capturable": ((False, None), "nonfinite='skip' and a tensor lr are enough for a capture"),
+    "capturable": ((False, None), "nonfinite='skip' and a tensor lr are enough for capture"),
     "differentiable": ((False, None), "no gradient flows through a step"),
     "maximize": ((False, None), "minimise the negative loss"),
     "amsgrad": ((False, None), "use torch.optim.AdamW to keep the largest second moment"),
 }
-"""Options of torch's optimizers that are fixed here: the allowed values and the reason."""
+"""torch optimizer options that are fixed here: allowed values and the reason."""
 HINTS: Final[Mapping[str, str]] = {
     "adjust_lr_fn": "scale='spectral_kaiming' replaces torch's 'original', "
     "scale='align_adam_rms' replaces 'match_rms_adamw'",
-    "ns_coefficients": "schedule='simple' has torch's coefficients; other schedules are better",
+    "ns_coefficients": "schedule='simple' uses torch's coefficients; other schedules are better",
     "eps": "no epsilon is needed: a zero matrix has a zero update",
     "learning_rate": "pass lr",
     "wd": "pass weight_decay",
@@ -64,11 +64,11 @@ HINTS: Final[Mapping[str, str]] = {
 }
 """Replacements for options of other optimizers, such as torch.optim.Muon."""
 CHOICES: Final = frozenset({"use_muon", "algorithm"})
-"""Keys by which groups of other libraries (KellerJordan/Muon, dion) choose a rule."""
+"""Keys that other libraries (KellerJordan/Muon, dion) use to select a group's rule."""
 
 
 def rate_of(rule: str) -> float:
-    """Return the default learning rate of a rule, or AdamW's for rules of other packages."""
+    """Return the default learning rate of a rule, or AdamW's for rules from other packages."""
     return float(DEFAULTS.get(rule, DEFAULTS["adamw"])["lr"])
 
 
@@ -85,8 +85,8 @@ def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
 def rename_(rule: str, named: dict[str, Any]) -> None:
     """Rename options to the rule's fields, in place.
 
-    torch's names are replaced as in `ALIASES`, if the rule has such fields. If several names mean
-    the same field, the last is used. Dtypes are replaced by their names. Raises TypeError unless
+    torch's names are translated via `ALIASES` if the rule has the fields. If several names refer to
+    the same field, the last one wins. Dtypes are replaced with their names. Raises TypeError unless
     betas are two numbers, and ValueError for an unknown rule.
     """
     rule_fields = RULES[rule].__dataclass_fields__
@@ -105,18 +105,18 @@ def rename_(rule: str, named: dict[str, Any]) -> None:
 
 
 def check_options(rule: str, options: Mapping[str, Any], *, foreign: bool = False) -> None:
-    """Raise TypeError for a name that is not a field of the rule, and suggest the nearest field.
+    """Raise TypeError for a name that is not a field of the rule, suggesting the closest field.
 
-    Names in `FIXED` are accepted with their allowed values. Other programs store keys in groups, so
-    `foreign` also accepts names in `HOSTS` and names that resemble no field. Options of the whole
-    optimizer raise an error.
+    Names in `FIXED` are accepted with their allowed values. Since other programs store keys in
+    groups, `foreign` also accepts names in `HOSTS` and names that do not resemble any field.
+    Options of the whole optimizer raise an error.
     """
     known = [*fields_of(rule), *COMMON, *WHOLE]
     unknown = options.keys() - set(known)
     for name in sorted({*WHOLE} & options.keys()):
         raise TypeError(f"{name!r} is not a group option; pass it to the optimizer")
     for name in sorted(CHOICES & unknown):
-        raise TypeError(f"{name!r} does not choose a rule here; set rule='adamw' or another rule")
+        raise TypeError(f"{name!r} does not select a rule here; set rule='adamw' or another rule")
     for name in sorted(FIXED.keys() & unknown):
         values, reason = FIXED[name]
         if not any(options[name] is value for value in values):

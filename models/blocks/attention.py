@@ -251,8 +251,7 @@ class FlashCoreAttention(CoreAttention):
 
 
 def whole(documents: Documents | None) -> DocumentRange | None:
-    """Return the single range of `documents` (context-parallel size 1), or None if there are none.
-    """
+    """Return the only range of `documents` (context-parallel size 1), or None if there is none."""
     return None if documents is None else documents.parts[0]
 
 
@@ -400,8 +399,7 @@ def largest_causal_score(
 
 
 def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries at the last s of t positions, each with its range of unmasked keys.
-    """
+    """Yield blocks of queries at the last s of t positions, each with its unmasked key range."""
     for first in range(0, s, ROWS):
         last = min(first + ROWS, s)
         oldest = 0 if window is None else max(0, t - s + first - window + 1)

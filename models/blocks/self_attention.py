@@ -120,8 +120,7 @@ class RotatedSelfAttention(SelfAttention):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether `heads` can be used: each rank holds whole groups, and no gain is zero-centered.
-        """
+        """Whether `heads` can be used: ranks hold whole groups, and no gain is zero-centered."""
         norms = self.q_layernorm, self.k_layernorm
         plain = not self.config.layernorm_zero_centered_gamma
         whole = self.config.num_query_groups >= self.world_size

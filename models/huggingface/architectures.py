@@ -57,8 +57,7 @@ def _is_positive(value: object) -> bool:
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the `model.rope_scaling` section for supported RoPE settings, or None without scaling.
-    """
+    """Return the `model.rope_scaling` section for supported settings, or None without scaling."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

@@ -47,8 +47,7 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Extract the tensor `[*shape]` from `parameter`, as a copy if its rows are not contiguous.
-        """
+        """Extract tensor `[*shape]` from `parameter`, as a copy if its rows are not contiguous."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:

@@ -74,7 +74,7 @@ def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
 def test_a_group_of_another_library_is_refused(key: str) -> None:
     """If it were accepted, Muon would step it at AdamW's rate."""
     group = {"params": [weight(2, 2)], key: False}
-    with pytest.raises(TypeError, match=f"'{key}' does not choose a rule here; set rule="):
+    with pytest.raises(TypeError, match=f"'{key}' does not select a rule here; set rule="):
         Muon([group])
 
 
@@ -148,7 +148,7 @@ def test_options_of_torch_that_are_fixed_here(kind, where, name, accepted, refus
     ("option", "value", "hint"),
     [
         ("adjust_lr_fn", "match_rms_adamw", "scale='align_adam_rms' replaces 'match_rms_adamw'"),
-        ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' has torch's"),
+        ("ns_coefficients", (3.4445, -4.775, 2.0315), "schedule='simple' uses torch's"),
         ("eps", 1e-7, "no epsilon is needed"),
         ("learning_rate", 0.1, "pass lr"),
         ("wd", 0.1, "pass weight_decay"),
