@@ -1,14 +1,13 @@
-"""`torch.optim.Optimizer` classes over the update rules, for any `nn.Module`, sharded or not.
+"""`torch.optim.Optimizer` on top of the update rules, for any `nn.Module`, sharded or not.
 
     optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
-A group contains every hyper-parameter of its rule as a plain value. Schedulers may change these
-values, and `state_dict` includes them. Matrices of equal shape and rates are updated together. A
-group's `units` divides its parameters into matrices (`spectral.division`). Without `units`, each
-parameter is one matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to
-`[out, in * ...]`.
+A group holds every hyper-parameter of its rule as a plain value, which schedulers may change and
+`state_dict` saves. Matrices with the same shape and rates are updated together. A group's `units`
+divides its parameters into matrices (`spectral.division`). Without `units`, each parameter is one
+matrix, and whole-matrix rules flatten a convolution weight `[out, in, ...]` to `[out, in * ...]`.
 
-Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see
+Parameters may be DTensors from FSDP2, HSDP and tensor parallelism; see
 `spectral.sharded.shared_matrices`.
 """
 
@@ -64,50 +63,50 @@ if TYPE_CHECKING:
     from .sharded.shared_matrices import SharedMatrices
 
 FOREIGN = "foreign"
-"""Key in a saved state under which other programs' entries are stored if their keys are numbers,
-tensors or this name; torch would treat such keys as parameters."""
+"""Key in a saved state that holds other programs' entries whose keys are numbers, tensors or this
+name; torch would mistake such keys for parameters."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """An optimizer with one rule of `rules.RULES` per group.
+    """Applies one rule from `rules.RULES` to each group.
 
-    If several ranks share parameters, all these ranks must create the optimizer and call its
-    methods together.
+    If parameters are shared between ranks, all of these ranks must create the optimizer and call
+    its methods collectively.
 
     Args:
         params: parameters, the result of `split_parameters`, or groups `{"params": ..., "rule":
             name, "lr": ..., "units": ..., <fields of the rule>}`.
-        rule: the default rule, for groups without a rule.
-        lr: learning rate for groups of the default rule without a learning rate: a number, a 0-d
-            tensor, or None for the rule's default. Groups of other rules use their rule's default.
-        weight_decay: decoupled weight decay, multiplied by lr, for groups without a weight decay.
-        nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything
-            changes (the host waits for the device), or "skip" the whole step on the device and
-            count it in `skipped_steps`, a 0-d tensor.
-        master_weights: whether the state contains a float32 copy of every 16-bit parameter, which
+        rule: default rule for groups that do not set one.
+        lr: learning rate for groups that use the default rule and do not set one: a number, a 0-d
+            tensor, or None for the rule's default. Groups with other rules default to their rule's.
+        weight_decay: decoupled weight decay, multiplied by lr, for groups that do not set one.
+        nonfinite: on a NaN or infinite gradient, "raise" a FloatingPointError before anything is
+            modified (requires a host sync), or "skip" the whole step on the device and count it in
+            `skipped_steps`, a 0-d tensor.
+        master_weights: whether to keep a float32 copy of every 16-bit parameter in the state, which
             is updated and then rounded to the parameter. Without master weights, a 16-bit parameter
-            loses every update smaller than its rounding: at lr 2e-3, half of Muon's updates.
-        replicas: process group of the ranks with equal copies of all plain parameters and
-            gradients, as under DDP. Each matrix is then orthogonalised by one of these ranks. None
-            means the process group of the DDP model that was split; without a DDP model, every rank
-            updates all its matrices.
-        exchange_dtype: dtype in which momenta of sharded matrices are sent to owners and updates
-            are sent back; None means their own dtype. bfloat16 halves the bytes that Muon sends.
-            Without shared matrices, nothing is sent.
+            loses every update below its rounding error: at lr 2e-3, half of Muon's updates.
+        replicas: process group of the ranks that replicate all plain parameters and gradients, as
+            under DDP. Each matrix is then orthogonalised by only one of these ranks. None means the
+            process group of the DDP model passed to `split_parameters`; without DDP, every rank
+            updates all of its matrices.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and
+            updates are sent back; None means their own dtype. bfloat16 halves Muon's communication
+            volume. Has no effect if no matrices are shared.
         options: fields of the default rule.
 
     Raises:
         ValueError: if a rule is unknown, a field is invalid, or a rule does not support a
             parameter.
-        TypeError: if an option is not a field of the rule (the message suggests the nearest field),
+        TypeError: if an option is not a field of the rule (the message suggests the closest field),
             or if a value has the wrong type.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
     _chosen: Mapping[str, Any] = MappingProxyType({})  # fields set by the user
-    _replicas: "ProcessGroup | None" = None  # a copied optimizer has none
+    _replicas: "ProcessGroup | None" = None  # None in a copied optimizer
     _exchange_dtype: torch.dtype | None = None
-    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; a copy has none
+    _frozen: Sequence[tuple[str, "ref[Tensor]"]] = ()  # from the split; empty in a copy
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
         if isinstance(params, set | frozenset):
             raise TypeError(
-                "params must be an ordered collection, because the order of a set differs between "
+                "params must be an ordered collection, because the order of a set differs across "
                 "ranks, got a set"
             )
         check_value("nonfinite", Literal["raise", "skip"], nonfinite)
@@ -172,13 +171,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
-        # Metrics of the last step, for each list of parameters that were updated together.
+        # Metrics from the last step, one entry per list of parameters that were updated together.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        # The matrices that several ranks share, created when they are first needed.
+        # The matrices shared by several ranks, created on first use.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
-        self._present = 0  # hash of the parameters that had gradients at the last step
+        self._present = 0  # hash of the parameters that had gradients in the last step
         self._snapshot: Snapshot | None = None  # of the last step
         self._kinds: dict[Tensor, Kind] = {}
         self._names: dict[Tensor, str] = {}
@@ -189,7 +188,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return self._matrices.ranks.sent if self._matrices is not None else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy; see `torch.optim.Optimizer`."""
+        """Return the attributes to copy; see `torch.optim.Optimizer`."""
         self._rename()
         kept = {"_chosen": self._chosen, "_exchange_dtype": self._exchange_dtype}
         return {**super().__getstate__(), **kept}
@@ -202,7 +201,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with all fields of its rule and initialise its state."""
+        """Add a group, fill in all fields of its rule, and initialise its state."""
         group, defaults = self._completed(param_group), self.defaults
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
@@ -210,7 +209,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         stepped = {*self.state}
-        foreign = defaults.keys() - group.keys()  # torch would add fields of another rule
+        foreign = defaults.keys() - group.keys()  # fields of another rule, which torch would add
         super().add_param_group(group)
         for key in foreign:
             group.pop(key, None)
@@ -227,7 +226,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     def _warn_unfrozen(self) -> None:
-        """Warn once about each parameter that was frozen at the split and now has a gradient."""
+        """Warn once about each parameter that was frozen when split and now has a gradient."""
         names = []
         for name, frozen in self._frozen:
             parameter = frozen()
@@ -238,16 +237,16 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if names:
             named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             warnings.warn(
-                f"{named} will not be updated, because split_parameters omitted frozen parameters; "
+                f"{named} will not be updated, because split_parameters skips frozen parameters; "
                 "add them with add_param_group",
                 stacklevel=4,
             )
             self._frozen = [each for each in self._frozen if each[0] not in names]
 
     def _rename(self) -> None:
-        """Update the names of groups whose parameters another program has removed or added.
+        """Update the names in groups whose parameters another program has removed or added.
 
-        Raises ValueError for a parameter that never had a name.
+        Raises ValueError for a parameter that was never named.
         """
         for group in self.param_groups:
             params, names = group["params"], group.get("param_names")
@@ -256,13 +255,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in params:
                 if parameter not in self._names:
                     raise ValueError(
-                        "in a group with names, add a parameter by add_param_group with its name, "
-                        f"got an unnamed parameter of shape {tuple(parameter.shape)}"
+                        "groups have parameter names, so use add_param_group to add a parameter "
+                        f"with its name, got an unnamed one of shape {tuple(parameter.shape)}"
                     )
             group["param_names"] = [self._names[parameter] for parameter in params]
 
     def _completed(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group with all fields of its rule; errors are as in `SpectralOptimizer`."""
+        """Fill in all fields of a group's rule; raises the errors of `SpectralOptimizer`."""
         name = param_group.get("rule", self.defaults["rule"])
         settings = dict(param_group)
         rename_(name, settings)
@@ -290,7 +289,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if named:
             raise ValueError(
                 "a group must not name its parameters if other groups do not; create the optimizer "
-                "from split_parameters(model)"
+                "with split_parameters(model)"
             )
         raise ValueError(
             "a group must name its parameters if other groups do: call optimizer.add_param_group "
@@ -298,14 +297,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         )
 
     def _initialise(self, group: dict[str, Any]) -> None:
-        """Match the state of a group to its parameters, and create missing entries."""
+        """Bring a group's state in line with its parameters, and create missing entries."""
         rule, masters = rule_of(group), self.defaults["master_weights"]
         for parameter in group["params"]:
             follow(parameter, self.state[parameter], rule, masters=masters)
         self._complete(group, group["params"])
 
     def _complete(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
-        """Create missing state entries of a group's parameters from the weights."""
+        """Create the missing state entries of a group's parameters from their weights."""
         names = {*entry_names(rule_of(group))}
         incomplete = [p for p in parameters if not names <= self.state[p].keys()]
         for parameter, state in self._initial_states(group, incomplete).items():
@@ -316,7 +315,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _initial_states(
         self, group: dict[str, Any], parameters: Sequence[Tensor]
     ) -> dict[Tensor, State]:
-        """Return the initial state of a group's parameters, without masters."""
+        """Return the initial state of a group's parameters, without master weights."""
         rule, division = rule_of(group), Division.of(group["units"])
         shared = [p for p in parameters if self._is_shared(p, rule)]
         states = {
@@ -334,22 +333,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return states
 
     def _weight(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of the updated weight: the master, if any, else the parameter."""
+        """Return this rank's part of the weight to update: the master, if any, or the parameter."""
         return local_of(self.state[parameter].get(MASTER, parameter))
 
     def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
-        """Return whether the ranks that share a parameter update its matrices together."""
+        """Return whether the ranks that share a parameter divide the work on its matrices."""
         return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
 
     def _share(self) -> Snapshot:
-        """Update state and owners to the current parameters, which may have been replaced.
+        """Bring state and owners in line with the current parameters, which may have been replaced.
 
-        Raises ValueError or TypeError, before anything changes, for a state that does not fit its
+        Raises ValueError or TypeError, before anything is modified, if a state does not match its
         parameter and rule.
         """
         before = self._snapshot
         if before is not None and before.holds(self.param_groups, self.state):
-            for parameter, master in before.masters:  # other code may have changed the parameter
+            for parameter, master in before.masters:  # other code may have modified the parameter
                 follow_weight(parameter, master)
             return before
         self._rename()
@@ -372,9 +371,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _shared_matrices(
         self, members: Sequence[tuple[Tensor, Rule, Division]]
     ) -> "SharedMatrices | None":
-        """Return the matrices that several ranks step together, or None.
+        """Return the matrices that several ranks update together, or None.
 
-        Raises ValueError for parameters on several meshes.
+        Raises ValueError if parameters are on different meshes.
         """
         if not members:
             return None
@@ -399,7 +398,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Return the state as `torch.optim.Optimizer` does.
 
         Other programs may use numbers, or tensors that are not parameters, as keys. torch would
-        treat such keys as parameters, so these entries are saved in the entry "foreign".
+        mistake them for parameters, so these entries are saved under the key "foreign".
         """
         self._rename()
         parameters = {*listed_in(self.param_groups, "params")}
@@ -424,15 +423,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the saved dtypes.
 
-        Hyper-parameters that an earlier version did not save keep their values. If the rule has
-        changed, they get the rule's defaults. Momenta alone are a sufficient state: singular
-        vectors and similar entries are computed again, and means of squares start at zero. Entries
-        of other programs are kept unchanged.
+        Hyper-parameters missing from states saved by earlier versions keep their values, or take
+        the rule's defaults if the rule has changed. The momenta alone are enough: singular vectors
+        and similar entries are recomputed, and means of squares start from zero. Entries of other
+        programs are loaded as they are.
 
         Raises:
-            ValueError: if the state, on any rank, has other rules, units, shapes or parameter
-                order, has no entries for a parameter, or is nonfinite. The optimizer is then
-                unchanged.
+            ValueError: if, on any rank, the state does not match in rules, units, shapes or
+                parameter order, lacks the entries of a parameter, or is nonfinite. The optimizer is
+                then left unchanged.
             TypeError: if `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
@@ -441,21 +440,21 @@ class SpectralOptimizer(torch.optim.Optimizer):
         saved: dict[str, Any] = {}
 
         def check(_: object, changed: dict[str, Any]) -> dict[str, Any]:
-            saved.update(changed)  # hooks may have changed the state
+            saved.update(changed)  # hooks may have modified the state
             self._check_state(saved)
             return {**saved, "state": {}}
 
         def restore(_: object) -> None:
             self._restore(saved, settings)
 
-        # Internal hooks are registered so that users' hooks run before and after them.
+        # Registered such that users' hooks run before and after these internal hooks.
         before = self.register_load_state_dict_pre_hook(check)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         with before, after:
             super().load_state_dict(state_dict)
 
     def _restore(self, saved: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> None:
-        """Load the saved state, and create entries that an earlier version did not save."""
+        """Load the saved state, and create the entries that an earlier version did not save."""
         for group, before in zip(self.param_groups, settings, strict=True):
             same_rule = group["rule"] == before["rule"]
             for name, default in fields_of(group["rule"], exact=True).items():
@@ -474,7 +473,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.state.update(entries)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks if one rank cannot load its state."""
+        """Raise ValueError on all ranks if any rank cannot load its state."""
         problem = next(saved_problems(self.param_groups, state_dict), None)
         parameters = listed_in(self.param_groups, "params")
         ranks, sound = self._all_ranks(parameters), problem is None
@@ -486,7 +485,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result, or None."""
+        """Update every parameter that has a gradient, and return the closure's result, if any."""
         loss = None
         if closure is not None:
             if not callable(closure):
@@ -496,11 +495,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo  # torch.compile fails on parts of the step
+    @_disable_dynamo  # parts of the step fail under torch.compile
     def _step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            rename_(group["rule"], group)  # values written by a scheduler or a loop
+            rename_(group["rule"], group)  # values set by a scheduler or training loop
             _check_rates(group)
         if self._frozen:
             self._warn_unfrozen()
@@ -519,7 +518,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_matrices(
         self, rule: Rule, groups: Sequence[dict[str, Any]], active: Tensor | None
     ) -> None:
-        """Update the parameters of all groups of one rule."""
+        """Update the parameters of all groups that use `rule`."""
         steps = {
             p: _step_of(group, p.device, active)
             for group in groups
@@ -532,7 +531,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_alone(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Update the parameters of a rule that this rank updates alone."""
+        """Update the parameters of a rule that this rank handles alone."""
         assert self._snapshot is not None  # of this step
         units = [unit for p in parameters for unit in self._snapshot.units(p, rule)]
         shapes = [*grouped(units, lambda u: (u.kind, steps[u.parameter].rates)).values()]
@@ -548,7 +547,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update a group's parameters with one call per dtype and device.
 
-        With one call per parameter, many small parameters would be slow.
+        One call per parameter would be slow for many small parameters.
         """
         assert self._snapshot is not None  # of this step
         stepped: list[Tensor] = []
@@ -577,7 +576,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_shared(
         self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
-        """Step those parameters of a rule whose matrices several ranks step together."""
+        """Update the parameters of a rule whose matrices several ranks update together."""
         for dtype, members in grouped(parameters, lambda p: self._weight(p).dtype).items():
             assert self._matrices is not None  # created by `_share`
             parts = {
@@ -595,11 +594,11 @@ class SpectralOptimizer(torch.optim.Optimizer):
                     local_of(parameter).copy_(part.weight)
 
     def _gate(self, snapshot: Snapshot) -> Tensor | None:
-        """Return None to take the step, or a 0-d bool that is False to skip the step.
+        """Return None to take the step, or a 0-d bool that is False if the step must be skipped.
 
         Skipped steps are counted. All ranks that share parameters return the same value. Raises
         FloatingPointError on a nonfinite gradient with `nonfinite="raise"`, and ValueError if ranks
-        have gradients of different parameters.
+        have gradients for different parameters.
         """
         parameters = snapshot.parameters
         grads = gradients_of(parameters, snapshot.shapes, sharded=snapshot.sharded)
@@ -614,36 +613,36 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self._ranks is not None:
             present = hash(tuple(p.grad is not None for p in parameters))
             finite, same = self._ranks.agree(finite, present)
-            # Ranks with gradients of different parameters would exchange different matrices, so
-            # the host waits for this check whenever the set of gradients has changed.
+            # Ranks with gradients for different parameters would exchange different matrices, so
+            # this check syncs with the host whenever the set of gradients has changed.
             waits = raises or present != self._present or is_known(same)
             if waits and not same:
                 raise ValueError("all ranks must have gradients for the same parameters")
             self._present = present
         if raises:
             if not finite:
-                raise FloatingPointError("a gradient is not finite; nothing was updated")
+                raise FloatingPointError("a gradient is not finite; no parameter was updated")
             return None
-        if self.skipped_steps.device != device:  # at the first step only
+        if self.skipped_steps.device != device:  # only in the first step
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)
         return finite
 
 
 def _step_of(group: dict[str, Any], device: torch.device, active: Tensor | None) -> Step:
-    """Return the rates and active flag of a group's parameters on a device."""
+    """Return the rates and active flag for a group's parameters on a device."""
     gate = None if active is None else active.to(device)
     return Step(group["lr"], group["weight_decay"], gate)
 
 
 def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) -> None:
-    """Raise ValueError for a parameter that the rule of its group does not support."""
+    """Raise ValueError for a parameter that is not supported by its group's rule."""
     names = group.get("param_names", [""] * len(group["params"]))
     for parameter, name in zip(group["params"], names, strict=True):
         if not parameter.is_floating_point():
             raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
         if parameter.element_size() < 2:
-            raise ValueError(f"parameters must have 16 bits or more, got {parameter.dtype}")
+            raise ValueError(f"parameters must have at least 16 bits, got {parameter.dtype}")
         if rule.whole_matrix:
             _check_matrices(rule, division, parameter, name)
             if group["units"] is None:
@@ -651,7 +650,7 @@ def _check_parameters(group: Mapping[str, Any], rule: Rule, division: Division) 
 
 
 def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
-    """Raise ValueError for a parameter without a matrix that the rule can step."""
+    """Raise ValueError for a parameter that holds no matrix the rule can update."""
     shape = tuple(parameter.shape)
     if not parameter.numel():
         raise ValueError(f"{name or 'a parameter'} must not be empty, got shape {shape}")
@@ -660,7 +659,7 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
             rule.init_state(torch.empty(1, *shape, device="meta"))
         except ValueError:
             raise ValueError(
-                f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
+                f"{type(rule).__name__} requires parameters with at least 2 dimensions, got shape "
                 f"{shape}{' of ' + name if name else ''}; put the parameter in a group with an "
                 "elementwise rule, as split_parameters(model) does"
             ) from None
@@ -668,20 +667,21 @@ def _check_matrices(rule: Rule, division: Division, parameter: Tensor, name: str
 
 
 def _are_float64(params: Iterable[Any]) -> bool:
-    """Return whether a group's parameters, or pairs of names and parameters, are float64."""
+    """Return whether any of a group's parameters, or (name, parameter) pairs, is float64."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
 def _check_rates(group: dict[str, Any], *, least: float = -math.inf) -> None:
-    """Raise ValueError or TypeError for invalid rates or rates below `least`; no tensor is read.
+    """Raise ValueError or TypeError for invalid rates or rates below `least`, without reading
+    tensors.
 
-    A tensor of one element becomes 0-d.
+    One-element tensors are reshaped to 0-d.
     """
     for name in ("lr", "weight_decay"):
         rate = group[name]
         if isinstance(rate, Tensor) and rate.ndim and rate.numel() == 1:
-            rate = group[name] = rate.view(())  # torch's optimizers accept such tensors too
+            rate = group[name] = rate.view(())  # torch's optimizers also accept such tensors
         check_rate(name, rate)
         check_value(name, Rate, rate)
         if not isinstance(rate, Tensor) and rate < least:

@@ -1,8 +1,8 @@
-"""Parameter groups of a model: matrices for a spectral rule, everything else for AdamW.
+"""Splits a model's parameters into groups: matrices for a spectral rule, everything else for AdamW.
 
-`split_parameters` determines the rule of each weight and its division into matrices. The function's
-arguments are decisive. Other weights are assigned by a forward pass of an example (`watch.py`) or,
-without an example, by names, classes and attributes of the model (`known_weights.py`).
+`split_parameters` determines each weight's rule and its division into matrices. Explicit arguments
+take precedence. Other weights are assigned by watching a forward pass on an example (`watch.py`)
+or, without one, by names, classes and attributes in the model (`known_weights.py`).
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ELEMENTWISE_LR = 1e-3
-"""Default learning rate of AdamW for parameters without a spectral rule."""
+"""Default AdamW learning rate for parameters without a spectral rule."""
 VECTOR = Seen(None, "a vector", decays=False)
 
 
@@ -41,13 +41,13 @@ class Row(NamedTuple):
 class ParameterSplit(Sequence[dict[str, Any]]):
     """Parameter groups of a model for a spectral rule and for AdamW.
 
-    Pass a split to an optimizer as `params`. Printing a split shows each parameter's assignment.
+    Pass it to an optimizer as `params`. Print it to show each parameter's assignment.
 
     Attributes:
-        groups: the parameter groups. Groups for the optimizer's rule are first and have `units`.
+        groups: the parameter groups. Groups for the optimizer's rule come first and have `units`.
         rows: the assignment of each parameter.
         replicas: the process group of a DDP model; None for other models.
-        frozen: (name, parameter) pairs that are in no group because the parameters are frozen.
+        frozen: (name, parameter) pairs that are excluded because the parameters are frozen.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [dict(g) for g in chosen] if isinstance(chosen, list) else dict(chosen)
 
     def __len__(self) -> int:
-        """Count the groups."""
+        """Return the number of groups."""
         return len(self.groups)
 
     @property
@@ -82,7 +82,7 @@ class ParameterSplit(Sequence[dict[str, Any]]):
         return [p for g in self.groups if "rule" in g for _, p in g["params"]]
 
     def __str__(self) -> str:
-        """Return a table in which equal layers share a row, and a line about frozen parameters."""
+        """Return a table with one row for repeated layers, and a line for frozen parameters."""
         counts = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:]) for row in self.rows)
         lines = []
         for (name, shape, rule, matrices, matrix, reason), count in counts.items():
@@ -105,30 +105,29 @@ def split_parameters(
 ) -> ParameterSplit:
     """Split the trainable parameters into groups for a spectral rule and for AdamW.
 
-    AdamW updates embeddings, tables and tokens, output heads, routers of experts, gains and biases,
-    but does not decay gains and biases. AdamW also updates vectors: parameters with only one side
-    longer than 1, and matrices with a side of 1. A shared parameter appears once. A parameter
-    shared with an embedding counts as an embedding. The optimizer's rule updates all other
-    parameters. A parameter that contains heads, gates, groups or experts is divided into several
-    matrices.
+    AdamW updates embeddings, tables and tokens, output heads, expert routers, and gains and biases,
+    the last two without weight decay. It also updates vectors: parameters with only one side longer
+    than 1, and matrices with a side of 1. A shared parameter appears once, and counts as an
+    embedding if shared with one. The optimizer's rule updates everything else. A parameter that
+    holds several heads, gates, groups or experts is divided into several matrices.
 
     Args:
         module: any model, even after `fully_shard`, tensor parallelism or DDP.
-        example: the arguments of one small forward pass (a tensor, a tuple or a mapping), or a
+        example: the arguments of a small forward pass (a tensor, a tuple or a mapping), or a
             function that runs the pass. With an example, names are ignored (see `watch`).
-        elementwise: one or more modules or parameters that AdamW updates.
-        units: a mapping from patterns of parameter names, such as `*.attention.qkv`, to divisions:
+        elementwise: one or more modules or parameters to be updated by AdamW.
+        units: maps patterns of parameter names, such as `*.attention.qkv`, to divisions:
             `{"rows": [...], "stride": 2, "transposed": True, "stacked": True, "groups": 4}` (see
-            `Division`), or `{}` for one matrix. These divisions override detected divisions.
-        lr: learning rate of AdamW.
+            `Division`), or `{}` for a single matrix. These override detected divisions.
+        lr: learning rate for AdamW.
 
     Raises:
         ValueError: if a weight looks like several matrices or its use is unclear, if rows do not
-            divide a weight, if a pattern matches nothing, if patterns divide one parameter
-            differently, if an elementwise part belongs to another model, if parameters are
-            flattened, if no parameter is left for the optimizer's rule, or if the pass of `example`
-            does not use a weight or does not show its division.
-        TypeError: if `module`, `units` or an elementwise part has a wrong type.
+            divide a weight, if a pattern matches nothing, if patterns specify different divisions
+            of a parameter, if an elementwise part belongs to another model, if parameters are
+            flattened, if no parameter is left for the optimizer's rule, or if the forward pass on
+            `example` does not use a weight or does not reveal its division.
+        TypeError: if `module`, `units` or an elementwise part has the wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -171,7 +170,7 @@ def split_parameters(
         )
     if not groups:
         raise ValueError(
-            f"no parameter of {type(module).__name__} uses the optimizer's rule: all are frozen, "
+            f"{type(module).__name__} has no parameter for the optimizer's rule: all are frozen, "
             "elementwise, heads, tables, gains or biases; use AdamW(model.parameters())"
         )
     chosen: list[dict[str, Any]] = [
@@ -188,22 +187,22 @@ def split_parameters(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError if a name suggests that a weight of a spectral rule is not one matrix."""
+    """Raise ValueError if a name suggests that a spectral rule's weight is not a single matrix."""
     last = name.partition(".parametrizations")[0].removesuffix(".weight").rpartition(".")[2]
     if EMBEDDINGS.search(last) or HEADS.search(last):
         raise ValueError(
             f"{name} is an embedding or an output head, which a spectral rule must not update; "
-            "put it in a group with rule 'adamw', as split_parameters does"
+            "put it in a group with rule 'adamw' as split_parameters does"
         )
     if is_fused(last):
         raise ValueError(
-            f"{name} looks like several matrices in one; use split_parameters, or set its group's "
-            "units to {'rows': [n, ...]}, the row count of each matrix"
+            f"{name} looks like several matrices fused into one; use split_parameters, or set the "
+            "group's units to {'rows': [n, ...]}, the row count of each matrix"
         )
 
 
 def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
-    """Return the divisions of `units`; TypeError and ValueError state the pattern."""
+    """Return the divisions in `units`. TypeError and ValueError name the pattern."""
     if not isinstance(units, Mapping):
         raise TypeError(f"units must be a mapping of patterns to divisions, got {units!r:.80}")
     divisions = {}
@@ -218,7 +217,7 @@ def _divisions(units: Mapping[str, Mapping[str, Any]]) -> dict[str, Division]:
 def _apart(
     module: nn.Module, elementwise: Iterable[nn.Module | nn.Parameter] | nn.Module | nn.Parameter
 ) -> set[int]:
-    """Return the ids of the parameters in `elementwise`, including parameters of its modules."""
+    """Return the ids of the parameters in `elementwise`, including those of its modules."""
     own, apart = {id(p) for p in module.parameters()}, set[int]()
     if isinstance(elementwise, (nn.Module, nn.Parameter)):
         elementwise = [elementwise]
@@ -228,16 +227,16 @@ def _apart(
         ids = {id(p) for p in ([each] if isinstance(each, nn.Parameter) else each.parameters())}
         if ids and own.isdisjoint(ids):
             raise ValueError(
-                f"elementwise must contain parts of this model, got {each!r} of another"
+                f"elementwise must contain parts of this model, got {each!r} from another"
             )
         apart |= ids
     return apart
 
 
 def _refuse_unfit(weight: Weight) -> None:
-    """Raise ValueError for a parameter that is complex, uninitialized or flattened."""
+    """Raise ValueError if a parameter is complex, uninitialized or flattened."""
     if nn.parameter.is_lazy(weight.parameter):
-        raise ValueError(f"{weight.name} has no shape yet: run the model before the split")
+        raise ValueError(f"{weight.name} has no shape yet: run the model before splitting it")
     if weight.parameter.is_complex():
         raise ValueError(
             f"{weight.name} must be real, got complex numbers: replace it with a real parameter "
@@ -248,17 +247,17 @@ def _refuse_unfit(weight: Weight) -> None:
     flat = weight.own == "weight" and layer and len(shape) < 2
     if shape == (0,) or flat or weight.own.endswith("_flat_param"):
         raise ValueError(
-            f"{weight.name} has shape {shape} and contains no matrix: it was flattened or emptied "
-            "by DeepSpeed ZeRO-3 or FSDP1; use fully_shard (FSDP2) or DDP"
+            f"{weight.name} has shape {shape} and holds no matrix: it was flattened or emptied by "
+            "DeepSpeed ZeRO-3 or FSDP1; use fully_shard (FSDP2) or DDP"
         )
 
 
 def _given(weight: Weight, units: Mapping[str, Division], apart: set[int]) -> Seen | None:
-    """Return a parameter's division if its shape, module or the user's arguments determine it."""
+    """Return a parameter's division if determined by its shape, module or the user's arguments."""
     divisions = {*units.values()}
     if len(divisions) > 1:
         raise ValueError(
-            f"units: all patterns that match {weight.name} must have equal values, got different "
+            f"units: all patterns that match {weight.name} must have the same value, got different "
             f"values for {' and '.join(units)}"
         )
     if weight.parameter.ndim < 2:

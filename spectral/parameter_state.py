@@ -1,7 +1,7 @@
-"""The optimizer state of parameters: entries, initial values, checks, and a snapshot.
+"""Optimizer state of parameters: entries, initial values, checks and snapshots.
 
-A parameter group defines the rule, the division into matrices, and the names of its parameters.
-Other programs may also store entries in the state. This module uses only the rule's entries and the
+A parameter group defines the rule, the division into matrices and the names of its parameters.
+Other programs may store entries in the state too; this module only uses the rule's entries and the
 master.
 """
 
@@ -26,7 +26,7 @@ from .rules.adamw import ENTRIES
 
 HALF = {torch.bfloat16, torch.float16}
 MASTER = "master"
-"""State entry of a 16-bit parameter: its master weight in float32."""
+"""State entry that holds the float32 master weight of a 16-bit parameter."""
 
 
 @cache
@@ -38,7 +38,7 @@ def entry_names(rule: Rule) -> tuple[str, ...]:
 def complete_numbers(
     state: dict[str, Any], shapes: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Any]:
-    """Return a state with counts as 0-d tensors. Other programs may have saved them as numbers."""
+    """Convert counts in a state to 0-d tensors. Other programs may have saved them as numbers."""
     numbers = {
         name: torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
         for name, value in state.items()
@@ -52,7 +52,7 @@ def complete_numbers(
 def entry_problems(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], parameter: Tensor, name: str
 ) -> Iterator[str]:
-    """Yield the errors in the state entries that the rule uses for the parameter `name`."""
+    """Yield the errors in the rule's state entries for parameter `name`."""
     local = local_of(parameter).shape
     for key in (key for key in shapes if key in state):
         value, shape = state[key], tuple(shapes[key])
@@ -63,15 +63,15 @@ def entry_problems(
         elif value.shape == parameter.shape and local_of(value).shape != local:
             part = tuple(local_of(value).shape)
             yield (
-                f"{key} of {name} must be sharded like the parameter, {tuple(local)} on this rank, "
-                f"got {part}"
+                f"{key} of {name} must be sharded like the parameter, with shape {tuple(local)} on "
+                f"this rank, got {part}"
             )
 
 
 def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
-    """Return a saved entry for the state of a parameter. `own` is True if the rule uses the entry.
+    """Convert a saved entry for a parameter's state. `own` is True if the entry is the rule's.
 
-    A tensor keeps its dtype. As in torch, a tensor in the parameter's dtype is not copied.
+    Tensors keep their dtype. As in torch, tensors in the parameter's dtype are not copied.
     """
     if not isinstance(value, Tensor):
         return deepcopy(value)
@@ -79,7 +79,7 @@ def loaded(value: Any, parameter: Tensor, *, own: bool) -> Any:
 
 
 def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> None:
-    """Adapt a state to a parameter that other code may have changed, cast, moved or replaced."""
+    """Adapt a state to its parameter, which may have been modified, cast, moved or replaced."""
     half = parameter.dtype in HALF
     if not half:
         state.pop(MASTER, None)
@@ -98,19 +98,19 @@ def follow(parameter: Tensor, state: State, rule: Rule, *, masters: bool) -> Non
 
 
 def follow_weight(parameter: Tensor, master: Tensor) -> None:
-    """Update a master where its rounded value no longer equals the 16-bit parameter."""
+    """Update a master wherever it no longer rounds to the 16-bit parameter."""
     weight, master = local_of(parameter), local_of(master)
     rounded = master.to(weight.dtype)
     equal_bits = weight.is_cpu and torch.equal(rounded.view(torch.int16), weight.view(torch.int16))
-    if not equal_bits:  # on other devices the host would wait for the result
+    if not equal_bits:  # on other devices, checking would require a host sync
         torch.where(rounded == weight, master, weight, out=master)
 
 
 @torch.no_grad()
 def initial_state(rule: Rule, division: Division, parameter: Tensor, weight: Tensor) -> State:
-    """Create the state of a parameter that this rank steps alone, sharded like the parameter.
+    """Create the state of a parameter that this rank updates alone, sharded like the parameter.
 
-    `weight` is this rank's part of the updated weight.
+    `weight` is this rank's part of the weight to update.
     """
     units = SteppedUnit.of(parameter, rule, division)
     states = [rule.init_state(unit.read(weight)[None]) for unit in units]
@@ -131,11 +131,11 @@ def initial_state(rule: Rule, division: Division, parameter: Tensor, weight: Ten
 NON_NEGATIVE = ("step", "variance", "square")
 """State entries that are counts or means of squares."""
 Kind = tuple[str, Division]
-"""Rule and division of a parameter, which determine its state."""
+"""A parameter's rule and division, which determine its state."""
 
 
 class Member(NamedTuple):
-    """A parameter of a group, with its rule, division and name."""
+    """A parameter in a group, with its rule, division and name."""
 
     parameter: Tensor
     rule: Rule
@@ -144,7 +144,7 @@ class Member(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every state entry (of a DTensor, the global shape)."""
+        """The shape of every state entry (the global shape for DTensors)."""
         last = SteppedUnit.of(self.parameter, self.rule, self.division)[-1]
         shapes = dict.fromkeys((*entry_names(self.rule), MASTER), self.parameter.shape)
         for name, entry in last.entries.items():
@@ -164,12 +164,12 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[Member]:
 
 
 def listed_in(groups: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """Return the items under a key of all groups, group by group."""
+    """Return the items listed under `key` in all groups, group by group."""
     return [value for group in groups for value in group.get(key, ())]
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
-    """Return the rule of a parameter group, with the group's values of the rule's fields.
+    """Return the rule of a parameter group, with field values taken from the group.
 
     Raises ValueError or TypeError for a missing or invalid field.
     """
@@ -179,15 +179,15 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         values = [group[name] for name in names]
     except KeyError as error:
         raise ValueError(
-            f"a group of rule {group['rule']!r} must have {error.args[0]}; add groups with "
+            f"a group with rule {group['rule']!r} must have {error.args[0]}; add groups with "
             "add_param_group"
         ) from None
-    with suppress(TypeError):  # an unhashable value; below, the rule raises an error for it
+    with suppress(TypeError):  # an unhashable value, for which the rule below raises an error
         return _rule(kind, *values)
     return kind(**dict(zip(names, values, strict=True)))
 
 
-@lru_cache(maxsize=256, typed=True)  # typed: 1 == True. The checks cost more than a step
+@lru_cache(maxsize=256, typed=True)  # typed because 1 == True; the checks cost more than a step
 def _rule(kind: type[Rule], *values: Any) -> Rule:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
@@ -210,7 +210,7 @@ def kinds_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Kind]:
 def check_kinds(
     kinds: Mapping[Tensor, Kind], before: Mapping[Tensor, Kind], state: Mapping[Any, Any]
 ) -> None:
-    """Raise ValueError if the state of a parameter was created for another rule or other units."""
+    """Raise ValueError if a parameter's state was created for a different rule or units."""
     for parameter, kind in kinds.items():
         old = before.get(parameter, kind)
         if kind != old and state.get(parameter):
@@ -222,9 +222,9 @@ def check_kinds(
 
 
 def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Raise ValueError for state entries that do not fit their parameter.
+    """Raise ValueError for state entries that do not match their parameter.
 
-    Numbers in the state become 0-d tensors.
+    Numbers in the state are converted to 0-d tensors.
     """
     for member in members_of(groups):
         entries = state.get(member.parameter)
@@ -236,7 +236,7 @@ def check_entries(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any])
 
 
 def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why a saved `state_dict` does not fit the parameters of groups."""
+    """Yield the reasons why a saved `state_dict` does not match the parameters in groups."""
     if not {"state", "param_groups"} <= saved.keys():
         yield f"a saved state must have the keys state and param_groups, got {[*saved]!r:.80}"
         return
@@ -273,9 +273,9 @@ def saved_problems(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
 
 
 def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
-    """Remove the rule's state entries of parameters that are no longer in a group.
+    """Remove the rule's state entries for parameters that are no longer in a group.
 
-    `kinds` contains the former rule and division of each of these parameters.
+    `kinds` maps each of these parameters to its former rule and division.
     """
     for parameter, (rule, _) in kinds.items():
         entries = state.get(parameter, {})
@@ -286,23 +286,23 @@ def forget(state: dict[Any, Any], kinds: Mapping[Tensor, Kind]) -> None:
 
 
 Columns = dict[tuple[torch.dtype, torch.device], list[list[Tensor]]]
-"""Lists of parameters, weights and each state entry, by dtype and device of the weights."""
+"""Lists of parameters, weights and each state entry, keyed by the weights' dtype and device."""
 
 
 class Snapshot:
-    """Parameters and states of an optimizer after a step, and values derived from them.
+    """An optimizer's parameters and states after a step, and values derived from them.
 
-    Before the next step, the snapshot verifies that no parameter or state entry was replaced, cast
-    or sharded since the last full check. The check only compares object identities and a few
+    Before the next step, it is used to verify that no parameter or state entry has been replaced,
+    cast or sharded since the last full check, by comparing only object identities and a few
     attributes.
 
     Attributes:
         parameters: parameters of all groups.
         sharded: whether any parameter is a DTensor.
         shapes: shapes of the parameters.
-        forms: properties of the parameters on which states and owners depend.
+        forms: properties of the parameters that states and owners depend on.
         masters: (16-bit parameter, float32 master) pairs.
-        columns: the tensors that are updated in each AdamW group.
+        columns: the tensors updated in each AdamW group.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> None:
@@ -335,7 +335,7 @@ class Snapshot:
         return [p.shape for p in self.parameters], [*kinds, *placements, *types]
 
     def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, State]) -> bool:
-        """Return whether the groups and states are still the same. No tensor is read."""
+        """Return whether groups and states are still the same, without reading any tensor."""
         parameters = listed_in(groups, "params")
         with suppress(KeyError):  # an entry was removed
             return (
@@ -349,7 +349,7 @@ class Snapshot:
         return False
 
     def units(self, parameter: Tensor, rule: Rule) -> list[SteppedUnit]:
-        """Return the units of a parameter, which do not depend on the rule's hyper-parameters."""
+        """Return a parameter's units, which do not depend on the rule's hyper-parameters."""
         cached = self._units.get(parameter)
         if cached is None or cached[0] is not rule:
             units = SteppedUnit.of(parameter, rule, self._divisions[parameter])
@@ -367,5 +367,5 @@ def _columns(parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> Col
 
 
 def same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Return whether two lists contain the same objects in the same order (compared by `is`)."""
+    """Return whether two lists hold the same objects in the same order, compared by identity."""
     return len(first) == len(second) and all(map(is_, first, second))

@@ -5,9 +5,9 @@
     ...
     merge_(model)                                            # W becomes PC(W), for export
 
-PC(W) is a parametrization of the weight (torch.nn.utils.parametrize) and is computed in every
-forward pass. Its only state is gamma. The top singular pair is computed from a cold start each
-time, so recomputed activations, all ranks and resumed runs use the same pair. See
+PC(W) is a parametrization of the weight (torch.nn.utils.parametrize), computed in every forward
+pass. Its only state is gamma. The top singular pair is computed from a cold start each time, so
+activation recomputation, all ranks and resumed runs use the same pair. See
 `spectral.effective_weight`.
 """
 
@@ -30,18 +30,18 @@ from .model_weights import weights_of
 from .odd_polynomial import Level, stages
 
 BLOCKS = (
-    *("o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),  # Llama and its relatives
+    *("o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),  # Llama family
     *("wo", "w1", "w2", "w3"),  # torchtitan
     *("c_proj", "c_fc"),  # GPT-2
     *("dense", "dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX
 )
-"""Names of the layers that the paper preconditions: attention output and feed-forward."""
+"""Names of the layers preconditioned in the paper: attention output and feed-forward."""
 
 
 class EffectiveWeight(nn.Module):
-    """The map from a weight to its effective weight, matrix by matrix.
+    """Maps a weight to its effective weight, matrix by matrix.
 
-    Subclasses define the matrices of a weight and the source of their top singular pairs.
+    Subclasses define the matrices in a weight and where their top singular pairs come from.
 
     preconditioners   one preconditioner per matrix
     gamma             `[matrices]`, one scale per matrix
@@ -54,19 +54,19 @@ class EffectiveWeight(nn.Module):
         self.preconditioners = list(preconditioners)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the whole matrices `[rows, cols]` of a weight, differentiably."""
+        """Differentiably return the whole matrices `[rows, cols]` in a weight."""
         raise NotImplementedError
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return the matrices as one tensor with the shape and placements of `weight`."""
+        """Assemble the matrices into a tensor with the shape and placements of `weight`."""
         raise NotImplementedError
 
     def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the top singular pairs of the matrices in `stack`, whose indices are `members`."""
+        """Return the top singular pairs of `stack`, the matrices at indices `members`."""
         return self.preconditioners[members[0]].cold_pair(stack.detach())
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), in the shape, dtype and placements of `weight`."""
+        """Return PC(W), with the shape, dtype and placements of `weight`."""
         matrices = self.matrices(weight)
         groups = grouped(
             range(len(matrices)), lambda i: (matrices[i].shape, self.preconditioners[i])
@@ -75,7 +75,7 @@ class EffectiveWeight(nn.Module):
         for (_, preconditioner), members in groups.items():
             stack = torch.stack([matrices[i] for i in members])
             wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
-            # Concatenate slices: a list of indices would have to be copied to the device.
+            # Concatenate slices, because a list of indices would be copied to the device.
             gamma = torch.cat([self.gamma[i : i + 1] for i in members]).to(wide.dtype)
             with without_autocast(wide.device):
                 new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
@@ -84,10 +84,9 @@ class EffectiveWeight(nn.Module):
 
 
 class DividedWeight(EffectiveWeight):
-    """The matrices of a divided parameter, with singular pairs from cold starts.
+    """The effective weight of a divided parameter, with singular pairs from cold starts.
 
-    Tensor-parallel ranks that share a weight gather the weight, and each rank computes the whole
-    PC(W).
+    Tensor-parallel ranks that share a weight all-gather it, and each rank computes the whole PC(W).
     """
 
     def __init__(self, weight: Tensor, division: Division, preconditioner: Preconditioner) -> None:
@@ -95,7 +94,7 @@ class DividedWeight(EffectiveWeight):
         super().__init__([preconditioner] * len(boxes))
         self.division, self.boxes = division, boxes
         self.is_identity = False
-        """Whether the layer's weight is W instead of PC(W), as during initialisation."""
+        """Whether the layer uses W instead of PC(W), as during initialisation."""
         self.gamma = nn.Parameter(torch.ones(len(boxes), dtype=weight.dtype, device=weight.device))
 
     @torch.no_grad()
@@ -104,16 +103,16 @@ class DividedWeight(EffectiveWeight):
         self.gamma.fill_(1)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W) or, during initialisation, W."""
+        """Return PC(W), or W during initialisation."""
         return weight if self.is_identity else super().forward(weight)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
-        """Return the matrices of the gathered weight."""
+        """Return the matrices in the gathered weight."""
         whole = whole_of(weight)
         return [self.division.matrix(narrowed(whole, box)) for box in self.boxes]
 
     def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Return the matrices with the placements of `weight`."""
+        """Assemble the matrices with the placements of `weight`."""
         whole = matrices[0].new_empty(weight.shape)
         for box, matrix in zip(self.boxes, matrices, strict=True):
             target = narrowed(whole, box)
@@ -121,23 +120,23 @@ class DividedWeight(EffectiveWeight):
         return placed_as(whole, weight)
 
     def get_extra_state(self) -> Tensor:
-        """Return the polynomial's coefficients, which `set_extra_state` compares."""
+        """Return the polynomial's coefficients, for comparison in `set_extra_state`."""
         level = self.preconditioners[0].level
         return torch.tensor([c for stage in stages(level) for c in stage], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise ValueError if saved coefficients differ by more than rounding to 16 bits."""
+        """Raise ValueError if the saved coefficients differ by more than 16-bit rounding."""
         coefficients = self.get_extra_state()
         saved = state.to(coefficients)
         if saved.shape != coefficients.shape or not torch.allclose(saved, coefficients, rtol=1e-2):
             raise ValueError(
                 f"a PC layer of level {self.preconditioners[0].level} cannot load a state saved "
-                f"with other coefficients, {saved.tolist()}"
+                f"with different coefficients, {saved.tolist()}"
             )
 
 
 class PCLinear(nn.Linear):
-    """A PC layer with the arguments of nn.Linear. Its weight is preconditioned as one matrix."""
+    """A drop-in replacement for nn.Linear whose weight is preconditioned as a single matrix."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
@@ -149,21 +148,21 @@ class PCLinear(nn.Linear):
 def preconditioned(
     model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
 ) -> list[str]:
-    """Convert a model's linear layers to PC layers, in place, and return the layers' names.
+    """Convert a model's linear layers to PC layers in place, and return their names.
 
-    The matrices of a weight (`split_parameters`) are preconditioned separately. Until `merge_`, the
-    parameter's name is `parametrizations.weight.original`. Initialise or load the weights before
-    this call. Later, use the layers' `reset_parameters`: `layer.weight` is then PC(W), so `nn.init`
-    would have no effect on W.
+    The matrices in a weight (see `split_parameters`) are preconditioned separately. Until `merge_`,
+    the parameter is named `parametrizations.weight.original`. Initialise or load the weights before
+    this call. Afterwards, use the layers' `reset_parameters`: `layer.weight` is then PC(W), so
+    `nn.init` would have no effect on W.
 
     Args:
         model: any model, after tensor parallelism but before FSDP or DDP is applied.
-        blocks: names of layers, or patterns of full names such as `*.layers.3.mlp.*`.
-        level: level of the polynomial, see `Preconditioner`.
+        blocks: layer names, or patterns of full names such as `*.layers.3.mlp.*`.
+        level: polynomial level; see `Preconditioner`.
 
     Raises:
         ValueError: if a given block (or every default block) matches no layer, or a matching weight
-            is parametrized, sharded by FSDP, or shared with another module. The model is then
+            is parametrized, sharded by FSDP, or shared with another module. The model is then left
             unchanged.
         TypeError: if `model` is not a module, or `blocks` is not a collection of names.
     """
@@ -184,7 +183,7 @@ def preconditioned(
         unused -= matching
         if parametrized:
             raise ValueError(
-                f"the weight of {layer} must not be parametrized, for example by a PC layer"
+                f"the weight of {layer} must not already be parametrized, for example by a PC layer"
             )
         if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
             raise ValueError(f"{layer} is already sharded; call preconditioned before fully_shard")
@@ -201,14 +200,14 @@ def preconditioned(
 
 
 def merge_(model: nn.Module) -> None:
-    """Replace the weight of every PC layer with PC(W), which makes the layers ordinary again.
+    """Replace the weight of every PC layer with PC(W), which turns it back into an ordinary layer.
 
-    Tensor-parallel ranks must call this function together. Raises ValueError if the model has no PC
+    Tensor-parallel ranks must call this collectively. Raises ValueError if the model has no PC
     layers or is sharded by `fully_shard`, or if a weight is shared with another module.
     """
     _check_module(model)
     if _is_sharded_by_fsdp(model):
-        raise ValueError("merge_ needs an unsharded model: load the state into an unsharded copy")
+        raise ValueError("merge_ requires an unsharded model; load the state into an unsharded one")
     layers: list[tuple[nn.Module, Any]] = [
         (module, chain)
         for module in model.modules()
@@ -217,10 +216,10 @@ def merge_(model: nn.Module) -> None:
         if any(isinstance(part, EffectiveWeight) for part in chain.children())
     ]
     if not layers:
-        raise ValueError(f"merge_ needs a model with PC layers, got a {type(model).__name__}")
+        raise ValueError(f"merge_ requires a model with PC layers, got {type(model).__name__}")
     for module, chain in layers:
         _refuse_shared(model, chain.original)
-        # Copies of the module share its class, from which the property `weight` is removed.
+        # The property `weight` is removed from the module's class, which its copies share.
         kind = type(module)
         module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
@@ -232,13 +231,13 @@ def _check_module(model: object) -> None:
 
 
 def _is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Return whether `fully_shard` was applied to a part of the model."""
+    """Return whether `fully_shard` has been applied to any part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 def _refuse_shared(model: nn.Module, parameter: Tensor) -> None:
-    """Raise ValueError for a weight that several modules share."""
+    """Raise ValueError if a weight is shared by several modules."""
     sharers = [
         name.removesuffix(".parametrizations.weight")
         for name, module in model.named_modules()
@@ -256,12 +255,12 @@ def _register(module: nn.Module, division: Division, preconditioner: Preconditio
     effective = DividedWeight(weight, division, preconditioner)
     parametrize.register_parametrization(module, "weight", effective)
     if hasattr(module, "reset_parameters"):
-        kind: Any = type(module)  # torch's class for this module and its copies
+        kind: Any = type(module)  # class that torch created for this module and its copies
         kind.reset_parameters = _reset_parameters
 
 
 def _reset_parameters(module: nn.Module) -> None:
-    """Initialise W and the bias like the ordinary layer, and set gamma to 1."""
+    """Initialise W and the bias as the ordinary layer does, and set gamma to 1."""
     chain: Any = module.get_submodule("parametrizations.weight")
     parts = [part for part in chain if isinstance(part, DividedWeight)]
     for part in parts:

@@ -1,15 +1,15 @@
-"""Polar factors of stacks of matrices by odd quintic polynomials, in plain or Gram form.
+"""Polar factors of stacks of matrices, computed by odd quintic polynomials in plain or Gram form.
 
-One step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X`
-with `A = X X^T`. The composition of all steps approximates the sign function, so `X` tends to
-`U V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions
+Each step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X`
+with `A = X X^T`. The composition of all steps approximates the sign function, so `X` converges to
+`U V^T` from its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions
 stay null.
 
-`SCHEDULES` contains the coefficients of consecutive steps with their sources, and the margins of
-16-bit formats. Between the steps singular values reach almost 2, where the polynomials of Polar
-Express are steep. If rounding lifts a value above the end of its interval, the value grows with
-every later step until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: no
-singular value exceeded 1.007 in a search over 480,480 adversarial matrices.
+`SCHEDULES` lists the coefficients of consecutive steps with their sources, and the margins for
+16-bit formats. Between steps, singular values reach almost 2, where the Polar Express polynomials
+are steep. If rounding pushes a value beyond the end of its interval, it grows with every later step
+until it overflows. `Schedule.half_margin` and `GRAM_GAIN` prevent this: in a search over 480,480
+adversarial matrices, no singular value exceeded 1.007.
 """
 
 import math
@@ -31,15 +31,15 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of consecutive steps, and their continuation for more steps.
+    """Coefficients of consecutive steps, and how to continue them for further steps.
 
     Attributes:
         coefficients: `(a, b, c)` of each step.
-        continuation: whether additional steps repeat the last step or start over.
-        half_margin: factor by which, in 16 bits, the input of every step except the last may exceed
-            its interval: the step is `p(s / margin)` instead of `p(s)`. Without this margin,
-            adversarial 2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form);
-            with the margin, singular values stay bounded even if all rounding errors are doubled.
+        continuation: whether further steps repeat the last step or start over.
+        half_margin: factor by which the input of every step but the last may exceed its interval in
+            16 bits: the step is `p(s / margin)` instead of `p(s)`. Without this margin, adversarial
+            2 x 4 matrices diverge in bfloat16 (plain form) and float16 (Gram form); with it,
+            singular values stay bounded even if all rounding errors are doubled.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -47,7 +47,7 @@ class Schedule:
     half_margin: float = 1.0
 
     def take(self, steps: int) -> tuple[Coefficients, ...]:
-        """Return the coefficients of the first `steps` steps, continued if there are too few."""
+        """Return the coefficients of the first `steps` steps, continuing the schedule if needed."""
         count = len(self.coefficients)
         if self.continuation == "cycle":
             return tuple(self.coefficients[i % count] for i in range(steps))
@@ -57,10 +57,10 @@ class Schedule:
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 SCHEDULES: dict[str, Schedule] = {
-    # K. Jordan, "Muon", 2024: one polynomial with a large slope at zero; values do not converge to
+    # K. Jordan, "Muon", 2024: a single polynomial with a large slope at zero; does not converge to
     # 1.
     "simple": Schedule((_SIMPLE,), "cycle"),
-    # L. Cesista's optimised coefficients, as used by modded-nanogpt.
+    # L. Cesista's optimised coefficients, as used in modded-nanogpt.
     "quintic": Schedule(
         (
             (4.0848, -6.8946, 2.9270),
@@ -71,7 +71,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         "cycle",
     ),
-    # "The Polar Express" (arXiv 2505.16932): the eight steps of the SSO paper, with its safety
+    # "The Polar Express" (arXiv 2505.16932): the eight steps in the SSO paper, with its safety
     # margin.
     "polar_express": Schedule(
         (
@@ -87,8 +87,8 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # The public SSO code uses this schedule for Muon, by the name polar_express. Its slope at zero
-    # is 20775 instead of 6363.
+    # The public SSO code uses this schedule for Muon under the name polar_express. Its slope at
+    # zero is 20775 instead of 6363.
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -103,26 +103,25 @@ SCHEDULES: dict[str, Schedule] = {
         "repeat_last",
         half_margin=1.02,
     ),
-    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two steps that converge to
-    # 1.
+    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that converge to 1.
     "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
 }
 
 
 GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
-"""Bound on `M g` between two restarts of the Gram form, by dtype: M is the largest singular value
-before the first of the two, g the product of the slopes at zero of the steps between them.
+"""Per-dtype bound on `M g` between two restarts of the Gram form, where M is the largest singular
+value before the first restart and g the product of the slopes at zero of the steps in between.
 
-A rounding error e of the Gram matrix becomes `(M g)^2 e` in its null directions (at most 0.5 in
-float16), and an error e of its factor becomes `M g e` in all directions (at most 0.02). Unlisted
-dtypes do not use the Gram form: bfloat16 would have to restart at every step.
+A rounding error e in the Gram matrix becomes `(M g)^2 e` in its null directions (at most 0.5 in
+float16), and an error e in its factor becomes `M g e` in all directions (at most 0.02). Dtypes not
+listed do not use the Gram form: bfloat16 would have to restart at every step.
 """
 
 
 def coefficients(
     schedule: str, steps: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Coefficients, ...]:
-    """Return `(a, b, c)` of each step of a schedule. In 16 bits, `half_margin` is applied.
+    """Return `(a, b, c)` for each step of a schedule, with `half_margin` applied in 16 bits.
 
     Raises:
         ValueError: if the schedule is unknown or `steps < 1`.
@@ -140,9 +139,9 @@ def coefficients(
 
 @constant_result
 def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of completed steps after which the Gram form restarts in `dtype`.
+    """Return the step indices at which the Gram form restarts in `dtype`.
 
-    The Gram form restarts before each step that would exceed `GRAM_GAIN`.
+    It restarts before every step that would exceed `GRAM_GAIN`.
     """
     restarts: list[int] = []
     gain = largest = 1.0
@@ -156,43 +155,42 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
-    """Return the largest image of singular values in [0, 1] under the steps, or 1 without steps."""
+    """Return the largest value that the steps map singular values in [0, 1] to (1 if no steps)."""
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64, device="cpu")
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))
     return float(s.max())
 
 
-# Number of elements of matrices that are processed at a time: one large matrix or several small
-# matrices, whose bfloat16 products are several times faster in batches, on a CPU too. This limits
-# the scratch memory of a step to a few matrices instead of a few stacks.
+# Number of matrix elements to process at a time: one large matrix or several small ones, whose
+# bfloat16 matmuls are several times faster in batches, even on CPU. This limits a step's scratch
+# memory to a few matrices instead of a few stacks.
 WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
-# Number of elements of a slice in elementwise passes over small matrices: a slice stays in a core's
-# cache from one pass to the next. On a device without an entry there is one slice.
+# Slice size, in elements, of elementwise passes over small matrices: a slice stays in a core's
+# cache from one pass to the next. Devices not listed use a single slice.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# An iteration is unbounded if, by an estimate, a singular value exceeds the largest image of [0, 1]
-# under the polynomials by the factor EXCESS; ROUNDING is the factor by which rounding may raise all
-# singular values.
+# An iteration counts as unbounded if a singular value is estimated to exceed the largest value that
+# the polynomials map [0, 1] to by a factor of EXCESS; ROUNDING is the factor by which rounding may
+# increase all singular values.
 EXCESS, ROUNDING = 1.5, 1.05
-# Between these bounds, float32 represents the squares of norms and of all relevant entries.
+# Norms in this range are safe: float32 represents their squares and those of all relevant entries.
 SAFE = 1e-12, 1e15
 
 
 def workspace(device: torch.device) -> int:
-    """Return the number of matrix elements that are processed at a time."""
+    """Return the number of matrix elements to process at a time."""
     return WORKSPACE_ELEMENTS.get(device.type, DEFAULT_WORKSPACE_ELEMENTS)
 
 
 def workspace_units(numel: int, device: torch.device) -> int:
-    """Return the number of units of `numel` elements that are processed at a time, at least 1."""
+    """Return the number of units of `numel` elements to process at a time, at least 1."""
     return max(1, workspace(device) // numel)
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along the batch into matching slices.
-
-    The slices of the first tensor fit in the cache.
+    """Split tensors along the batch into matching slices, such that those of the first tensor fit
+    in the cache.
     """
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     if limit is None or tensors[0].numel() <= limit:
@@ -204,19 +202,19 @@ def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def msign(
     x: Tensor, *, schedule: str = "polar_express", steps: int = 8, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
+    """Compute the polar factor of each matrix in `x` `[..., rows, cols]`.
 
     The result has the shape and dtype of `x` and is differentiable. It is zero for a zero matrix,
     and NaN for a matrix with NaN or infinity.
 
     Args:
         x: matrices `[..., rows, cols]` of any scale.
-        schedule: key of `SCHEDULES`. If `steps` is smaller than the schedule, its first steps are
-            used; if larger, the last step repeats (convergent schedules) or the schedule starts
-            over (quintic, simple).
+        schedule: key of `SCHEDULES`. If `steps` is smaller than the schedule's length, its first
+            steps are used; if larger, the last step repeats (convergent schedules) or the schedule
+            starts over (quintic, simple).
         steps: number of quintic steps, at least 1.
-        dtype: dtype of the matrix products; None means the dtype of `x`. Normalisation always uses
-            at least float32.
+        dtype: dtype of the matmuls; None means the dtype of `x`. Normalisation always uses at least
+            float32.
 
     Raises:
         ValueError: if the schedule is unknown, `steps < 1`, `dtype` is not floating point, or `x`
@@ -240,12 +238,12 @@ def msign(
 
 
 class Polar(NamedTuple):
-    """Polar factors, and whether their iteration stayed bounded.
+    """Polar factors, and whether the iteration stayed bounded.
 
-    `bounded` is False if a value is not finite, or if a singular value has exceeded `EXCESS` times
-    the largest image of [0, 1] before the last step. Singular values are estimated by the
-    Schatten-8 norm. Among n rows, a single growing value is detected when it exceeds 1.5 (n = 1) to
-    2.4 (n = 8,192). Several growing values are detected earlier.
+    `bounded` is False if a value is not finite or, before the last step, a singular value exceeds
+    `EXCESS` times the largest value that [0, 1] is mapped to. Singular values are estimated via the
+    Schatten-8 norm: a single diverging value is detected once it exceeds 1.5 (1 row) to 2.4 (8,192
+    rows), several of them earlier.
     """
 
     direction: Tensor  # [batch, rows, cols]
@@ -253,10 +251,11 @@ class Polar(NamedTuple):
 
 
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
+    """Divide each matrix in `x` `[batch, rows, cols]` by its Frobenius norm, rounding once to
+    `dtype`.
 
-    If `x` is float32 or float64 and `dtype` is the dtype of `x`, the result overwrites `x`.
-    Otherwise the content of `x` is undefined afterwards. A matrix with NaN or infinity becomes NaN.
+    The result overwrites `x` if `x` is float32 or float64 and already has dtype `dtype`; otherwise
+    the contents of `x` are undefined afterwards. A matrix with NaN or infinity becomes NaN.
     """
     wide = x.dtype in (torch.float32, torch.float64)
     y = x if wide and dtype == x.dtype else torch.empty_like(x, dtype=dtype)
@@ -269,7 +268,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
             for i in rough.flatten().nonzero()[:, 0].tolist():
                 normalized(source[i : i + 1], out=target[i : i + 1])
         elif wide:
-            source.div_(_divisor(source))  # no scratch tensor of this size
+            source.div_(_divisor(source))  # in place, to avoid a scratch tensor
             torch.div(source, _norm(source), out=target)
         else:
             normalized(source, out=target)
@@ -277,7 +276,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write `x / divisor` to `out`, rounded once to the dtype of `out`. `x` may be overwritten."""
+    """Write `x / divisor` to `out`, rounding once to its dtype. `x` may be overwritten."""
     if x.is_cpu and x.dtype.itemsize > out.dtype.itemsize:
         out.copy_(x.div_(divisor))  # a single pass would be slower
     else:
@@ -287,11 +286,12 @@ def divide_(x: Tensor, divisor: Tensor, out: Tensor) -> None:
 def polars_of(
     stacks: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> list[Polar]:
-    """Compute the polar factors in `dtype` of stacks `[batch, rows, cols]` of Frobenius norm <= 1.
+    """Compute the polar factors, in `dtype`, of stacks `[batch, rows, cols]` with Frobenius norms
+    of at most 1.
 
-    Stacks with equal shorter sides share the products of the Gram form: work on `X X^T` does not
-    depend on the longer side. The list `stacks` is emptied, so that each iterate is freed as soon
-    as the next iterate exists.
+    Stacks with equal shorter sides share the matmuls of the Gram form, since work on `X X^T` does
+    not depend on the longer side. The tensors in `stacks` are replaced, so that each iterate is
+    freed as soon as the next one exists.
     """
     tall = [is_tall(y) for y in stacks]
     members_by_rows: dict[int, list[int]] = {}
@@ -315,13 +315,13 @@ def polars_of(
 
 
 def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Replace `ys[i]` with its polar factor; return whether the iteration stayed bounded."""
+    """Replace `ys[i]` with its polar factor, and return whether the iteration stayed bounded."""
     for a, b, c in steps[:-1]:
         ys[i] = product(kernels.polynomial(kernels.gram(ys[i]), b, c), ys[i], ys[i], beta=a)
     gram, (a, b, c) = kernels.gram(ys[i]), steps[-1]
     p = kernels.polynomial(gram, b, c)
     bounded = is_bounded(gram, p, steps)
-    del gram  # free it before the last product
+    del gram  # free it before the last matmul
     ys[i] = product(p, ys[i], ys[i], beta=a)
     return bounded
 
@@ -329,7 +329,7 @@ def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> T
 def _gram_form_(
     ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Replace stacks of equal row counts with polar factors; return whether each stayed bounded."""
+    """Replace stacks of equal row counts with polar factors; return which ones stayed bounded."""
     for first, last in pairwise([0, *restart_steps(steps, dtype), len(steps)]):
         gram = kernels.gram(*ys)
         factor: Tensor | None = None  # Q: these steps map X to Q X
@@ -338,12 +338,12 @@ def _gram_form_(
             step = kernels.polynomial(gram, b, c, a)
             factor = step if factor is None else kernels.commuting(step, factor)
             if index + 1 < last:
-                # Two statements, so that the previous matrix is freed between them.
+                # Two statements, so that the previous matrix is freed in between.
                 gram = kernels.commuting(step, gram)
                 gram = kernels.commuting(step, gram)
         if last == len(steps):
             bounded = is_bounded(gram, step, steps, steps[-1][0])
-        del gram, step  # free them before the product
+        del gram, step  # free them before the matmul
         assert factor is not None
         for i, part in enumerate(split_like(factor, ys)):
             ys[i] = product(part, ys[i])
@@ -357,10 +357,10 @@ def is_tall(x: Tensor) -> bool:
 
 
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `x / ||x||_F` per matrix in at least float32. The result is zero for a zero matrix.
+    """Compute `x / ||x||_F` per matrix in at least float32. Zero matrices stay zero.
 
     If `out` (of any dtype) is given, the result is rounded and written to it. Dividing by the
-    largest entry first prevents underflow and overflow of the squares.
+    largest entry first keeps the squares from underflowing or overflowing.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x / _divisor(x)
@@ -370,20 +370,19 @@ def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _divisor(x: Tensor) -> Tensor:
-    """Return the largest magnitude per matrix `[..., 1, 1]`, 1 for a zero matrix."""
+    """Return the largest magnitude per matrix `[..., 1, 1]`, or 1 for a zero matrix."""
     dims = (-2, -1)
     if x.is_cuda:
         peak = torch.linalg.vector_norm(x, ord=math.inf, dim=dims, keepdim=True)
-    else:  # this is much faster on a CPU
+    else:  # much faster on CPU
         peak = torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
     divisor: Tensor = peak.masked_fill(peak == 0, 1)
     return divisor
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return Frobenius norms `[..., 1, 1]` of matrices whose largest magnitude is 1.
-
-    The result is 1 for a zero matrix.
+    """Return the Frobenius norms `[..., 1, 1]` of matrices whose largest magnitude is 1, or 1 for
+    zero matrices.
     """
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(1)
@@ -392,8 +391,8 @@ def _norm(x: Tensor) -> Tensor:
 def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
     """Return whether the Gram form is stable and takes fewer FLOPs, for `rows <= cols`.
 
-    FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
-    Gram form saves little and would use more memory than the plain form.
+    FLOPs are counted for general matmuls, without the symmetric kernels. Below an aspect ratio of
+    2, the Gram form saves little and uses more memory than the plain form.
     """
     if 2 * rows > cols or dtype not in GRAM_GAIN:
         return False
@@ -407,11 +406,11 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
 def msign_cost(
     short: int, long: int, *, steps: int, dtype: torch.dtype, schedule: str = "polar_express"
 ) -> float:
-    """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
+    """Return the FLOPs of computing the polar factor of a matrix with sides `short <= long`.
 
-    For an m x n matrix with m <= n, K steps take K (4 m^2 n + 2 m^3) FLOPs in the plain form. In
-    the Gram form with r restarts they take (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3. `prefers_gram`
-    chooses the form.
+    For an m x n matrix with m <= n, K steps take K (4 m^2 n + 2 m^3) FLOPs in the plain form, and
+    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in the Gram form with r restarts. `prefers_gram` selects
+    the form.
     """
     square = product_flops(short, short, short)
     to_gram, from_gram = product_flops(short, long, short), product_flops(short, short, long)
@@ -426,26 +425,26 @@ def msign_cost(
 def is_bounded(
     gram: Tensor, p: Tensor, steps: tuple[Coefficients, ...], shift: float = 0.0
 ) -> Tensor:
-    """Return whether each matrix's iterates stayed bounded, bool `[batch]`. See `Polar`.
+    """Return whether each matrix's iterates stayed bounded, bool `[batch]`; see `Polar`.
 
-    `gram` `[batch, rows, rows]` is R before the last of `steps` and is overwritten. `p` is
-    `shift I + b R + c R^2` with the coefficients of the last step. The Schatten-8 norm is computed
-    from `gram` and `p`.
+    `gram` `[batch, rows, rows]` is R before the last of `steps`, and is overwritten. `p` is
+    `shift I + b R + c R^2` with the last step's coefficients. The Schatten-8 norm is computed from
+    `gram` and `p`.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
     limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)
     _, b, c = steps[-1]
-    # c R^2, computed without a product.
+    # c R^2, computed without a matmul.
     square = torch.sub(p, gram, alpha=b, out=None if gram.requires_grad else gram)
     if shift:
         square.diagonal(dim1=-2, dim2=-1).sub_(shift)
-    # Sum in float32 and round to the dtype at the end: several times faster on a CPU.
+    # Accumulates in float32 and rounds to the dtype at the end: several times faster on CPU.
     norm: Tensor = torch.linalg.vector_norm(square, dim=(-2, -1))
     return norm <= abs(c) * limit
 
 
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute the polar factor of one matrix `[rows, cols]` in plain code, as a reference.
+    """Compute the polar factor of one matrix `[rows, cols]` in plain code, for reference.
 
     Source: K. Jordan et al., "Muon" (2024); "The Polar Express" (arXiv 2505.16932) for `steps`.
     """

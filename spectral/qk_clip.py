@@ -1,7 +1,7 @@
-"""QK-clip: bounded attention logits by scaled query and key weights.
+"""QK-clip: bounds attention logits by scaling down query and key weights.
 
 Source: "Kimi K2: Open Agentic Intelligence", section 2.1 (MuonClip). Use QK-clip with Muon, under
-which the spectral norms of these weights may grow. Rules with a radius undo the clipping at their
+which the spectral norms of these weights can grow. Rules with a radius undo the clipping in their
 next step.
 """
 
@@ -17,32 +17,33 @@ def clip_qk_(
 ) -> Tensor:
     """Scale queries and keys in place so that no logit exceeds `threshold`. Return the factors.
 
-    Call this function after `optimizer.step()`. Heads that share a key share a factor: `threshold`
-    divided by the heads' largest logit if this logit is finite and exceeds `threshold`, else 1.
-    Weights may be DTensors.
+    Call this after `optimizer.step()`. Heads that share a key share a factor: `threshold` divided
+    by their largest logit if that is finite and exceeds `threshold`, otherwise 1. Weights may be
+    DTensors.
 
     Args:
         query, key: weights `[heads size, inputs]` and `[groups size, inputs]`, or biases.
-        logits: `[heads]`, a plain tensor: the largest logit of each head in the last step, before
-            softmax, over all ranks; or an upper bound, such as the product of the largest norms of
-            a head's queries and keys divided by the root of the head dimension.
-        threshold: largest allowed logit; positive.
+        logits: `[heads]`, a plain tensor: each head's largest pre-softmax logit in the last step,
+            across all ranks; or an upper bound, such as the product of the largest query and key
+            norms of a head, divided by the square root of the head dimension.
+        threshold: maximum allowed logit; must be positive.
         balance: exponent of the factor for queries, in [0, 1]; the exponent for keys is
             `1 - balance`.
 
     Returns:
-        The factor of the logits of each key `[groups]`.
+        The factor by which the logits of each key are scaled, `[groups]`.
 
     Raises:
-        ValueError: if heads do not divide the rows of both weights, `logits` is not 1-d, query and
-            key are the same weight, `threshold` is not positive, or `balance` is outside [0, 1].
+        ValueError: if the number of heads does not divide the rows of both weights, `logits` is not
+            1-d, query and key are the same weight, `threshold` is not positive, or `balance` is
+            outside [0, 1].
     """
     if logits.ndim != 1:
         raise ValueError(f"logits must have one number per head, got shape {tuple(logits.shape)}")
     if query is key:
         raise ValueError(
-            "query and key are the same weight: pass the rows of queries and the rows of keys of a "
-            "fused weight, such as weight[:n] and weight[n : 2 * n]"
+            "query and key are the same weight: for a fused weight, pass its query rows and its "
+            "key rows, such as weight[:n] and weight[n : 2 * n]"
         )
     heads, rows = len(logits), query.shape[0]
     size = rows // max(heads, 1)

@@ -1,6 +1,6 @@
 """One optimizer class per rule, with explicit arguments for `help`, type checkers and editors.
 
-Defaults are from `options.DEFAULTS`. For float64 weights, the rule's own defaults apply.
+Defaults come from `options.DEFAULTS`; float64 weights use the rule's own defaults.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,8 @@ Nonfinite = Literal["raise", "skip"]
 def signed(signature: Callable[P, None]) -> Callable[P, None]:
     """Create an `__init__` with the given `signature` that calls `SpectralOptimizer.__init__`.
 
-    It passes only explicit arguments, so an omitted argument differs from an explicit default.
+    Only explicitly passed arguments are forwarded, so that omitting one differs from passing its
+    default.
     """
 
     @wraps(signature)
@@ -37,9 +38,9 @@ def signed(signature: Callable[P, None]) -> Callable[P, None]:
 class AdamW(SpectralOptimizer):
     """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
 
-    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). The steps equal the steps of
-    `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings, heads,
-    gains and biases, which `split_parameters` always assigns to AdamW.
+    Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101). Steps are identical to those
+    of `torch.optim.AdamW` with the same betas. Use AdamW as a baseline, and for embeddings, heads,
+    gains and biases, which `split_parameters` always assigns to it.
 
         optimizer = AdamW(model.parameters(), lr=1e-3)
 
@@ -47,15 +48,15 @@ class AdamW(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        beta1 (default 0.9): Decay of the gradient's moving average, in [0, 1).
-        beta2 (default 0.95): Decay of the squared gradient's moving average, in [0, 1).
-        epsilon (default 1e-08): Positive number that is added to the square root of the second
-            moment.
+        beta1 (default 0.9): Decay rate of the gradient's moving average, in [0, 1).
+        beta2 (default 0.95): Decay rate of the squared gradient's moving average, in [0, 1).
+        epsilon (default 1e-08): Positive number added to the square root of the second moment.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "adamw"
@@ -78,10 +79,10 @@ class AdamW(SpectralOptimizer):
 
 
 class Muon(SpectralOptimizer):
-    """Muon: `W -= lr s msign(M)` with the momentum M and a scale s that depends on the shape.
+    """Muon: `W -= lr s msign(M)` with momentum M and a shape-dependent scale s.
 
-    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). The steps equal the steps
-    of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Steps are identical to
+    those of `torch.optim.Muon` with the same polynomials. Try this spectral optimizer first.
 
         optimizer = Muon(split_parameters(model), lr=2e-2)
 
@@ -89,24 +90,25 @@ class Muon(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'bfloat16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
+        scale (default 'spectral_mup'): Formula for the shape-dependent update scale
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+        scale_factor (default 1.0): Positive multiplier for the update.
+        cautious_decay (default False): Do not decay entries that the update increases in magnitude
             ("Cautious Weight Decay", Chen et al., 2025).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "muon"
@@ -134,7 +136,7 @@ class Muon(SpectralOptimizer):
 
 
 class NorMuon(SpectralOptimizer):
-    """NorMuon: Muon with updates whose rows are normalised by a second moment of each neuron.
+    """NorMuon: Muon with update rows normalised by a per-neuron second moment.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025). Use NorMuon for
     layers whose neurons learn at very different rates under Muon.
@@ -145,26 +147,27 @@ class NorMuon(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'bfloat16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
+        scale (default 'spectral_mup'): Formula for the shape-dependent update scale
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+        scale_factor (default 1.0): Positive multiplier for the update.
+        cautious_decay (default False): Do not decay entries that the update increases in magnitude
             ("Cautious Weight Decay", Chen et al., 2025).
-        beta2 (default 0.95): Decay of the moving average of each update row's mean square, in [0,
-            1).
+        beta2 (default 0.95): Decay rate of the moving average of each update row's mean square, in
+            [0, 1).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "normuon"
@@ -195,10 +198,10 @@ class NorMuon(SpectralOptimizer):
 class AdaMuon(SpectralOptimizer):
     """AdaMuon: `W -= lr s k O / (sqrt(V) + epsilon)` with O = msign(sign(M)) and its mean square V.
 
-    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k makes the update's root
-    mean square 0.2 lr. Use AdaMuon with learning rates tuned for AdamW, or for weights whose
-    entries learn at very different rates. In addition to the momentum, the state contains V, which
-    is as large as the weight.
+    Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025); k sets the update's RMS
+    to 0.2 lr. Use AdaMuon with learning rates tuned for AdamW, or for weights whose entries learn
+    at very different rates. Besides the momentum, the state includes V, which is as large as the
+    weight.
 
         optimizer = AdaMuon(split_parameters(model), lr=1e-3)
 
@@ -206,26 +209,27 @@ class AdaMuon(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 5): Number of msign steps, at least 1.
-        msign_dtype (default 'bfloat16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'bfloat16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'align_adam_rms'): Formula for the update's size, given the unit's shape
+        scale (default 'align_adam_rms'): Formula for the shape-dependent update scale
             (docs/spectral.md); the default is the paper's.
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        cautious_decay (default False): Do not decay entries whose magnitude the update increases
+        scale_factor (default 1.0): Positive multiplier for the update.
+        cautious_decay (default False): Do not decay entries that the update increases in magnitude
             ("Cautious Weight Decay", Chen et al., 2025).
-        beta2 (default 0.95): Decay of the moving average of the update's squared entries, in
+        beta2 (default 0.95): Decay rate of the moving average of the update's squared entries, in
             [0, 1); the paper sets it to `momentum`.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "adamuon"
@@ -254,10 +258,10 @@ class AdaMuon(SpectralOptimizer):
 
 
 class MuonSphere(SpectralOptimizer):
-    """Muon on weights that are rescaled to spectral norm R before every step.
+    """MuonSphere: Muon on weights that are rescaled to spectral norm R before every step.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393). Use MuonSphere if
-    weights must not grow: weight decay needs no tuning, and learning rates transfer between widths.
+    weights must not grow: weight decay needs no tuning, and learning rates transfer across widths.
 
         optimizer = MuonSphere(split_parameters(model), lr=5e-3)
 
@@ -265,31 +269,32 @@ class MuonSphere(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'float16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
+        scale (default 'spectral_mup'): Formula for the shape-dependent update scale
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
+        scale_factor (default 1.0): Positive multiplier for the update.
+        radius (default 'spectral_mup'): Formula for the shape-dependent radius R
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
-        krylov_steps (default 4): Number of block Krylov steps per update, starting from the
+        radius_scaler (default 1.0): Positive multiplier for the radius (the paper's c).
+        krylov_steps (default 4): Number of block Krylov steps per update, warm-started from the
             previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
-        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
-            negative.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); must
+            not be negative.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "muon_sphere"
@@ -324,8 +329,8 @@ class SpectralSphere(SpectralOptimizer):
     """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1; lambda
-    solves `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). Use
-    SSO like MuonSphere, which omits this condition.
+    solves `<u v^T, msign(M + lambda u v^T)> = 0` for the weight's top singular pair (u, v). Use SSO
+    in the same cases as MuonSphere, which drops this condition.
 
         optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
@@ -333,41 +338,42 @@ class SpectralSphere(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'float16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default True): Step along `(1 - momentum) G + momentum M` instead of the moving
             average M.
-        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
+        scale (default 'spectral_mup'): Formula for the shape-dependent update scale
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
+        scale_factor (default 1.0): Positive multiplier for the update.
+        radius (default 'spectral_mup'): Formula for the shape-dependent radius R
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
-        krylov_steps (default 4): Number of block Krylov steps per update, starting from the
+        radius_scaler (default 1.0): Positive multiplier for the radius (the paper's c).
+        krylov_steps (default 4): Number of block Krylov steps per update, warm-started from the
             previous singular vectors; at least 1.
         retraction (default 'hard'): hard: rescale to R exactly. dynamic: multiply by `1 +-
             retraction_rate lr` towards R.
-        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); not
-            negative.
+        retraction_rate (default 0.1): Rate of the dynamic retraction (the paper's lambda_wd); must
+            not be negative.
         tolerance (default None): Largest |<u v^T, direction>| that counts as tangent; None means
             2e-4, or the rounding error of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16
-            bits, a component along u v^T of at most 0.05 (float16) or 0.1 (bfloat16) counts as a
-            rounding error and is subtracted from the direction; a larger component remains.
+            bits, a component along u v^T of up to 0.05 (float16) or 0.1 (bfloat16) is attributed to
+            rounding and subtracted from the direction; a larger one is kept.
         max_evaluations (default None): Maximum number of msign evaluations per unit and step;
             without early exit, the exact number. None means 8 with early exit, else 1, or 2 for
-            float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards,
+            float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards,
             B300).
-        early_exit (default None): Stop when all units have converged, which makes the host wait for
-            the device; None means true only on a CPU.
+        early_exit (default None): Stop once all units have converged, which requires a host sync;
+            None means true only on CPU.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "spectral_sphere"
@@ -405,7 +411,7 @@ class MuonPlusPlus(SpectralOptimizer):
     """Muon++: Muon whose step does not change the weight's top singular value.
 
     Source: "Towards a Principled Muon under muP" (arXiv 2601.01306), algorithms 1 and 2. Use Muon++
-    for experiments with weights of constant norm.
+    for experiments with constant weight norms.
 
         optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
 
@@ -413,41 +419,42 @@ class MuonPlusPlus(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'float16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
-        momentum (default 0.95): Decay of the gradient's moving average, in [0, 1).
+        momentum (default 0.95): Decay rate of the gradient's moving average, in [0, 1).
         nesterov (default False): Orthogonalise `(1 - momentum) G + momentum M` instead of the
-            moving average M, which the paper uses.
-        scale (default 'spectral_mup'): Formula for the update's size, given the unit's shape
+            moving average M used in the paper.
+        scale (default 'spectral_mup'): Formula for the shape-dependent update scale
             (docs/spectral.md).
-        scale_factor (default 1.0): Positive factor that multiplies the update.
-        radius (default 'spectral_mup'): Formula for the radius R, given the unit's shape
+        scale_factor (default 1.0): Positive multiplier for the update.
+        radius (default 'spectral_mup'): Formula for the shape-dependent radius R
             (docs/spectral.md).
-        radius_scaler (default 1.0): Positive factor that multiplies the radius (the paper's c).
+        radius_scaler (default 1.0): Positive multiplier for the radius (the paper's c).
         krylov_steps (default 10): Number of block Krylov steps per singular triplet and update; at
             least 1.
-        algorithm (default 'project_rescale'): project: algorithm 1, which keeps the norm only while
-            steps are shorter than sigma_1 - sigma_2. project_rescale: algorithm 2, which also
+        algorithm (default 'project_rescale'): project: algorithm 1, which preserves the norm only
+            while steps are shorter than sigma_1 - sigma_2. project_rescale: algorithm 2, which also
             rescales the weight to the radius. dual: a first-order relaxation that only requires u^T
             D v = 0.
         tolerance (default None): Largest |u^T D v| that counts as tangent, for algorithm dual only;
             None means 2e-4, or 1e-3 with msign_dtype float16 and 5e-3 with bfloat16.
         max_evaluations (default None): Number of msign evaluations per unit and step, for algorithm
-            dual only; None means 1, or 2 for float32 matrices of more than 256 rows on a GPU whose
-            float64 is slow (consumer cards, B300).
+            dual only; None means 1, or 2 for float32 matrices with more than 256 rows on GPUs with
+            slow float64 (consumer cards, B300).
         correlation_rescale (default False): The first time the correlation rho of the entries (eq.
             4.13) exceeds its threshold, multiply the weight by sqrt(last step's rho / rho). Not
-            allowed with project_rescale.
-        correlation_threshold (default 1.0): Positive factor C of the paper's threshold, C
+            supported with project_rescale.
+        correlation_threshold (default 1.0): Positive factor C in the paper's threshold, C
             (rows^-1/2 + cols^-1/2).
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "muon_plus_plus"
@@ -484,8 +491,8 @@ class MuonPlusPlus(SpectralOptimizer):
 class SpectralDescent(SpectralOptimizer):
     """Spectral descent: `W -= lr ||G||_* msign(G)`, the steepest-descent step without momentum.
 
-    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use
-    spectral descent for theory and small models.
+    Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). Use it
+    for theoretical work and small models.
 
         optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
 
@@ -493,16 +500,17 @@ class SpectralDescent(SpectralOptimizer):
         params: parameters, the result of `split_parameters`, or groups; see `SpectralOptimizer`.
         lr: learning rate, a number or a 0-d tensor; None means the default.
         weight_decay: decoupled weight decay, multiplied by lr.
-        schedule (default 'polar_express'): Name of msign's polynomials: a key of
+        schedule (default 'polar_express'): Polynomial schedule of msign: a key of
             `spectrain.polar.SCHEDULES`.
         steps (default 8): Number of msign steps, at least 1.
-        msign_dtype (default 'float16'): Dtype of the products in msign; None means the weight's
+        msign_dtype (default 'float16'): Dtype of the matmuls in msign; None means the weight's
             dtype.
         nonfinite: "raise" a FloatingPointError on a NaN or infinite gradient, or "skip" the step.
-        master_weights: whether to update a float32 copy of every 16-bit parameter.
-        replicas: process group of ranks with equal plain parameters; None means the process group
-            of the DDP model that was split.
-        exchange_dtype: dtype of sent momenta and updates of sharded matrices; None keeps their own.
+        master_weights: whether to keep float32 master weights for 16-bit parameters.
+        replicas: process group of the ranks that replicate plain parameters; None means that of the
+            DDP model passed to `split_parameters`.
+        exchange_dtype: dtype in which momenta and updates of sharded matrices are sent; None means
+            their own.
     """
 
     default_rule = "spectral_descent"

@@ -1,7 +1,7 @@
-"""Update rules, one file per rule, and the registry of their names in configs and optimizers.
+"""Update rules, one file per rule, and the registry that maps their names to classes.
 
-An installed package adds rules with an entry point of the group `spectrain.rules`. A program that
-uses the library alone may call `register_rule`.
+An installed package adds rules through entry points in the group `spectrain.rules`. Programs that
+only use the library can call `register_rule` instead.
 """
 
 import sys
@@ -36,11 +36,11 @@ ENTRY_POINTS = "spectrain.rules"
 
 
 class Registry(UserDict[str, type[Rule]]):
-    """Rules by name.
+    """Maps names to rules.
 
-    Other installed packages may import this package. Their rules are therefore loaded only when the
-    names are listed or a name is missing. `left_out` maps the name of each unusable rule of these
-    packages to the reason.
+    Rules from other installed packages are loaded lazily, when names are listed or a name is
+    missing, because these packages may import this one. `left_out` maps the names of their unusable
+    rules to the reasons.
     """
 
     loading = False
@@ -50,19 +50,19 @@ class Registry(UserDict[str, type[Rule]]):
         self.left_out: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """Yield all names; the names of other installed packages are last."""
+        """Yield all names, those from other installed packages last."""
         self.load()
         return iter(self.data)
 
     def __len__(self) -> int:
-        """Count the names."""
+        """Return the number of names."""
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a rule of this name is known or installed."""
+        """Return whether a rule with this name is registered or installed."""
         if name in self.data or name in list(self):
             return True
-        installed.cache_clear()  # a package may be new
+        installed.cache_clear()  # a package may have been installed since
         return name in list(self)
 
     def __missing__(self, name: str) -> type[Rule]:
@@ -74,7 +74,7 @@ class Registry(UserDict[str, type[Rule]]):
 
     def load(self) -> None:
         """Register the rules of installed packages, with a warning for each unusable one."""
-        if self.loading:  # a package may list the rules while it is imported
+        if self.loading:  # a package may list the rules while being imported
             return
         self.loading = True
         try:
@@ -97,7 +97,7 @@ class Registry(UserDict[str, type[Rule]]):
 
 @lru_cache(maxsize=1)
 def installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of rules in the packages on `path`, which is sys.path."""
+    """Return the rule entry points of packages on `path`, which is sys.path."""
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
@@ -117,8 +117,8 @@ def register_rule(name: str, rule: type[Rule]) -> None:
     """Register a rule under a name, for optimizers and configs.
 
     Raises:
-        ValueError: if another rule has the name.
-        TypeError: if `rule` is not a subclass of `Rule`, or violates a requirement of this class.
+        ValueError: if the name is taken by another rule.
+        TypeError: if `rule` is not a subclass of `Rule` or violates its requirements.
     """
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
         raise TypeError(f"rule {name!r} must be a class derived from {__name__}.Rule, got {rule!r}")

@@ -1,9 +1,9 @@
-"""AdaMuon: Muon on the signs of the momentum, with a second moment per entry of the update.
+"""AdaMuon: Muon on the signs of the momentum, with a per-entry second moment of the update.
 
 Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1. With
 O = msign(sign(M)), the moving average V of O's squares, and O' = O / (sqrt(V) + epsilon), the step
-is `W -= lr s sqrt(min(rows, cols)) O' / ||O'||`. With the scale `align_adam_rms`, the root mean
-square of the update is 0.2 lr.
+is `W -= lr s sqrt(min(rows, cols)) O' / ||O'||`. With scale `align_adam_rms`, the update has an RMS
+of 0.2 lr.
 """
 
 import math
@@ -25,24 +25,24 @@ class AdaMuonRule(NorMuonRule):
     """Muon on the signs of the momentum, with each entry of the update divided by a running RMS."""
 
     scale: Scale = "align_adam_rms"
-    """Formula for the update's size, given the unit's shape (docs/spectral.md); the default is the
-    paper's."""
+    """Formula for the shape-dependent update scale (docs/spectral.md); the default is the paper's.
+    """
     beta2: float = 0.95
-    """Decay of the moving average of the update's squared entries, in [0, 1); the paper sets it to
-    `momentum`."""
+    """Decay rate of the moving average of the update's squared entries, in [0, 1); the paper sets
+    it to `momentum`."""
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum and the mean squares, both in the shape of `weight`."""
+        """Create the momentum and the mean squares, both with the shape of `weight`."""
         return super().init_state(weight) | {"square": torch.zeros_like(weight)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, then step along the normalized msign(sign(momentum)). See `Rule.update`."""
-        # `sign` would hide infinities and NaN, which must be detected.
+        # `sign` would hide infinities and NaN, which must not go undetected.
         signs = [torch.where(s.grad.isfinite(), s.grad.sign(), torch.nan) for s in stacks]
         return super().update([s._replace(grad=x) for s, x in zip(stacks, signs, strict=True)])
 
     def squares(self, direction: Tensor) -> Tensor:
-        """Return the squares of all entries."""
+        """Return the squared entries."""
         return direction.square()
 
     def norm_of(self, direction: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by AdaMuon in plain code. `AdaMuonRule` computes the same update.
+    """Update one matrix with AdaMuon in plain code. `AdaMuonRule` computes the same update.
 
     Source: "AdaMuon: Adaptive Muon Optimizer" (Si, Zhang and Shen, 2025), algorithm 1.
     """

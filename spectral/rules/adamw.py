@@ -1,7 +1,8 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization") with PyTorch's fused step.
 
-The fused step does not check its inputs. If gradients and moments are finite, moments stay finite
-and steps bounded. The optimizer checks gradients. Moments are checked when a checkpoint is loaded.
+The fused step does not check its inputs. As long as gradients and moments are finite, moments stay
+finite and steps stay bounded. Gradients are checked by the optimizer, and moments when a checkpoint
+is loaded.
 """
 
 from collections.abc import Sequence
@@ -16,21 +17,21 @@ from ..batching import grouped
 from .base import Report, Rule, Stack, State, Step, decay_, require, require_fraction
 
 ENTRIES = ("momentum", "variance", "step")
-"""Keys of the state."""
+"""State keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
-    """Elementwise AdamW, equal to `torch.optim.AdamW`."""
+    """Elementwise AdamW, equivalent to `torch.optim.AdamW`."""
 
     whole_matrix: ClassVar[bool] = False
 
     beta1: float = 0.9
-    """Decay of the gradient's moving average, in [0, 1)."""
+    """Decay rate of the gradient's moving average, in [0, 1)."""
     beta2: float = 0.95
-    """Decay of the squared gradient's moving average, in [0, 1)."""
+    """Decay rate of the squared gradient's moving average, in [0, 1)."""
     epsilon: float = 1e-8
-    """Positive number that is added to the square root of the second moment."""
+    """Positive number added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +40,7 @@ class AdamWRule(Rule):
         require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")
 
     def init_state(self, weight: Tensor) -> State:
-        """Create moments in the shape of `weight` and step counters `[batch]`."""
+        """Create moments with the shape of `weight`, and step counters `[batch]`."""
         layout = torch.contiguous_format
         return {
             "momentum": torch.zeros_like(weight, memory_format=layout),
@@ -48,7 +49,7 @@ class AdamWRule(Rule):
         }
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Update and decay weights with one call per group of equal rates. See `Rule.update`."""
+        """Update and decay weights, with one call per set of rates. See `Rule.update`."""
         for members in grouped(stacks, lambda stack: stack.step.rates).values():
             entries = [[stack.state[name] for stack in members] for name in ENTRIES]
             lists = [[s.weight for s in members], [s.grad for s in members], *entries]
@@ -58,9 +59,9 @@ class AdamWRule(Rule):
         return [{} for _ in stacks]
 
     def advance_(self, lists: Sequence[list[Tensor]], step: Step) -> None:
-        """Run PyTorch's fused step on units of one dtype, device and rate.
+        """Run PyTorch's fused step on units with the same dtype, device and rates.
 
-        `lists` contains the weights, gradients, means, variances and step counters of the units.
+        `lists` holds the weights, gradients, means, variances and step counters of the units.
         """
         lr, weight_decay, active = step
         weights, counts = lists[0], lists[-1]
@@ -70,7 +71,9 @@ class AdamWRule(Rule):
             weight_decay = 0.0
         shapes = [weight.shape for weight in weights]
         if any([x.shape for x in moments] != shapes for moments in lists[2:4]):
-            raise ValueError("moments must have the shape of their weight")  # torch does not check
+            raise ValueError(
+                "moments must have the same shape as their weight"
+            )  # unchecked by torch
         taken = torch.ones((), device=counts[0].device) if active is None else active.float()
         torch._foreach_add_(counts, taken, alpha=1)
         dense = [[x.contiguous() for x in tensors] for tensors in lists[:4]]
@@ -98,7 +101,7 @@ class AdamWRule(Rule):
 
 
 def units(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split tensors `[batch, ...]` into units, which have separate counters."""
+    """Split tensors `[batch, ...]` into units, each with its own counter."""
     return [unit for x in tensors for unit in x.unbind()]
 
 
@@ -110,7 +113,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one weight by AdamW in plain code. `AdamWRule` computes the same update.
+    """Update one weight with AdamW in plain code. `AdamWRule` computes the same update.
 
     Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
     """

@@ -1,8 +1,8 @@
 """Interface of update rules: batched updates of stacked parameters and their state.
 
-The one-process optimizer and the distributed optimizer call the same rules through
-`spectral.stepping`, so the mathematics is written once. Routing, planning and monitoring use only a
-rule's methods. `RULES` maps the names of rules in configs and optimizers to their classes.
+The single-process and distributed optimizers call the same rules through `spectral.stepping`, so
+the mathematics is written only once. Routing, planning and monitoring only use a rule's methods.
+`RULES` maps the names used in configs and optimizers to rule classes.
 """
 
 import difflib
@@ -32,8 +32,8 @@ from torch import Tensor
 from ..batching import concat
 
 ELEMENTWISE_FLOPS = 16
-"""FLOPs per element of momentum, decay, update and their norms; for AdamW, correct to a factor of
-1.5."""
+"""FLOPs per element for momentum, decay, update and their norms; within a factor of 1.5 for AdamW.
+"""
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -45,9 +45,9 @@ class Step(NamedTuple):
     """The arguments of a step.
 
     Attributes:
-        lr, weight_decay: learning rate and weight decay of all units.
-        active: 0-d bool tensor. If it is False, weight and state stay unchanged, bit for bit,
-            without a host sync. None means that the step is taken.
+        lr, weight_decay: learning rate and weight decay for all units.
+        active: 0-d bool tensor. If False, weight and state are left bitwise unchanged, without a
+            host sync. None means the step is always taken.
     """
 
     lr: Rate
@@ -56,15 +56,15 @@ class Step(NamedTuple):
 
     @property
     def rates(self) -> tuple[object, object]:
-        """A key that is the same for steps with equal rates. No tensor is read."""
+        """A key that is equal for steps with equal rates, computed without reading tensors."""
         return rate_key(self.lr), rate_key(self.weight_decay)
 
 
 class Stack(NamedTuple):
-    """Units of one shape that a rule steps together.
+    """Units of the same shape that a rule updates together.
 
     Attributes:
-        weight: `[batch, ...]`, one row per unit.
+        weight: `[batch, ...]`, one entry per unit.
         grad: the gradient, or the result of `Rule.accumulate`; may be overwritten.
         state: the rule's state.
         step: rates and active flag.
@@ -78,27 +78,29 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """One update rule. Its fields are its hyper-parameters and its config section."""
+    """An update rule. Its fields are its hyper-parameters and form its config section."""
 
     whole_matrix: ClassVar[bool]
     """Whether the rule needs whole matrices `[batch, rows, cols]`; otherwise it is elementwise."""
     reads_weight: ClassVar[bool] = True
-    """Whether a step uses the weight for more than decay and subtraction of the update."""
+    """Whether a step uses the weight for anything besides decaying it and subtracting the update.
+    """
     elementwise_state: ClassVar[tuple[str, ...]] = ()
-    """State entries for `accumulate`, which have the weight's shape and are initially 0."""
+    """State entries used by `accumulate`, which have the weight's shape and are initialised to 0.
+    """
 
     def __post_init__(self) -> None:
-        """Raise ValueError or TypeError for an invalid field; subclasses must call this method."""
+        """Raise ValueError or TypeError for invalid fields. Subclasses must call this method."""
         check_fields(type(self), vars(self))
 
     @property
     def cautious(self) -> bool:
-        """Whether weight decay acts only on entries that the update shrinks."""
+        """Whether weight decay only applies to entries that the update shrinks."""
         return False
 
     @property
     def waiting_field(self) -> str | None:
-        """The field that makes a step wait for the device, or None if steps can be captured."""
+        """The field that causes a host sync in each step, or None if steps can be captured."""
         return None
 
     @property
@@ -107,69 +109,66 @@ class Rule(ABC):
         return False
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return the reason why the rule cannot use this weight decay, or None."""
+        """Return why this weight decay cannot be used with the rule, or None if it can."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name. Each null is replaced by the value that the rule uses."""
+        """Return the fields by name, with nulls replaced by the values in effect."""
         return asdict(self)
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
-        """Create the state of `weight` `[batch, ...]`.
+        """Create the state for `weight` `[batch, ...]`.
 
-        Every tensor has a leading batch dimension. The keys are the same for every weight and at
+        Every tensor has a leading batch dimension. Keys must be the same for every weight and at
         every step.
         """
 
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Compute the input of `update` in the buffers of `grads`. By default, return `grads`.
+        """Compute the input to `update` in place in `grads`. By default, return `grads`.
 
-        The computation is elementwise, so it may run on any slice of a matrix. It reads and writes
-        only the state entries in `elementwise_state`.
+        The computation is elementwise, so it may run on any slice of a matrix, and only accesses
+        the state entries listed in `elementwise_state`.
         """
         return list(grads)
 
     @abstractmethod
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
-        """Update weights and states in place from the result of `accumulate`.
+        """Update weights and states in place, given the result of `accumulate`.
 
-        The caller runs `accumulate` and `update` under `torch.no_grad()`.
+        `accumulate` and `update` are called under `torch.no_grad()`.
 
-        Returns the report of each stack, with metrics `[batch]`. A rule that computes its direction
-        from norms reports `refused`: 1 for each unit whose step is not sound. The weight of a
-        refused unit stays unchanged, bit for bit, so a finite weight stays finite for any `grad`
-        and state. An elementwise rule may assume finite gradients, because the optimizer checks
-        them.
+        Returns a report per stack, with metrics `[batch]`. Rules that compute their direction from
+        norms report `refused`: 1 for each unit whose step is not sound. The weight of a refused
+        unit is left bitwise unchanged, so finite weights stay finite for any `grad` and state.
+        Elementwise rules may assume finite gradients, because the optimizer checks them.
 
-        All stacks have the same dtype, device and active flag. On a device with kernels, a
-        whole-matrix rule may receive stacks of several shapes with equal shorter sides. On other
-        devices it receives one stack.
+        All stacks have the same dtype, device and active flag. On devices with kernels, a
+        whole-matrix rule may receive stacks of several shapes with equal shorter sides; on other
+        devices, it receives a single stack.
         """
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`.
+        """Return the FLOPs of one step on a unit of logical `shape`, for placement and plans.
 
-        By default only elementwise passes are counted. Placement and plans use the count. See
-        `costs_are_counted`.
+        By default, only elementwise passes are counted; see `costs_are_counted`.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 
     @classmethod
     def costs_are_counted(cls) -> bool:
-        """Return whether `cost` counts all FLOPs. `Rule.cost` counts too few for whole matrices."""
+        """Return whether `cost` counts all FLOPs. `Rule.cost` undercounts whole-matrix rules."""
         return not cls.whole_matrix or cls.cost is not Rule.cost
 
     def radius_of(self, shape: Sequence[int]) -> float | None:
-        """Return the spectral norm that the rule enforces on a `[rows, cols]` unit, or None."""
+        """Return the spectral norm that the rule enforces on a `[rows, cols]` unit, if any."""
         return None
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
-        """Return the spectral norm of a `[rows, cols]` unit's update, divided by lr.
-
-        Returns None if this ratio is not constant.
+        """Return the spectral norm of a `[rows, cols]` unit's update divided by lr, or None if this
+        ratio is not constant.
         """
         return None
 
@@ -185,7 +184,7 @@ def take_step(
     weight_decay: Rate = 0.0,
     active: Tensor | None = None,
 ) -> Report:
-    """Update one stack by `rule` in place and return its report. `Stack` describes the arguments.
+    """Update a stack in place with `rule`, and return its report. See `Stack` for the arguments.
 
     Raises ValueError for a rate that is a tensor with dimensions.
     """
@@ -203,7 +202,7 @@ def check_rate(name: str, rate: Rate) -> None:
 
 
 def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for a value that the annotation of a rule's field forbids."""
+    """Raise ValueError or TypeError for a value that violates its field's annotation."""
     for field, annotation in _annotations(kind):
         value = values.get(field.name, field.default)
         if value is not field.default:
@@ -211,16 +210,16 @@ def check_fields(kind: type[Rule], values: Mapping[str, Any]) -> None:
 
 
 def class_problems(kind: type[Rule]) -> Iterator[str]:
-    """Yield each requirement that a rule's class does not satisfy, such as "must be a ..."."""
+    """Yield each requirement that a rule class violates, such as "must be a ..."."""
     if abstract := kind.__abstractmethods__:
-        yield f"must have the method {sorted(abstract)[0]}"
+        yield f"must implement the method {sorted(abstract)[0]}"
     if "__dataclass_fields__" not in vars(kind):
         yield "must be a dataclass: @dataclass(frozen=True, kw_only=True)"
     if "whole_matrix" not in dir(kind):
         yield "must define whole_matrix: True if it needs whole matrices, else False"
     for field in fields(kind):
         if field.default is MISSING and field.default_factory is MISSING:
-            yield f"must have a default for its field {field.name}"
+            yield f"must define a default for its field {field.name}"
     weight = torch.zeros(2, 3, 4, device="cpu")
     state = kind().init_state(weight)
     shapes = dict.fromkeys(state, weight.shape[:1]) | dict.fromkeys(
@@ -236,7 +235,7 @@ def class_problems(kind: type[Rule]) -> Iterator[str]:
 def _annotations(kind: type[Rule]) -> list[tuple[Field[Any], Any]]:
     try:
         hints = get_type_hints(kind)
-    except NameError:  # names that only type checkers import
+    except NameError:  # names imported only for type checking
         return []
     return [(field, hints[field.name]) for field in fields(kind)]
 
@@ -253,12 +252,12 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def rate_key(rate: Rate) -> object:
-    """Return a key that is the same for equal rates: the number, or the tensor's id."""
+    """Return a key that is equal for equal rates: the number, or the tensor's id."""
     return id(rate) if isinstance(rate, Tensor) else rate
 
 
 def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
-    """Return the common rate of all stacks or, if rates differ, one per unit `[sum of batches]`."""
+    """Return the rate shared by all stacks or, if they differ, one per unit `[sum of batches]`."""
     if len(set(map(rate_key, rates))) == 1:
         return rates[0]
     pairs = zip(stacks, rates, strict=True)
@@ -274,8 +273,8 @@ def decay_(
 ) -> None:
     """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`.
 
-    `direction` is the direction that is subtracted afterwards. If it is given, decay only entries
-    where weight and direction do not have opposite signs.
+    `direction` is what will be subtracted afterwards. If given, only entries where weight and
+    direction do not have opposite signs are decayed.
     """
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
@@ -289,11 +288,11 @@ def decay_(
 
 
 def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | None) -> None:
-    """Subtract `size * direction` from `weight` where `active`. Both are changed in place."""
+    """Subtract `size * direction` from `weight` where `active`. Modifies both in place."""
     if active is not None:
         direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
-        # A device scalar cannot be `alpha`; `direction` may be overwritten.
+        # `alpha` cannot be a device scalar; `direction` may be overwritten.
         weight.sub_(direction.mul_(size))
     else:
         weight.sub_(direction, alpha=size)
@@ -313,12 +312,12 @@ def store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
 
 
 def taken(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return whether each unit is updated, `[batch]`: it is `sound` and the step is `active`."""
+    """Return whether each unit is updated, `[batch]`: it is `sound`, and the step `active`."""
     return sound if active is None else sound & active
 
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
-    """Return `[batch]`: 1 for units that are not `sound`, if the step is active; otherwise 0."""
+    """Return `[batch]`: 1 for units that are not `sound` if the step is active, else 0."""
     return (~sound if active is None else torch.gt(active, sound)).float()
 
 
@@ -331,14 +330,13 @@ WORDS: Final[dict[Any, str]] = {
     Tensor: "a 0-d tensor",
     NoneType: "None",
 }
-"""Names of types in error messages."""
+"""Type names used in error messages."""
 
 
 def check_value(name: str, annotation: Any, value: object) -> None:
     """Raise TypeError for a wrong type, and ValueError for a wrong literal or a nonfinite number.
 
-    A bool does not count as a number, nor a float as an integer. Values of types outside `WORDS`
-    are not checked.
+    Bools do not count as numbers, nor floats as integers. Types not in `WORDS` are not checked.
     """
     types, literals = _accepted(annotation)
     if literals:
@@ -354,7 +352,7 @@ def check_value(name: str, annotation: Any, value: object) -> None:
 
 @cache
 def _accepted(annotation: Any) -> tuple[tuple[Any, ...], tuple[object, ...]]:
-    """Return the types of a union and, if it consists of literals and None, these values."""
+    """Return the types in a union and, if it only contains literals and None, these values."""
     joined = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if joined else (annotation,)
     literals = [x for kind in types if get_origin(kind) is Literal for x in get_args(kind)]
@@ -372,13 +370,13 @@ def _fits(value: object, types: tuple[Any, ...]) -> bool:
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError if `value` is not one of `choices`, and suggest the nearest choice."""
+    """Raise ValueError if `value` is not one of `choices`, suggesting the closest one."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{nearest(value, choices)}")
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
-    """Return the end of a message that suggests the closest name, or "" if no name is close."""
+    """Return a message suffix that suggests the closest name, or "" if none is close."""
     names = {str(x): x for x in known}
     close = difflib.get_close_matches(str(name), [*names], n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

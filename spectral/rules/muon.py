@@ -1,8 +1,7 @@
-"""Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts that other rules share.
+"""Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts shared with other rules.
 
-From top to bottom, this file contains the gradient's moving average (`MomentumRule`), its polar
-factor (`MsignRule`), the update of the weight (`PolarRule`), Muon itself, and Muon in plain code
-(`reference`).
+From top to bottom: the gradient's moving average (`MomentumRule`), its polar factor (`MsignRule`),
+the weight update (`PolarRule`), Muon itself, and Muon in plain code (`reference`).
 """
 
 import math
@@ -51,7 +50,7 @@ class MomentumRule(Rule):
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
-    """Decay of the gradient's moving average, in [0, 1)."""
+    """Decay rate of the gradient's moving average, in [0, 1)."""
     nesterov: bool = True
     """Step along `(1 - momentum) G + momentum M` instead of the moving average M."""
 
@@ -60,19 +59,20 @@ class MomentumRule(Rule):
         require_fraction("momentum", self.momentum)
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum in the shape of `weight` `[batch, rows, cols]`."""
+        """Create the momentum with the shape of `weight` `[batch, rows, cols]`."""
         rule, shape = type(self).__name__, tuple(weight.shape)
         require(
-            weight.ndim == 3, f"{rule} needs whole matrices [batch, rows, cols], got shape {shape}"
+            weight.ndim == 3,
+            f"{rule} requires whole matrices [batch, rows, cols], got shape {shape}",
         )
         return {"momentum": torch.zeros_like(weight)}
 
     def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Update the momenta and return the directions of the steps. See `Rule.accumulate`."""
+        """Update the momenta and return the step directions. See `Rule.accumulate`."""
         means = [state["momentum"] for state in states]
-        # Without an active flag the library handles many small tensors in one call.
+        # Without an active flag, torch handles many small tensors in a single call.
         if active is not None and kernels.updates([*grads, *means]):
             from ..kernels.update import average_
 
@@ -102,7 +102,7 @@ class MomentumRule(Rule):
 
 
 def momentum_of(rule: MomentumRule, grad: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Return the new mean M and the direction of the step for one gradient `[rows, cols]`."""
+    """Return the new mean M and the step direction for one gradient `[rows, cols]`."""
     mu, G = rule.momentum, grad
     M = mu * state["momentum"] + (1 - mu) * G
     return M, mu * M + (1 - mu) * G if rule.nesterov else M
@@ -114,16 +114,16 @@ DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 @dataclass(frozen=True, kw_only=True)
 class MsignRule(Rule):
-    """A whole-matrix rule that uses msign, with msign's settings."""
+    """A whole-matrix rule that uses msign, with its settings."""
 
     whole_matrix: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Name of msign's polynomials: a key of `spectrain.polar.SCHEDULES`."""
+    """Polynomial schedule of msign: a key of `spectrain.polar.SCHEDULES`."""
     steps: int = 8
     """Number of msign steps, at least 1."""
     msign_dtype: MsignDtype | None = None
-    """Dtype of the products in msign; null means the weight's dtype."""
+    """Dtype of the matmuls in msign; null means the weight's dtype."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,11 +132,11 @@ class MsignRule(Rule):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of msign's products (None: the weight's dtype)."""
+        """Dtype of the matmuls in msign (None: the weight's dtype)."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
     def cost(self, shape: Sequence[int]) -> float:
-        """Count the FLOPs of one step: elementwise passes and, for a matrix, `matrix_cost`."""
+        """Return the FLOPs of one step: elementwise passes plus, for a matrix, `matrix_cost`."""
         elementwise = super().cost(shape)
         if len(shape) < 2:
             return elementwise
@@ -144,11 +144,11 @@ class MsignRule(Rule):
         return elementwise + self.matrix_cost(short, long)
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of the products of a step on a matrix with sides `short <= long`."""
+        """Return the matmul FLOPs of one step on a matrix with sides `short <= long`."""
         return self.msign_cost(short, long)
 
     def msign_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of one msign of a matrix with sides `short <= long`."""
+        """Return the FLOPs of one msign evaluation on a matrix with sides `short <= long`."""
         dtype = torch.float32 if self.dtype is None else self.dtype
         return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
 
@@ -164,9 +164,9 @@ class PolarRule(MomentumRule, MsignRule):
     """A whole-matrix rule that steps along polar factors, scaled by the matrix's shape."""
 
     scale: Scale = "spectral_mup"
-    """Formula for the update's size, given the unit's shape (docs/spectral.md)."""
+    """Formula for the shape-dependent update scale (docs/spectral.md)."""
     scale_factor: float = 1.0
-    """Positive factor that multiplies the update."""
+    """Positive multiplier for the update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,9 +183,9 @@ class PolarRule(MomentumRule, MsignRule):
     ) -> list[Report]:
         """Compute `weight -= lr scale direction`, after weight decay if `decays`.
 
-        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. The weight
-        of a unit does not change, bit for bit, if the unit is not `sound` `[sum of batches]` or its
-        direction did not stay bounded. Reports `update_rms` and `refused`, `[batch]`, of each
+        If `retraction` `[sum of batches]` is given, weights are multiplied by it first. A unit's
+        weight is left bitwise unchanged if the unit is not `sound` `[sum of batches]` or its
+        direction did not stay bounded. Reports `update_rms` and `refused`, both `[batch]`, for each
         stack.
         """
         weights = [stack.weight for stack in stacks]
@@ -211,7 +211,7 @@ class PolarRule(MomentumRule, MsignRule):
         return split_report({"update_rms": rms, "refused": refused(active, sound)}, stacks)
 
     def _scales(self, weights: Sequence[Tensor]) -> list[float]:
-        """Return the scale of each stack's update."""
+        """Return the update scale of each stack."""
         return [self.update_scale(w.shape[1:]) for w in weights]
 
     def _update_by_kernel(
@@ -222,7 +222,7 @@ class PolarRule(MomentumRule, MsignRule):
         retraction: Tensor | None,
         decays: bool,
     ) -> Tensor:
-        """Retract, decay and update all stacks; return the directions' norms `[sum of batches]`."""
+        """Retract, decay and update all stacks; return the direction norms `[sum of batches]`."""
         from ..kernels.update import update_
 
         weights = [stack.weight for stack in stacks]
@@ -244,7 +244,7 @@ class PolarRule(MomentumRule, MsignRule):
         return concat(squares).sqrt()
 
     def _update(self, stack: Stack, polar: Polar, gate: Tensor, *, decays: bool) -> Tensor:
-        """Update one stack without kernels and return the directions' norms `[batch]`."""
+        """Update a stack without kernels, and return the direction norms `[batch]`."""
         lr, weight_decay, _ = stack.step
         scale = self.update_scale(stack.weight.shape[1:])
         norms, first = [], 0
@@ -259,27 +259,27 @@ class PolarRule(MomentumRule, MsignRule):
         return concat(norms)
 
     def scale_of(self, shape: Sequence[int]) -> float | None:
-        """Return the spectral norm of the update, divided by lr. See `Rule.scale_of`."""
+        """Return the spectral norm of the update divided by lr. See `Rule.scale_of`."""
         return self.update_scale(shape)
 
     def update_scale(self, shape: Sequence[int]) -> float:
-        """Return the scale of updates `lr scale direction` for a `shape` `[rows, cols]`."""
+        """Return the scale in updates `lr scale direction` for shape `[rows, cols]`."""
         return self.scale_factor * SCALES[self.scale](*shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRule(PolarRule):
-    """Muon on whole matrices, equal to `torch.optim.Muon` with the same coefficients and dtype."""
+    """Whole-matrix Muon, equivalent to `torch.optim.Muon` with the same coefficients and dtype."""
 
     reads_weight: ClassVar[bool] = False
 
     cautious_decay: bool = False
-    """Do not decay entries whose magnitude the update increases ("Cautious Weight Decay", Chen et
+    """Do not decay entries that the update increases in magnitude ("Cautious Weight Decay", Chen et
     al., 2025)."""
 
     @property
     def cautious(self) -> bool:
-        """Whether weight decay acts only on entries that the update shrinks."""
+        """Whether weight decay only applies to entries that the update shrinks."""
         return self.cautious_decay
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
@@ -292,13 +292,13 @@ class MuonRule(PolarRule):
 
 
 def scale_(weights: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the weights of stacks by `factor` `[sum of batches]` in place."""
+    """Multiply the stacks' weights by `factor` `[sum of batches]` in place."""
     for w, part in zip(weights, split_like(factor[:, None, None], weights), strict=True):
         w.mul_(part)
 
 
 def split_report(report: Report, stacks: Sequence[Stack]) -> list[Report]:
-    """Split the report of all units `[sum of batches]` into reports of the stacks."""
+    """Split a report on all units `[sum of batches]` into one report per stack."""
     return split_figures(report, [stack.weight for stack in stacks])
 
 
@@ -310,10 +310,10 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by Muon in plain code. `MuonRule` computes the same update.
+    """Update one matrix with Muon in plain code. `MuonRule` computes the same update.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
-    https://kellerjordan.github.io/posts/muon. The decay is AdamW's.
+    https://kellerjordan.github.io/posts/muon. Weight decay is decoupled, as in AdamW.
     """
     W = weight
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead

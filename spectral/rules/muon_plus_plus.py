@@ -1,11 +1,11 @@
 """Muon++: Muon whose step does not change the weight's top singular pair.
 
 Source: "Towards a Principled Muon under muP" (arXiv 2601.01306). The weight's spectral norm should
-stay at the value S of spectral muP. Let (u, v) be the top singular pair of W. A direction D with
-u^T D = 0 and D v = 0 cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2
-(proposition A.1). With longer steps another singular value may become the largest. Steps along such
-D never change (u, v), so the norm may then grow without bound. Only the algorithm with rescaling
-keeps the norm constant over a long run.
+stay at S, its value under spectral muP. Let (u, v) be the top singular pair of W. A direction D
+with u^T D = 0 and D v = 0 cannot change the largest singular value as long as
+lr S <= sigma_1 - sigma_2 (proposition A.1). With longer steps, another singular value may become
+the largest. Since steps along such D never change (u, v), the norm can then grow without bound.
+Only the algorithm with rescaling keeps the norm constant over a long run.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [ba
 
 @dataclass(frozen=True, kw_only=True)
 class MuonPlusPlusRule(RadiusRule):
-    """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
+    """Muon++: the paper's algorithms 1 and 2, and the dual from its appendix B."""
 
     nesterov: bool = False
-    """Orthogonalise `(1 - momentum) G + momentum M` instead of the moving average M, which the
-    paper uses."""
+    """Orthogonalise `(1 - momentum) G + momentum M` instead of the moving average M used in the
+    paper."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
-    """project: algorithm 1, which keeps the norm only while steps are shorter than sigma_1 -
+    """project: algorithm 1, which preserves the norm only while steps are shorter than sigma_1 -
     sigma_2. project_rescale: algorithm 2, which also rescales the weight to the radius. dual: a
     first-order relaxation that only requires u^T D v = 0."""
     krylov_steps: int = 10
@@ -45,13 +45,13 @@ class MuonPlusPlusRule(RadiusRule):
     with msign_dtype float16 and 5e-3 with bfloat16."""
     max_evaluations: int | None = None
     """Number of msign evaluations per unit and step, for algorithm dual only; null means 1, or 2
-    for float32 matrices of more than 256 rows on a GPU whose float64 is slow (consumer cards,
-    B300)."""
+    for float32 matrices with more than 256 rows on GPUs with slow float64 (consumer cards, B300).
+    """
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
-    the weight by sqrt(last step's rho / rho). Not allowed with project_rescale."""
+    the weight by sqrt(last step's rho / rho). Not supported with project_rescale."""
     correlation_threshold: float = 1.0
-    """Positive factor C of the paper's threshold, C (rows^-1/2 + cols^-1/2)."""
+    """Positive factor C in the paper's threshold, C (rows^-1/2 + cols^-1/2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class MuonPlusPlusRule(RadiusRule):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name. With algorithm dual, a null tolerance becomes its default."""
+        """Return the fields by name, with a null tolerance resolved for algorithm dual."""
         dual = self.algorithm == "dual"
         tolerance = self.accepted(self.tolerance) if dual else self.tolerance
         return super().settings() | {"tolerance": tolerance}
@@ -72,7 +72,7 @@ class MuonPlusPlusRule(RadiusRule):
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the two top singular pairs.
 
-        The state also contains rho, and whether rho caused rescaling, both `[batch]`.
+        The state also holds rho, and whether rho has triggered rescaling, both `[batch]`.
         """
         state = super().init_state(weight)
         sigma, state["u"], state["v"] = cold_start(weight.detach())
@@ -87,9 +87,9 @@ class MuonPlusPlusRule(RadiusRule):
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is (sigma_1 -
         sigma_2) / sigma_1 before the update. gap_exceeded is 1 where the step is longer than
-        sigma_1 - sigma_2, so that the norm may change. project_rescale also reports norm, which is
-        ||W||_2 of the updated weight before rescaling. dual also reports multiplier, residual,
-        evaluations and converged.
+        sigma_1 - sigma_2, so the norm may change. project_rescale also reports norm, the updated
+        weight's ||W||_2 before rescaling. dual also reports multiplier, residual, evaluations and
+        converged.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -100,7 +100,7 @@ class MuonPlusPlusRule(RadiusRule):
             polar, solved = self.solve(stack)
             report |= solved
         else:
-            # msign amplifies rounding errors in the null directions, so project its result too.
+            # msign amplifies rounding errors in null directions, so project its result too.
             project_(momentum, state["u"], state["v"])
             (polar,) = self.polars([momentum])
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
@@ -113,9 +113,9 @@ class MuonPlusPlusRule(RadiusRule):
         return report | self.watch_correlation(weight, state, gate)
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of triplets, msign and projections. See `Rule.matrix_cost`.
+        """Return the FLOPs of triplets, msign and projections. See `MsignRule.matrix_cost`.
 
-        Every step computes two singular triplets. `project_rescale` computes a third.
+        Every step computes two singular triplets, `project_rescale` a third.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
@@ -127,8 +127,8 @@ class MuonPlusPlusRule(RadiusRule):
         """Refresh both singular pairs.
 
         Returns the report (sigma, radius, gap and gap_exceeded of the decayed weight) and a mask
-        `[batch]` of sound units. A unit is sound if its squared norm and cached vectors are finite.
-        The vectors of other units are reset.
+        `[batch]` of sound units, whose squared norms and cached vectors are finite. The vectors of
+        all other units are reset.
         """
         weight, _, state, (lr, weight_decay, active) = stack
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
@@ -149,19 +149,19 @@ class MuonPlusPlusRule(RadiusRule):
         return report, sound
 
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
-        """Compute the top triplet of W - sigma u v^T, from the cached second pair."""
+        """Compute the top triplet of W - sigma u v^T, starting from the cached second pair."""
         return top_singular(
             weight - _outer(*top), state["second_u"], state["second_v"], steps=self.krylov_steps
         )
 
     def dual_solver(self) -> Solver:
-        """Return the solver of the algorithm dual."""
+        """Return the solver for algorithm dual."""
         return self.solver(self.tolerance, max_evaluations=self.max_evaluations)
 
     def solve(self, stack: Stack) -> tuple[Polar, Report]:
-        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and metrics of the solve.
+        """Return D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's metrics.
 
-        The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
+        The root minimises ||M + nu u v^T||_*, the dual problem in appendix B.
         """
         (solution,) = self.dual_solver().solve([self.problem(stack)])
         return Polar(solution.direction, solution.bounded), solution.report()
@@ -169,9 +169,9 @@ class MuonPlusPlusRule(RadiusRule):
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, gate: Tensor) -> Report:
         """Multiply the updated `weight` by S / ||W||_2 where `gate` `[batch]`, and report ||W||_2.
 
-        The update has not changed the triplet (u, v, sigma). Iterations that start from it would
-        never find a singular value that has become larger than sigma. Therefore ||W||_2 is computed
-        as the larger of sigma and the top singular value of W - sigma u v^T.
+        The update leaves the triplet (u, v, sigma) unchanged, so iterations started from it would
+        never find a singular value that has overtaken sigma. ||W||_2 is therefore computed as the
+        larger of sigma and the top singular value of W - sigma u v^T.
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]
@@ -186,13 +186,13 @@ class MuonPlusPlusRule(RadiusRule):
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, gate: Tensor) -> Report:
-        """Report the updated weight's `correlation`. With correlation_rescale, rescale once where
-        `gate` `[batch]`."""
+        """Report the updated weight's `correlation`. With correlation_rescale, rescale it once
+        where `gate` `[batch]`."""
         rows, cols = weight.shape[-2:]
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
-            # Below 1 / (rows cols) the estimate is noise of either sign: a ratio has no meaning.
+            # Below 1 / (rows cols), the estimate is noise of either sign, and ratios are useless.
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             due = due & gate & last.isfinite()
             factor = torch.where(due, (last / now).sqrt(), 1)
@@ -221,12 +221,12 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by Muon++ in plain code. `MuonPlusPlusRule` computes the same update.
+    """Update one matrix with Muon++ in plain code. `MuonPlusPlusRule` computes the same update.
 
     Source: "Towards a Principled Muon under muP" (arXiv 2601.01306): algorithm 1, algorithm 2 for
     project_rescale, and appendix B for dual. S is sqrt(rows / cols) by default.
     """
-    steps = coefficients(rule.schedule, rule.steps, weight.dtype)  # of msign
+    steps = coefficients(rule.schedule, rule.steps, weight.dtype)  # msign polynomials
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
     W = weight * (1 - lr * weight_decay)
     U, _, Vh = torch.linalg.svd(W, full_matrices=False)

@@ -22,14 +22,14 @@ from .muon import PolarRule, momentum_of, split_report
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusRule(PolarRule):
-    """Base of the rules that keep the spectral norm of weights at a radius."""
+    """Base class for rules that keep the spectral norm of weights at a radius."""
 
     radius: Scale = "spectral_mup"
-    """Formula for the radius R, given the unit's shape (docs/spectral.md)."""
+    """Formula for the shape-dependent radius R (docs/spectral.md)."""
     radius_scaler: float = 1.0
-    """Positive factor that multiplies the radius (the paper's c)."""
+    """Positive multiplier for the radius (the paper's c)."""
     krylov_steps: int = 4
-    """Number of block Krylov steps per update, starting from the previous singular vectors; at
+    """Number of block Krylov steps per update, warm-started from the previous singular vectors; at
     least 1."""
 
     def __post_init__(self) -> None:
@@ -42,21 +42,21 @@ class RadiusRule(PolarRule):
         return radius(shape, self.radius, self.radius_scaler)
 
     def accepted(self, tolerance: float | None) -> float:
-        """Return the tolerance for tangent directions. None means the default."""
+        """Return the tolerance for tangent directions, or its default if None."""
         return tolerance_for(self.dtype or torch.float32, tolerance)
 
     def solver(self, tolerance: float | None, **options: Any) -> Solver:
-        """Return the solver for tangent directions. The rule provides msign's options."""
+        """Return the solver for tangent directions, with the rule's msign options."""
         options |= {"schedule": self.schedule, "steps": self.steps, "dtype": self.dtype}
         return Solver(tolerance=self.accepted(tolerance), **options)
 
     def problem(self, stack: Stack) -> TangentProblem:
-        """Return the tangent problem of a stack. The stack's gradient is overwritten."""
+        """Return a stack's tangent problem. Overwrites the stack's gradient."""
         grad = normalized_(stack.grad, torch.promote_types(stack.grad.dtype, torch.float32))
         return TangentProblem(grad, stack.state["u"], stack.state["v"])
 
     def solver_cost(self, short: int, long: int, evaluations: float) -> float:
-        """Count the FLOPs of a solve with `evaluations` evaluations of msign."""
+        """Return the FLOPs of a solve with `evaluations` msign evaluations."""
         msign, dtype = self.msign_cost(short, long), self.dtype or torch.float32
         return tangent_cost(short, long, evaluations=evaluations, msign=msign, dtype=dtype)
 
@@ -68,7 +68,7 @@ class MuonSphereRule(RadiusRule):
     retraction: Literal["hard", "dynamic"] = "hard"
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
-    """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
+    """Rate of the dynamic retraction (the paper's lambda_wd); must not be negative."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,18 +83,18 @@ class MuonSphereRule(RadiusRule):
         return self.retraction == "hard"
 
     def decay_problem(self, weight_decay: float) -> str | None:
-        """Return the reason why the rule cannot use this weight decay, or None."""
+        """Return why this weight decay cannot be used with the rule, or None if it can."""
         if self.retraction == "hard" or weight_decay <= 0:
             return None
         return (
-            "weight_decay must be 0 with retraction dynamic, because decay would counteract the "
+            "weight_decay must be 0 with retraction dynamic, because it would counteract the "
             f"retraction to the radius, got {weight_decay}"
         )
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
 
-        The state also contains nearby `[batch, NEARBY, shorter side]`, which the first step fills.
+        The state also holds nearby `[batch, NEARBY, shorter side]`, filled in by the first step.
         """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
@@ -113,20 +113,20 @@ class MuonSphereRule(RadiusRule):
         return [before | after for before, after in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of one msign and the top singular triplet. See `Rule.matrix_cost`."""
+        """Return the FLOPs of msign and the top singular triplet. See `MsignRule.matrix_cost`."""
         return self.msign_cost(short, long) + self.track_cost(short, long)
 
     def track_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
+        """Return the FLOPs of `track` on a matrix with sides `short <= long`."""
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
     def track(self, stacks: Sequence[Stack]) -> tuple[Report, Tensor, Tensor]:
         """Refresh u, v and nearby, and compute the retraction to the sphere.
 
-        Returns the report (`sigma` and `radius`), whether each unit is sound, and the factor for
-        decay and retraction of each weight, all `[sum of batches]`. A unit is sound if the squares
-        of its norm and of its cached vectors are finite. The vectors of other units are reset, so
-        the next step of these units is a cold start.
+        Returns the report (`sigma` and `radius`), whether each unit is sound, and each weight's
+        combined decay and retraction factor, all `[sum of batches]`. A unit is sound if its squared
+        norm and the norms of its cached vectors are finite. The vectors of all other units are
+        reset, so their next step is a cold start.
         """
         sigma, sound = self._refresh_vectors(stacks)
         weights = [stack.weight for stack in stacks]
@@ -141,7 +141,7 @@ class MuonSphereRule(RadiusRule):
         return {"sigma": sigma, "radius": radius}, sound, retraction * kept
 
     def _refresh_vectors(self, stacks: Sequence[Stack]) -> tuple[Tensor, Tensor]:
-        """Refresh u, v and nearby; return the spectral norm and soundness of each unit."""
+        """Refresh u, v and nearby; return each unit's spectral norm and whether it is sound."""
         weights, active = [stack.weight for stack in stacks], stacks[0].step.active
         vectors = [_vectors(stack) for stack in stacks]
         short, long, nearby = zip(*vectors, strict=True)
@@ -165,13 +165,13 @@ class MuonSphereRule(RadiusRule):
 
 
 def _vectors(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular vectors of the shorter and the longer side, and the nearby vectors."""
+    """Return the singular vectors of the shorter and longer side, and the nearby vectors."""
     u, v, nearby = (stack.state[name] for name in ("u", "v", "nearby"))
     return (v, u, nearby) if is_tall(stack.weight) else (u, v, nearby)
 
 
 def retracted(rule: MuonSphereRule, weight: Tensor, lr: float) -> Tensor:
-    """Return one matrix `[rows, cols]` scaled to, or towards, the sphere ||W||_2 = R."""
+    """Return one matrix `[rows, cols]` rescaled to, or towards, the sphere ||W||_2 = R."""
     R = rule.radius_of(weight.shape[-2:])
     sigma: Tensor = torch.linalg.matrix_norm(weight, ord=2)
     if rule.retraction == "hard":
@@ -187,10 +187,10 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by MuonSphere in plain code. `MuonSphereRule` computes the same update.
+    """Update one matrix with MuonSphere in plain code. `MuonSphereRule` computes the same update.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1 with the
-    multiplier lambda = 0. R and the scale of the update are sqrt(rows / cols) by default (eq. 16).
+    multiplier lambda = 0. R and the update scale default to sqrt(rows / cols) (eq. 16).
     """
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
     W = retracted(rule, weight * (1 - lr * weight_decay), lr)  # eq. 13: W R / ||W||_2

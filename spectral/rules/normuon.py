@@ -1,8 +1,8 @@
 """NorMuon: Muon with a second moment per neuron (row) of the update.
 
-Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. Rows of
-msign(M) have very different norms. Each row is divided by its root mean square over steps, so that
-all neurons have updates of similar size. The update has the Frobenius norm of msign(M).
+Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1. The rows
+of msign(M) have very different norms. Each row is divided by its running RMS, so that all neurons
+receive updates of similar size. The update keeps the Frobenius norm of msign(M).
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class NorMuonRule(MuonRule):
     """Muon with each row of the update divided by a running RMS (moving average over steps)."""
 
     beta2: float = 0.95
-    """Decay of the moving average of each update row's mean square, in [0, 1)."""
+    """Decay rate of the moving average of each update row's mean square, in [0, 1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_fraction("beta2", self.beta2)
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum, and the mean squares `[batch, rows]`."""
+        """Create the momentum and the mean squares `[batch, rows]`."""
         return super().init_state(weight) | {"square": weight.new_zeros(weight.shape[:2])}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
@@ -40,7 +40,7 @@ class NorMuonRule(MuonRule):
         return self.apply(stacks, even, decays=True)
 
     def _even(self, stack: Stack, polar: Polar) -> Polar:
-        """Update the mean squares of a stack and return its normalized direction."""
+        """Update a stack's mean squares, and return its normalized direction."""
         direction = polar.direction.to(stack.state["square"].dtype)
         square = stack.state["square"].view(*direction.shape[:2], -1)
         mean = torch.lerp(square, self.squares(direction), 1 - self.beta2)
@@ -52,7 +52,7 @@ class NorMuonRule(MuonRule):
         return Polar(divided.mul_(size[:, None, None]), bounded)
 
     def squares(self, direction: Tensor) -> Tensor:
-        """Return the squares of `direction` `[batch, rows, cols]` to average over steps."""
+        """Return the squares of `direction` `[batch, rows, cols]` to be averaged over steps."""
         return direction.square().mean(-1, keepdim=True)
 
     def norm_of(self, direction: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class NorMuonRule(MuonRule):
         return norm
 
     def scale_of(self, shape: Sequence[int]) -> None:
-        """Return None: the spectral norm of the update depends on the rows' mean squares."""
+        """Return None, because the update's spectral norm depends on the rows' mean squares."""
 
 
 def reference(
@@ -72,14 +72,14 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by NorMuon in plain code. `NorMuonRule` computes the same update.
+    """Update one matrix with NorMuon in plain code. `NorMuonRule` computes the same update.
 
     Source: "NorMuon: Making Muon more efficient and scalable" (Li et al., 2025), algorithm 1.
     """
     W = weight
     M, B = momentum_of(rule, grad, state)
     Phi = newton_schulz(B, coefficients(rule.schedule, rule.steps, W.dtype))  # msign(B)
-    v = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square().mean(1)  # of each row
+    v = rule.beta2 * state["square"] + (1 - rule.beta2) * Phi.square().mean(1)  # per row
     D = Phi / (v.sqrt()[:, None] + EPSILON)
     D = rule.update_scale(W.shape) * Phi.norm() / D.norm() * D
     decays = W * D >= 0 if rule.cautious_decay else torch.ones_like(W)

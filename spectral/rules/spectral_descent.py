@@ -1,9 +1,9 @@
-"""Spectral gradient descent: the update is scaled by the nuclear norm, without momentum.
+"""Spectral gradient descent: updates scaled by the nuclear norm, without momentum.
 
 Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299). For a loss
-with curvature bound L in the spectral norm, the steepest descent step of a matrix is
--(||G||_* / L) polar(G), which decreases the loss by at least ||G||_*^2 / (2 L). For a vector, with
-a curvature bound L in the maximum norm, the step is -(||g||_1 / L) sign(g). For
+with curvature bounded by L in the spectral norm, the steepest descent step on a matrix is
+-(||G||_* / L) polar(G), which decreases the loss by at least ||G||_*^2 / (2 L). On a vector, with
+curvature bounded by L in the maximum norm, it is -(||g||_1 / L) sign(g). For
 mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The learning rate is 1 / L.
 """
 
@@ -31,7 +31,7 @@ class SpectralDescentRule(MsignRule):
         """
         require(
             weight.ndim in (2, 3),
-            "SpectralDescentRule needs whole matrices [batch, rows, cols] or vectors [batch, n], "
+            "SpectralDescentRule requires matrices [batch, rows, cols] or vectors [batch, n], "
             f"got shape {tuple(weight.shape)}",
         )
         return {}
@@ -40,8 +40,8 @@ class SpectralDescentRule(MsignRule):
         """Decay and update the weights. See `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
-        computed as <G, msign(G)> with the step's approximate polar factor. Therefore the square of
-        the reported norm is exactly the first-order decrease of the loss, divided by lr.
+        computed as <G, msign(G)> with the step's approximate polar factor, so the squared reported
+        norm is exactly the first-order decrease of the loss divided by lr.
         """
         return [self._step(stack) for stack in stacks]
 
@@ -49,7 +49,7 @@ class SpectralDescentRule(MsignRule):
         weight, momentum, _, (lr, weight_decay, active) = stack
         direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
-        # The step is proportional to the gradient, so the norm must be finite.
+        # Step size is proportional to the gradient's norm, which must therefore be finite.
         norm = dual_norm.abs() * torch.linalg.vector_norm(direction.flatten(1), dim=1)
         sound = sound & norm.isfinite()
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
@@ -64,7 +64,7 @@ class SpectralDescentRule(MsignRule):
         }
 
     def direction(self, grad: Tensor) -> Polar:
-        """Return the unit step of each matrix (polar factor) or vector (signs) in a new tensor."""
+        """Return the unit step of each matrix (polar factor) or vector (signs) as a new tensor."""
         if grad.ndim == 2:
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
         (polar,) = self.polars([grad.clone()])
@@ -79,7 +79,7 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by spectral descent in plain code, as `SpectralDescentRule` does.
+    """Update one matrix with spectral descent in plain code, as `SpectralDescentRule` does.
 
     Source: "When do spectral gradient updates help in deep learning?" (arXiv 2512.04299), with
     lr = 1 / L.

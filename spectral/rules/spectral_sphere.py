@@ -17,27 +17,27 @@ from .muon import momentum_of, split_report
 from .muon_sphere import MuonSphereRule, retracted
 
 EARLY_EXIT_EVALUATIONS = 8
-"""Default limit of msign evaluations with early exit."""
+"""Default limit on msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
-"""Mean number of msign evaluations with early exit at tolerance 2e-4, for `cost`."""
+"""Mean number of msign evaluations with early exit at tolerance 2e-4, used by `cost`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralSphereRule(MuonSphereRule):
-    """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
+    """SSO, the paper's algorithm 1: retract, then step along `msign(M + lambda u v^T)`."""
 
     tolerance: float | None = None
     """Largest |<u v^T, direction>| that counts as tangent; null means 2e-4, or the rounding error
-    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits, a component along
-    u v^T of at most 0.05 (float16) or 0.1 (bfloat16) counts as a rounding error and is subtracted
-    from the direction; a larger component remains."""
+    of msign_dtype: 1e-3 for float16, 5e-3 for bfloat16. In 16 bits, a component along u v^T of up
+    to 0.05 (float16) or 0.1 (bfloat16) is attributed to rounding and subtracted from the direction;
+    a larger one is kept."""
     max_evaluations: int | None = None
     """Maximum number of msign evaluations per unit and step; without early exit, the exact number.
-    null means 8 with early exit, else 1, or 2 for float32 matrices of more than 256 rows on a GPU
-    whose float64 is slow (consumer cards, B300)."""
+    null means 8 with early exit, else 1, or 2 for float32 matrices with more than 256 rows on GPUs
+    with slow float64 (consumer cards, B300)."""
     early_exit: bool | None = None
-    """Stop when all units have converged, which makes the host wait for the device; null means true
-    only on a CPU."""
+    """Stop once all units have converged, which requires a host sync; null means true only on CPU.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,17 +45,17 @@ class SpectralSphereRule(MuonSphereRule):
 
     @property
     def waiting_field(self) -> str | None:
-        """The field that makes a step wait for the device."""
+        """The field that causes a host sync in each step, if any."""
         return "early_exit" if self.early_exit else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields by name. A null tolerance is replaced by its default."""
+        """Return the fields by name, with a null tolerance replaced by its default."""
         return super().settings() | {"tolerance": self.accepted(self.tolerance)}
 
     def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay, retract and step along the tangent direction. See `Rule.update`.
 
-        Reports the metrics of MuonSphere and of `TangentSolution.report`.
+        Reports the metrics of MuonSphere and `TangentSolution.report`.
         """
         tracked, sound, retraction = self.track(stacks)
         solver = self.solver_on(stacks[0].grad.device)
@@ -66,7 +66,7 @@ class SpectralSphereRule(MuonSphereRule):
         return [before | after | solved.report() for before, after, solved in reports]
 
     def matrix_cost(self, short: int, long: int) -> float:
-        """Count the FLOPs of the singular triplet and of the solve. See `Rule.matrix_cost`.
+        """Return the FLOPs of the singular triplet and the solve. See `MsignRule.matrix_cost`.
 
         If `early_exit` is null, all evaluations are counted, as on a GPU.
         """
@@ -76,7 +76,7 @@ class SpectralSphereRule(MuonSphereRule):
         return self.track_cost(short, long) + self.solver_cost(short, long, evaluations)
 
     def solver_on(self, device: torch.device) -> Solver:
-        """Return the solver for a device. Each null is replaced by its default."""
+        """Return the solver for a device, with nulls replaced by their defaults."""
         early = device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else None
         return self.solver(
@@ -94,17 +94,17 @@ def reference(
     lr: float,
     weight_decay: float,
 ) -> tuple[Tensor, State]:
-    """Update one matrix by SSO in plain code. `SpectralSphereRule` computes the same update.
+    """Update one matrix with SSO in plain code. `SpectralSphereRule` computes the same update.
 
     Source: "Controlled LLM Training on Spectral Sphere" (arXiv 2601.08393), algorithm 1. R and the
-    scale of the update are sqrt(rows / cols) by default (eq. 16).
+    update scale default to sqrt(rows / cols) (eq. 16).
     """
     M, B = momentum_of(rule, grad, state)  # mean M of the gradients, B with Nesterov's look-ahead
     W = weight * (1 - lr * weight_decay)
     U, _, Vh = torch.linalg.svd(W, full_matrices=False)
     Theta = torch.outer(U[:, 0], Vh[0])  # u v^T [rows, cols], the gradient of ||W||_2 (eq. 9)
     W = retracted(rule, W, lr)  # eq. 13: W R / ||W||_2
-    # Phi = msign(B / ||B||_F + lambda Theta), lambda by bisection such that <Theta, Phi> = 0 (eqs.
-    # 11 and 12): to first order the update leaves ||W||_2 unchanged.
+    # Phi = msign(B / ||B||_F + lambda Theta), with lambda found by bisection so that <Theta, Phi> =
+    # 0 (eqs. 11 and 12): to first order, the update leaves ||W||_2 unchanged.
     Phi = bisected(B, Theta, coefficients(rule.schedule, rule.steps, W.dtype))
     return W - lr * rule.update_scale(W.shape) * Phi, {"momentum": M}

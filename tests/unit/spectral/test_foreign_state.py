@@ -518,7 +518,7 @@ def test_names_follow_the_parameters_of_a_group(copied: Callable[[Any], Any]) ->
     other.load_state_dict(saved)
     assert other.state[second]["momentum"].any()
     optimizer.param_groups[0]["params"].append(Parameter(torch.ones(2, 3)))
-    with pytest.raises(ValueError, match=r"add_param_group with its name, got .* \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"add a parameter with its name, got .* \(2, 3\)"):
         optimizer.step()
 
 
@@ -592,7 +592,7 @@ def test_a_group_without_names_says_what_to_call(rule: str) -> None:
     optimizer.step()
     assert not torch.equal(head.weight, before)
     plain = AdamW(nn.Linear(4, 6).parameters())
-    with pytest.raises(ValueError, match="must not name .* create the optimizer from split_param"):
+    with pytest.raises(ValueError, match="must not name .* create the optimizer with split_param"):
         plain.add_param_group({"params": nn.Linear(4, 6).named_parameters()})
 
 

@@ -86,7 +86,7 @@ def test_what_nobody_knows_is_said_by_name() -> None:
     assert Division.of(group["units"]) == Division()
     split_parameters(model, units={"Wqkv*": {}, "*.weight": {"transposed": False}})
     with pytest.raises(
-        ValueError, match=r"Wqkv.weight must have equal values, got .* for Wqkv\* and \*.weight"
+        ValueError, match=r"Wqkv.weight must have the same value, got .* for Wqkv\* and \*.weight"
     ):
         split_parameters(model, units={"Wqkv*": {}, "*.weight": {"rows": [4]}})
     with pytest.raises(ValueError, match="each pattern of units must match a parameter, .* other"):
@@ -101,7 +101,7 @@ TABLE, HEAD = "is an embedding or an output head", "an output head"
 NAMES = {"transformer.wte.weight": TABLE, "tok_emb.weight": TABLE}
 NAMES |= {
     "shared.embed_tokens.weight": TABLE,
-    "h.0.attn.c_attn.weight": "looks like several matrices in one",
+    "h.0.attn.c_attn.weight": "looks like several matrices fused into one",
 }
 for i in ("", 1):
     NAMES[f"lm_head.parametrizations.weight.original{i}"] = HEAD

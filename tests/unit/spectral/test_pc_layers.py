@@ -124,11 +124,11 @@ def test_what_is_no_plain_layer_of_its_own_is_an_error() -> None:
     for call in (preconditioned, merge_):
         with pytest.raises(TypeError, match="model must be a torch.nn.Module, got list"):
             call([gpt2()])  # type: ignore[operator]
-    with pytest.raises(ValueError, match="merge_ needs a model with PC layers, got a GPT2LMHead"):
+    with pytest.raises(ValueError, match="merge_ requires a model with PC layers, got GPT2LMHead"):
         merge_(gpt2())
     model = gpt2()
     preconditioned(model, blocks=["*.mlp.*"])
-    with pytest.raises(ValueError, match=r"weight of .*h.0.mlp.c_fc must not be parametrized"):
+    with pytest.raises(ValueError, match=r"weight of .*h.0.mlp.c_fc must not already be param"):
         preconditioned(model)
     pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     pair[2].weight = pair[1].weight
@@ -168,12 +168,12 @@ def test_a_state_of_another_level_is_refused() -> None:
     saved = PCLinear(4, 4, level=4).bfloat16().state_dict()
     PCLinear(4, 4).load_state_dict({name: value.bfloat16() for name, value in saved.items()})
     with pytest.raises(
-        ValueError, match="of level 3 cannot load a state saved with other coefficients"
+        ValueError, match="of level 3 cannot load a state saved with different coefficients"
     ):
         PCLinear(4, 4, level=3).load_state_dict(saved)
     saved = PCLinear(4, 4, level=[1.5, -0.5]).state_dict()
     for level in ([1.6, -0.6], [1.5, -0.4], [1.5]):
-        with pytest.raises(ValueError, match=r"with other coefficients, \[1.5, -0.5\]"):
+        with pytest.raises(ValueError, match=r"with different coefficients, \[1.5, -0.5\]"):
             PCLinear(4, 4, level=level).load_state_dict(saved)
 
 

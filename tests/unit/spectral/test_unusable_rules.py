@@ -38,12 +38,12 @@ def reason(monkeypatch: pytest.MonkeyPatch) -> str:
         warnings.simplefilter("always")
         assert [*RULES] == [*RULES] and "unusable" not in RULES
     (text,) = (str(each.message) for each in caught if "is ignored" in str(each.message))
-    assert text.startswith("package:NoMomentumRule") and "must have the method" in text
+    assert text.startswith("package:NoMomentumRule") and "must implement the method" in text
     return text
 
 
 def test_an_optimizer_states_why(reason: str) -> None:
-    with pytest.raises(ValueError, match="must have the method") as caught:
+    with pytest.raises(ValueError, match="must implement the method") as caught:
         SpectralOptimizer([torch.nn.Parameter(torch.zeros(2, 3))], rule="unusable", lr=0.1)
     assert reason in str(caught.value)
 

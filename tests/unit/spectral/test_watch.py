@@ -1270,7 +1270,7 @@ def test_a_stream_of_sums_ends_without_a_head() -> None:
     assert [row.reason for row in split.rows] == reasons
     Muon(split, lr=0.1)
     two = module("a 12 3, b 12 3", lambda m, x: (m.a(x) + m.b(x)) / 2)
-    with pytest.raises(ValueError, match="no parameter of Module uses the optimizer's rule"):
+    with pytest.raises(ValueError, match="Module has no parameter for the optimizer's rule"):
         split_parameters(two, example=x)
 
 
