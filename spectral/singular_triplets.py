@@ -1,18 +1,18 @@
-"""Top singular triplets tracked from step to step, batched, without a host sync.
+"""Tracks top singular triplets from step to step, batched and without a host sync.
 
-Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
-followed by Rayleigh-Ritz, which selects the best vector of the space. For any number of vectors, a
-step takes two passes over the matrix. The number of steps to convergence depends on the square root
-of the spectral gap. The generic vector finds directions that are orthogonal to the cached vectors.
-For few rows, a CPU computes the eigenvectors of the Gram matrix instead.
+Each call runs a short block Krylov iteration from cached vectors and one fixed generic vector,
+followed by Rayleigh-Ritz, which selects the best vector in the space. A step takes two passes over
+the matrix, regardless of the number of vectors. The number of steps to convergence depends on the
+square root of the spectral gap. The generic vector finds directions orthogonal to the cached
+vectors. For small row counts, CPUs compute the eigenvectors of the Gram matrix instead.
 
-The caller of `top_singular` caches the top vector. The caller of `top_pairs` can also cache
-`NEARBY` vectors of the next largest singular values. A direction that will overtake the top vector
-is among these vectors long before, so a few passes find it. Many passes from the top vector alone
-would not.
+Callers of `top_singular` cache the top vector. Callers of `top_pairs` can also cache `NEARBY`
+vectors for the next largest singular values. A direction that is about to overtake the top vector
+has been among these vectors for a long time, so a few passes find it, whereas many passes from the
+top vector alone would not.
 
-Vectors are stored as rows. On every device a product of a few rows with a matrix is a plain GEMM
-that reads the matrix once. On a CPU a product with a few columns is several times slower.
+Vectors are stored as rows: on every device, multiplying a few rows by a matrix is a plain GEMM that
+reads the matrix once, whereas multiplying by a few columns is several times slower on CPU.
 """
 
 from collections.abc import Sequence
@@ -30,48 +30,49 @@ from .polar import cache_slices, normalized
 
 COLD_STEPS = 48
 NEARBY = 6
-"""Number of cached vectors in addition to the top vector. With the top vector and the generic
-vector they form a block of eight, which four steps extend to 32 vectors, the most that one program
-orthonormalises."""
+"""Number of cached vectors besides the top vector. Together with the top and generic vectors they
+form a block of eight, which four steps extend to 32 vectors, the most that a single program can
+orthonormalise."""
 BLOCK = NEARBY + 2
-"""Number of vectors in the block."""
+"""Block size, in vectors."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""The projected matrix, without its top vector, is squared NEARBY_SQUARINGS times. The last call's
-vectors are then multiplied by the result NEARBY_ROUNDS times, and orthonormalised after each
-product. 32nd powers of singular values separate all values that float64 can distinguish. A single
-product with higher powers would leave rounding errors, which differ between layouts."""
+"""The projected matrix, with its top vector removed, is squared NEARBY_SQUARINGS times. The vectors
+from the last call are then multiplied by the result NEARBY_ROUNDS times, and orthonormalised after
+each matmul. The 32nd powers of singular values separate all values that float64 can distinguish. A
+single matmul with higher powers would leave rounding errors that differ between layouts."""
 SQUARINGS = (7, 7, 7)
-"""Numbers of squarings of the projected matrix after each normalisation, within the range of
-float64. All squarings together distinguish values 1e-6 apart."""
+"""How often the projected matrix is squared after each normalisation, within the range of float64.
+Together, all squarings distinguish values 1e-6 apart."""
 EXACT_ROWS = 64
-"""Largest number of rows at which a CPU's eigensolver of `W W^T` beats the iteration."""
+"""Largest number of rows for which an eigensolver on `W W^T` beats the iteration on CPU."""
 SQUARES = 1e-25, 1e30
-"""Bounds of `||W||_F^2` within which float32 represents all relevant entries of `W W^T`."""
+"""Range of `||W||_F^2` in which float32 represents all relevant entries of `W W^T`."""
 TINY = 1e-300
 FAINT = 1e-20
-"""Factor of the fixed vector that is added to a cached vector: negligible unless the cached
-vector is zero."""
+"""Scale of the fixed vector added to a cached vector: negligible unless the cached vector is zero.
+"""
 RIDGE = 1e-7
-"""Number that is added to the diagonal of a basis's Gram matrix, so that this matrix is positive
-even if rows are zero, and dependent rows do not magnify rounding errors."""
+"""Added to the diagonal of a basis's Gram matrix, to keep it positive definite even if rows are
+zero, and to keep dependent rows from amplifying rounding errors."""
 
 
 def top_singular(
     w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the top singular triplet `(sigma, u, v)` of each matrix of `w`.
+    """Compute the top singular triplet `(sigma, u, v)` of each matrix in `w`.
 
     The results are `[batch]`, `[batch, rows]` and `[batch, cols]`, in the dtype of `w`. `sigma`
-    never exceeds the true norm by more than rounding. For a zero matrix `sigma` and the
-    vectors are zero, so that `u v^T` is zero too.
+    never exceeds the true norm by more than rounding error. For a zero matrix, `sigma` and the
+    vectors are zero, so `u v^T` is zero too.
 
     Args:
-        w: matrices `[batch, rows, cols]` of any shape; half precision is converted to float32.
-        u, v: vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
-            orthogonal to the result, are a cold start. Only the vector of the shorter side is read.
+        w: matrices `[batch, rows, cols]` of any shape; half precision is upcast to float32.
+        u, v: vectors from the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
+            orthogonal to the result, are a cold start. Only the vector for the shorter side is
+            read.
         steps: number of block Krylov steps; each takes two passes over `w`. Ten steps are enough
-            from the last optimizer step's vectors, and `COLD_STEPS` from a cold start.
+            starting from the last optimizer step's vectors, `COLD_STEPS` from a cold start.
 
     Raises:
         ValueError: if `steps < 1` or the shapes do not match.
@@ -100,14 +101,14 @@ class TopPairs(NamedTuple):
 def top_pairs(
     stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
 ) -> TopPairs:
-    """Compute `top_singular` of several stacks. Only work on columns needs a launch per stack.
+    """Compute `top_singular` for several stacks. Only work on columns takes a launch per stack.
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
-        cached: `short` of the last call, `[matrices, rows]`, or zeros.
+        cached: `short` from the last call, `[matrices, rows]`, or zeros.
         steps: number of block Krylov steps, at least 1.
-        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None omits nearby
-            vectors.
+        nearby: `nearby` from the last call, `[matrices, NEARBY, rows]`, or zeros; None disables
+            nearby vectors.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
@@ -118,7 +119,7 @@ def top_pairs(
         vectors, long = _iterated(work, cached, steps, nearby)
     short = vectors[:, 0]
     size, image = length(short), concat([length(x) for x in long])
-    # Both vectors of a zero matrix are already zero.
+    # For zero matrices, both vectors are already zero.
     sigma = (image / size.clamp_(min=TINY))[:, 0]
     short.div_(size)
     for x, norm in zip(long, split_like(image.clamp_(min=TINY), work), strict=True):
@@ -145,7 +146,7 @@ def _eigenvectors(stacks: Sequence[Tensor], count: int) -> Tensor:
 def _iterated(
     work: Sequence[Tensor], cached: Tensor, steps: int, nearby: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute unnormalised top left vectors and the images of the first; see `top_pairs`."""
+    """Compute unnormalised top left vectors, and the images of the first; see `top_pairs`."""
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
     fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
@@ -154,7 +155,7 @@ def _iterated(
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     products = images(basis, work)  # [batch, k, cols] each
     square = concat([_gram(x.double()) for image in products for (x,) in cache_slices(image)])
-    # Add fixed vectors to the last call's vectors, which may be zero or outside the new space.
+    # Add fixed vectors to those from the last call, which may be zero or outside the new space.
     near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
     best = _best(basis.double(), square, near).to(dtype)
     return torch.bmm(best, basis), [x[:, 0] for x in images(best[:, :1], products)]
@@ -165,15 +166,15 @@ def _gram(x: Tensor) -> Tensor:
 
 
 def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
-    """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`.
+    """Return the number of basis vectors after `steps` block steps for a shorter side of `rows`.
 
-    `vectors` is the size of a block: the number of cached vectors, plus the generic vector.
+    `vectors` is the block size: the number of cached vectors, plus the generic vector.
     """
     return vectors * min(steps, -(-rows // vectors) + 1)
 
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without a cache."""
+    """Compute the top triplets `(sigma, u, v)` of `w` `[batch, rows, cols]` without a cache."""
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
@@ -182,9 +183,9 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start vectors `[batch, count + 1, rows]` of an iteration.
 
-    The vectors are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1,
-    rows]`. The other fixed vectors replace cached vectors that are zero; without a cache, all
-    cached vectors are zero.
+    These are `cached` `[batch, count, rows]` and the last vector of `fixed` `[count + 1, rows]`.
+    The other fixed vectors take the place of cached vectors that are zero, as all of them are
+    without a cache.
     """
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
@@ -193,8 +194,8 @@ def _start(cached: Tensor, fixed: Tensor) -> Tensor:
 def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
     """Compute the coordinates `[batch, 1, k]` of the vector with the longest image.
 
-    If the last call's vectors `near` `[batch, NEARBY, rows]` are given, also compute the new
-    vectors with the next longest images; the result is then `[batch, 1 + NEARBY, k]`. The rows of
+    If `near` `[batch, NEARBY, rows]`, the vectors from the last call, is given, also compute the
+    new vectors with the next longest images, for a result of `[batch, 1 + NEARBY, k]`. The rows of
     `basis` `[batch, k, rows]` are nearly orthonormal or zero, and `square` `[batch, k, k]` is the
     Gram matrix of their images; both are float64.
     """
@@ -205,7 +206,7 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
     projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     best = _top_eigenvector(projected)[:, None]
     if near is not None:
-        # Use coordinates in which rounding errors of the basis cancel.
+        # Use coordinates in which the basis's rounding errors cancel.
         inside = torch.bmm(basis, near.mT.double())
         inside = torch.linalg.solve_triangular(factor, inside, upper=False)
         best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
@@ -214,15 +215,15 @@ def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
 
 
 def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
-    """Approximate the eigenvectors of `t` after `best`, as vectors `[batch, NEARBY, k]`.
+    """Approximate the eigenvectors of `t` that follow `best`, `[batch, NEARBY, k]`.
 
-    The vectors are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
-    `[batch, 1, k]`. All tensors are float64. The vectors are orthonormal, or zero where only
-    rounding errors remain: beyond the rank, and for eigenvalues far below the second largest.
+    They are powers of `t` `[batch, k, k]` applied to `start` `[batch, NEARBY, k]`; `best` is
+    `[batch, 1, k]`. All tensors are float64. The result is orthonormal, or zero where only rounding
+    errors remain: beyond the rank, and for eigenvalues far below the second largest.
     """
     image = torch.bmm(best, t)
-    t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the part along `best`
-    # At rank 1, only rounding errors of either sign remain of the matrix and of the vectors.
+    t = torch.baddbmm(t, image.mT, best, alpha=-1)  # removes the component along `best`
+    # At rank 1, only rounding errors of either sign are left of the matrix and the vectors.
     largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
@@ -237,11 +238,11 @@ def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fixed, unstructured unit vectors `[count, size]`.
 
-    The vectors are not random, so that a step does not depend on a generator's state, and not
-    constant, because rows that sum to zero (centred weights) are orthogonal to a constant vector.
+    They are not random, so that steps do not depend on generator state, and not constant, because
+    rows that sum to zero (centred weights) are orthogonal to a constant vector.
     """
-    # Compute on the host, whose copy is complete on return. A kernel on the first caller's stream
-    # might still run when callers on other streams read the result.
+    # Compute on the host, so that the copy is complete on return. A kernel on the first caller's
+    # stream might still be running when callers on other streams read the result.
     index = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     rates = [43.7581 + 34.4749 * i for i in range(count)]
     waves = torch.stack([index * rate for rate in rates])
@@ -251,20 +252,20 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
 def _top_eigenvector(t: Tensor) -> Tensor:
     """Compute the top eigenvectors `[batch, k]` of semidefinite float64 `t` `[batch, k, k]`.
 
-    The squarings equal 2^21 power iterations and need no eigensolver or host sync.
+    The squarings amount to 2^21 power iterations, without an eigensolver or host sync.
     """
     if small_problem(t.shape[-1], device_name(t.device)):
         from .kernels import small
 
         return small.top_eigenvector(t, SQUARINGS, TINY)
     for count in SQUARINGS:
-        # The top eigenvalue is between the largest entry and `size` times the largest entry, so its
-        # powers neither overflow nor vanish.
+        # The top eigenvalue is between 1 and `size` times the largest entry, so its powers neither
+        # overflow nor underflow.
         t = t / t.amax((-2, -1), keepdim=True).mul_(t.shape[1] ** 0.5).clamp_(min=TINY)
         for _ in range(count):
             t = torch.bmm(t, t)
     # All columns are parallel: use the longest, whose largest entry is on the diagonal. Divide by
-    # this entry first, because the squares may overflow.
+    # that entry first, because squares may overflow.
     largest, column = t.diagonal(dim1=-2, dim2=-1).max(-1)
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
     best = best / largest[:, None].clamp_(min=TINY)
@@ -272,22 +273,21 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
 
 CYCLE = 5
-"""Largest number of steps between two orthogonalisations. Five powers separate all values that
-float32 can distinguish: with one, two or five steps, the top singular pairs agree to five digits.
-"""
+"""Maximum number of steps between orthogonalisations. Five powers separate all values that float32
+can distinguish: with one, two or five steps, the top singular pairs agree to five digits."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
-"""Largest squared length at which an orthogonalised unit vector is only a rounding error."""
+"""Squared length up to which an orthogonalised unit vector is considered rounding error."""
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
-    """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T` for every `W`.
+    """Compute a basis `[matrices, count steps, rows]` of each matrix's Krylov space of `W W^T`.
 
-    The rows of the basis are orthonormal up to rounding, or zero if the space is exhausted (by
-    dependent start vectors, low rank or `count steps > rows`).
+    The basis is orthonormal up to rounding, with zero rows if the space is exhausted (by dependent
+    start vectors, low rank or `count steps > rows`).
 
     Args:
         stacks: stacks of matrices, `[batch, rows, cols]`, with equal row counts.
-        start: vectors `[matrices, count, rows]` for the matrices of all stacks.
+        start: start vectors `[matrices, count, rows]` for the matrices in all stacks.
         steps: number of block steps, at least 1.
     """
     basis, vectors, scale, square = None, [unit(start)], None, None
@@ -301,8 +301,8 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
         if step < steps:
             products = images(last, stacks)
             if scale is None or square is None:
-                # About 1 / ||W||, which keeps the powers of a cycle representable. For a zero
-                # matrix this is NaN, which `extended` replaces by zeros.
+                # About 1 / ||W||, which keeps a cycle's powers representable. For a zero matrix,
+                # this leads to NaN, which `extended` replaces with zeros.
                 scale = concat([length(image, (-2, -1)) for image in products]).reciprocal_()
                 square = scale.square()
                 for image, factor in zip(products, split_like(scale, stacks), strict=True):
@@ -314,19 +314,18 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
 
 
 def cycle(count: int) -> int:
-    """Return the number of steps between two orthogonalisations of blocks of `count` vectors.
+    """Return the number of steps between orthogonalisations for blocks of `count` vectors.
 
-    At most `VECTORS` vectors are orthogonalised at a time, so that one program suffices.
+    At most `VECTORS` vectors are orthogonalised at a time, so that a single program suffices.
     """
     return max(1, min(CYCLE, VECTORS // count))
 
 
 def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> float:
-    """Count the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
+    """Return the FLOPs of `steps` block Krylov steps with a block of `vectors` vectors.
 
-    Every step except the first takes two products with the matrix. After each cycle the new vectors
-    are orthogonalised twice. At the end the Gram matrices of the basis and of its image are
-    computed.
+    Every step but the first takes two matmuls with the matrix. After each cycle, the new vectors
+    are orthogonalised twice. Finally, the Gram matrices of the basis and its image are computed.
     """
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
@@ -339,7 +338,7 @@ def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> floa
 
 
 def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
-    """Append the new directions of `vectors` `[batch, count, rows]` to `basis`."""
+    """Append the new directions in `vectors` `[batch, count, rows]` to `basis`."""
     new = vectors.div_(length(vectors)).nan_to_num_(0, 0, 0)
     if basis is not None:
         for _ in range(2):
@@ -349,11 +348,11 @@ def extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
 
 
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
-    """Orthonormalise the rows of `x` `[batch, count, n]`, whose length is at most 1, in float64.
+    """Orthonormalise the rows of `x` `[batch, count, n]`, of length at most 1, in float64.
 
-    A row becomes zero if its part orthogonal to earlier rows is shorter than about the square root
-    of `dependent`. The rows are multiplied by the inverse Cholesky factor of the Gram matrix, which
-    `dependent` keeps positive.
+    Rows whose component orthogonal to earlier rows is shorter than about the square root of
+    `dependent` are set to zero. The rows are multiplied by the inverse Cholesky factor of their
+    Gram matrix, which `dependent` keeps positive definite.
     """
     count, device = x.shape[1], device_name(x.device)
     if count <= VECTORS and small_problem(count, device):
@@ -370,12 +369,12 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise `x` `[..., n]` to unit length. Zero stays zero."""
+    """Normalise `x` `[..., n]` to unit length. Zero vectors stay zero."""
     return x / length(x).clamp_(min=torch.finfo(x.dtype).tiny).to(x.dtype)
 
 
 def length(x: Tensor, dim: int | tuple[int, int] = -1) -> Tensor:
-    """Compute norms in float64 and keep the reduced axes: `[..., 1]` or `[..., 1, 1]`."""
-    # Sum in float64: squares of float32 overflow above 1.8e19 and vanish below 1e-23.
+    """Compute norms in float64, keeping the reduced axes: `[..., 1]` or `[..., 1, 1]`."""
+    # Accumulate in float64: float32 squares overflow above 1.8e19 and underflow below 1e-23.
     norm: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
     return norm

@@ -13,18 +13,18 @@ SCALES: dict[Scale, Callable[[int, int], float]] = {
     "align_adam_rms": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_kaiming": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
 }
-"""Scale of the update of a `[rows, cols]` matrix; the radius is a factor times this scale (SSO
-paper, eqs. 7 and 16). With spectral_mup, updates change hidden features by the same RMS at every
-width; with align_adam_rms, the RMS of an update is 0.2, as is typical of AdamW."""
+"""Update scale of a `[rows, cols]` matrix; the radius is a multiple of this scale (SSO paper,
+eqs. 7 and 16). With spectral_mup, updates change hidden features by the same RMS at every width;
+with align_adam_rms, updates have an RMS of 0.2, as is typical of AdamW."""
 
 
 def radius(shape: Sequence[int], mode: Scale = "spectral_mup", scaler: float = 1.0) -> float:
-    """Compute the radius of a unit: `scaler` times the scale of its whole `shape`."""
+    """Compute a unit's radius: `scaler` times the scale for its full `shape`."""
     return scaler * SCALES[mode](*shape)
 
 
 def _usable(factor: Tensor) -> Tensor:
-    """Replace entries of `factor` `[batch]` that are not positive and finite with 1."""
+    """Replace entries of `factor` `[batch]` that are not both positive and finite with 1."""
     return factor.masked_fill(~((factor > 0) & (factor < float("inf"))), 1)
 
 
@@ -54,7 +54,7 @@ def spectral_init_(
     """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
     `W = R G / ||G||_2` with exact norms from a float64 SVD (SSO paper, section on initialisation).
-    The scale of the Gaussian has no effect. Each matrix of the stack is a separate unit.
+    The scale of the Gaussian is irrelevant. Each matrix in the stack is a separate unit.
     """
     rows, cols = weight.shape[-2:]
     weight.normal_(generator=generator)

@@ -1,8 +1,8 @@
-"""Updates of many units, in batches that fit the workspace.
+"""Updates many units in batches that fit the workspace.
 
-Every optimizer updates its units by `step_units`: the one-process library, its sharded matrices,
-the distributed optimizer and its PC layers. Each optimizer defines `Units`, which read units as
-stacks and write the updated stacks back. `ParameterUnits` are the units that one process updates
+Every optimizer updates its units through `step_units`: the single-process library, its sharded
+matrices, the distributed optimizer and its PC layers. Each one implements `Units`, which read units
+as stacks and write the updated stacks back. `ParameterUnits` are units that one process updates
 alone.
 """
 
@@ -22,11 +22,11 @@ from .polar import workspace, workspace_units
 from .rules import Report, Rule, Stack, State, Step
 
 Batch = list[tuple[int, slice]]
-"""The units of one call of a rule: (index of a group, units of the group)."""
+"""The units in one call to a rule: (group index, units within the group) pairs."""
 
 
 class Units(ABC):
-    """Units of one shape and dtype on one device.
+    """Units with the same shape, dtype and device.
 
     Attributes:
         shape: shape of each unit.
@@ -54,10 +54,10 @@ def step_units(
     *,
     spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
-    """Update groups of units by a rule. Return each group's report, `[units]` per metric.
+    """Update groups of units with a rule, and return each group's report, `[units]` per metric.
 
-    The gradients must be results of `accumulate_`. `spread` yields the batches, for instance each
-    on its own stream. Batches are independent. Call this function under `torch.no_grad()`.
+    Gradients must be results of `accumulate_`. `spread` yields the batches, which are independent,
+    for instance each on its own stream. Call this under `torch.no_grad()`.
     """
     reports: list[list[Report]] = [[] for _ in groups]
     for batch in spread(batches(rule, groups)):
@@ -76,11 +76,11 @@ def step_units(
 
 
 def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
-    """Choose the units of each call of the rule.
+    """Determine the units in each call to the rule.
 
-    An elementwise rule updates all units of one dtype and device in one call. A whole-matrix rule
-    updates as many units of one shape as fit the workspace. On a device with kernels, the same call
-    also updates units of other shapes with the same shorter side, because these units share work.
+    Elementwise rules update all units with the same dtype and device in one call. Whole-matrix
+    rules update as many units of the same shape as fit the workspace. On devices with kernels, a
+    call also includes units of other shapes with the same shorter side, because they share work.
     """
     planned: list[Batch] = []
     open_: dict[object, tuple[Batch, int]] = {}
@@ -103,7 +103,7 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 
 def elements_of(groups: Sequence[Units], batch: Batch) -> int:
-    """Return the number of elements of a batch's units."""
+    """Return the number of elements in a batch's units."""
     return sum(prod(groups[i].shape) * (part.stop - part.start) for i, part in batch)
 
 
@@ -114,7 +114,7 @@ def accumulate_(
     active: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` or their dtype.
+    """Replace gradients with the result of `rule.accumulate`, computed in `dtype` (None: theirs).
 
     Results are rounded to the dtypes of the gradients and states.
     """
@@ -136,10 +136,9 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 class ParameterUnits(Units):
-    """Units of one shape, rule and step that this rank updates alone.
+    """Units with the same shape, rule and step that this rank updates alone.
 
-    `state` contains the optimizer's state of each parameter. `take` accumulates the gradients in
-    this state.
+    `state` is the optimizer's state of each parameter, into which `take` accumulates the gradients.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class ParameterUnits(Units):
         self.stacked = [name for name in names if name not in rule.elementwise_state]
 
     def take(self, part: slice) -> Stack:
-        """Accumulate gradients and stack units. The weight and state of a single unit are views."""
+        """Accumulate gradients and stack units. A single unit's weight and state are views."""
         units, states = self.units[part], self.states[part]
         pairs = [*zip(units, states, strict=True)]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in units])
@@ -170,7 +169,7 @@ class ParameterUnits(Units):
         return Stack(weight, grad, stacks, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Copy an updated stack to the parameters and states of its units."""
+        """Copy an updated stack back to its units' parameters and states."""
         for i, (unit, state) in enumerate(zip(self.units[part], self.states[part], strict=True)):
             unit.write(local_of(unit.parameter), stack.weight[i])
             for key in self.stacked:
@@ -179,7 +178,7 @@ class ParameterUnits(Units):
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
-    """Stack units to `[batch, ...]`; a single contiguous unit is not copied."""
+    """Stack units into `[batch, ...]`, without copying a single contiguous unit."""
     if len(units) == 1 and units[0].is_contiguous():
         return units[0].unsqueeze(0)
     return torch.stack(list(units))

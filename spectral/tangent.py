@@ -1,14 +1,14 @@
 """Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
-"Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
-(docs/numerics.md contains measurements):
+"Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline (see
+docs/numerics.md for measurements):
 
-1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>` is built from a few resolvents of
-   `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). It is valid for every lambda. Its
-   root is the first guess.
-2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
-   always inside a rigorous bracket.
-3. In 16 bits an evaluation is less exact than the model's root, because msign's rounding errors
+1. A small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`, valid for every lambda, is built
+   from a few resolvents of `N N^T`, where `N = M (I - v v^T)` (spectral/tangent_model.py). Its root
+   is the initial guess.
+2. Evaluations of the true `f` refine the guess, first with the model's slope, then with secants,
+   always within a rigorous bracket.
+3. In 16 bits, an evaluation is less accurate than the model's root, because msign's rounding errors
    have a component along Theta. This component equals `f` and is subtracted from the direction.
 """
 
@@ -33,31 +33,31 @@ from .polar import (
 )
 from .tangent_model import Model, is_wide
 
-# Sums M + lambda Theta consist of rounding errors if their norm, in units of rounding, is below
-# this: see `shifted`.
+# Norm, in units of rounding error, below which M + lambda Theta is considered pure rounding error;
+# see `shifted`.
 DEGENERATE_EPS = 32
 
 
-# Default and smallest tolerance by the dtype of msign's products. Values of f below the smallest
-# tolerance are rounding errors, which no multiplier reduces (docs/numerics.md).
+# Default and finest tolerance for each dtype of the matmuls in msign. Values of f below the finest
+# tolerance are rounding errors, which no multiplier can reduce (docs/numerics.md).
 TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# Number of msign evaluations that are enough on recorded momenta (docs/numerics.md). If the model
-# on a GPU is not wide (`tangent_model.is_wide`), a second evaluation in float32 corrects the
-# accuracy lost by squaring.
+# Number of msign evaluations that suffices on recorded momenta (docs/numerics.md). If the model on
+# a GPU is not wide (`tangent_model.is_wide`), a second evaluation in float32 recovers the accuracy
+# lost by squaring.
 EVALUATIONS, NARROW_EVALUATIONS = 1, 2
-# Largest component along Theta that counts as rounding errors of msign, by the dtype of msign's
-# products. On recorded momenta at the exact multiplier, the largest components were 0.031
-# (float16) and 0.067 (bfloat16).
+# Largest component along Theta that is attributed to msign's rounding errors, for each dtype of its
+# matmuls. On recorded momenta at the exact multiplier, the largest components were 0.031 (float16)
+# and 0.067 (bfloat16).
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
-    """Return `tolerance` or, if it is None, the default for msign's products in `dtype`.
+    """Return `tolerance` or, if None, the default for msign matmuls in `dtype`.
 
     Raises:
-        ValueError: if `tolerance` is not positive, or finer than `dtype` can resolve.
+        ValueError: if `tolerance` is not positive, or is finer than `dtype` can resolve.
     """
     name = str(dtype).removeprefix("torch.")
     if tolerance is None:
@@ -67,17 +67,17 @@ def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
     finest = FINEST_TOLERANCES.get(dtype, 0.0)
     if tolerance < finest:
         raise ValueError(
-            f"tolerance must be at least {finest:g} for an msign in {name}, got {tolerance}"
+            f"tolerance must be at least {finest:g} for msign in {name}, got {tolerance}"
         )
     return tolerance
 
 
 class TangentSolution(NamedTuple):
-    """Multiplier and direction of each matrix of a batch."""
+    """Multiplier and direction of each matrix in a batch."""
 
     multiplier: Tensor  # [batch]
     direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation;
-    # in 16 bits without its component along Theta, unless that is larger than rounding errors
+    # in 16 bits without its component along Theta, unless that exceeds rounding error
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     converged: Tensor  # [batch], bool, |residual| <= tolerance, and the direction is not degenerate
@@ -85,9 +85,8 @@ class TangentSolution(NamedTuple):
     removed: Tensor | None = None  # [batch], the subtracted component along Theta, in 16 bits
 
     def report(self) -> dict[str, Tensor]:
-        """Return the metrics of a solve.
-
-        They are `multiplier`, `residual`, `evaluations`, `converged` and, in 16 bits, `removed`.
+        """Return the solver's metrics: `multiplier`, `residual`, `evaluations`, `converged` and, in
+        16 bits, `removed`.
         """
         dtype = self.multiplier.dtype
         figures = {
@@ -100,9 +99,9 @@ class TangentSolution(NamedTuple):
 
 
 class TangentProblem(NamedTuple):
-    """Matrices of one shape and the vectors of their `Theta`. See `solve_multiplier`.
+    """Matrices of one shape, and the vectors that define `Theta`; see `solve_multiplier`.
 
-    The dtype of the vectors may differ from the dtype of the matrices.
+    The vectors' dtype may differ from that of the matrices.
     """
 
     m: Tensor  # [batch, rows, cols]
@@ -112,15 +111,15 @@ class TangentProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """Solver of tangent problems, with its options.
+    """Solves tangent problems.
 
     Attributes:
-        tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; positive.
-        max_evaluations: largest number of msign evaluations, at least 1; None means 1, or 2 in
+        tolerance: largest accepted `|f|`, where `f` is in [-1, 1]; must be positive.
+        max_evaluations: maximum number of msign evaluations, at least 1; None means 1, or 2 in
             float32 on a GPU if the model is not wide (`spectral.tangent_model.is_wide`).
-        early_exit: whether to stop when every matrix has converged, which requires a host sync.
-            Otherwise exactly `max_evaluations` evaluations run, without a host sync.
-        schedule, steps, dtype: options of msign.
+        early_exit: whether to stop once every matrix has converged, which requires a host sync.
+            Otherwise, exactly `max_evaluations` evaluations run, without a host sync.
+        schedule, steps, dtype: options passed to msign.
 
     Raises ValueError for `max_evaluations < 1` or `tolerance <= 0`.
     """
@@ -143,9 +142,9 @@ class Solver:
 
         Directions are returned in the buffers of `m`, which saves the memory of a stack.
 
-        Work that depends only on the shorter side is launched once for all stacks. Up to rounding,
-        the solution of a matrix does not depend on the other matrices. `problems` contains at least
-        one problem, and all problems have the same dtype and device.
+        Work that only depends on the shorter side is launched once for all stacks. Up to rounding,
+        each matrix's solution is independent of the others. `problems` must not be empty, and all
+        problems must have the same dtype and device.
 
         Raises:
             ValueError: if a shape or dtype is wrong, `steps < 1`, the schedule is unknown, or
@@ -172,24 +171,23 @@ class Solver:
             replaced = split_like(better[:, None, None], work.stacks)
             for mask, phi, direction in zip(replaced, latest, directions, strict=True):
                 torch.where(mask, phi, direction, out=direction)
-            del latest, phi  # the next evaluation needs this memory
+            del latest, phi  # free memory for the next evaluation
         return work.solutions(best, directions, residual, kept)
 
 
 def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
-    A converged matrix keeps its result while other matrices continue. The direction is from the
-    best evaluation, `residual` is the residual of this direction, and `converged` is False where
-    the residual exceeds the tolerance. An msign in 16 bits has rounding errors along Theta that no
-    multiplier reduces. If they are at most `ROUNDING`, the search ends and they are subtracted from
-    the direction. If no tangent direction exists (`M = c Theta`), the direction is zero and
-    `converged` is False.
+    A converged matrix keeps its result while others continue. The direction is that of the best
+    evaluation, `residual` is its residual, and `converged` is False where the residual exceeds the
+    tolerance. In 16 bits, msign has rounding errors along Theta that no multiplier can reduce. If
+    they are at most `ROUNDING`, the search stops and they are subtracted from the direction. If no
+    tangent direction exists (`M = c Theta`), the direction is zero and `converged` is False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, whose squares must be representable
-            (rules pass matrices of Frobenius norm 1).
-        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. For zero vectors (of a zero weight),
+            (rules pass matrices with Frobenius norm 1).
+        u, v: unit vectors `[batch, rows]`, `[batch, cols]`. For zero vectors (from a zero weight),
             `multiplier` is 0 and the result is the plain polar factor.
         options: options of `Solver`.
 
@@ -202,7 +200,7 @@ def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tangent
 
 
 def default_evaluations(rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the default number of msign evaluations in `dtype` for matrices of `rows` rows."""
+    """Return the default number of msign evaluations in `dtype` for matrices with `rows` rows."""
     rounds = torch.finfo(dtype).bits < 32
     suffices = rounds or device.type == "cpu" or is_wide(rows, dtype, device)
     return EVALUATIONS if suffices else NARROW_EVALUATIONS
@@ -217,14 +215,14 @@ def _check(m: Tensor, u: Tensor, v: Tensor) -> None:
 
 
 class _Refinement:
-    """Evaluations of the true `f` for the matrices of all stacks.
+    """Evaluates the true `f` for the matrices in all stacks.
 
-    Quantities are float64 `[matrices]`, over all stacks; `stacks`, `v` and directions are lists
+    Quantities are float64 `[matrices]`, across all stacks; `stacks`, `v` and directions are lists
     with one tensor per stack.
     """
 
     def __init__(self, problems: Sequence[TangentProblem], solver: Solver) -> None:
-        """Transpose problems with tall matrices; raise ValueError like `Solver.solve`."""
+        """Transpose problems with tall matrices; raise the ValueErrors of `Solver.solve`."""
         self.solver, self.dtype = solver, problems[0].m.dtype
         dtype = self.dtype if solver.dtype is None else solver.dtype
         for problem in problems:
@@ -243,10 +241,10 @@ class _Refinement:
         self.msign = coefficients(solver.schedule, solver.steps, dtype), dtype
         self.rounding = ROUNDING.get(dtype, 0.0)
         self.limit = solver.max_evaluations or default_evaluations(short[0], dtype, self.u.device)
-        self.last = self.limit == 1  # the first evaluation is the last and may overwrite M
+        self.last = self.limit == 1  # the first evaluation is also the last and may overwrite M
 
     def begin(self, model: Model) -> None:
-        """Use the root of the model as the first guess."""
+        """Take the model's root as the initial guess."""
         offset, self.slope = tangent_model.root(model)
         self.trial = model.centre + offset
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
@@ -259,12 +257,12 @@ class _Refinement:
         """Return the directions `msign(M + trial Theta)` and their inner products with Theta.
 
         Where the iteration did not stay bounded, the inner product is NaN, which is never the best
-        and does not narrow the bracket. The list `polars` is emptied.
+        and does not narrow the bracket. Empties the list `polars`.
         """
         bounded = concat([polar.bounded for polar in polars])
         directions, values = [], []
         for m, u, v in zip(self.stacks, split_like(self.u, self.stacks), self.v, strict=True):
-            phi = polars.pop(0).direction  # freed as soon as it is converted to the dtype of M
+            phi = polars.pop(0).direction  # freed once it has been converted to the dtype of M
             phi = m.copy_(phi) if self.last else phi
             for part, left, right in cache_slices(phi, u, v):
                 values.append((left[:, None] @ part.to(self.dtype) @ right[:, :, None])[:, 0, 0])
@@ -272,10 +270,10 @@ class _Refinement:
         return directions, concat(values).double().masked_fill(~bounded, torch.nan)
 
     def shifted(self) -> list[Tensor]:
-        """Compute `M + trial Theta` at Frobenius norm 1.
+        """Compute `M + trial Theta`, normalised to Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`), only rounding errors remain: there the sum
-        becomes zero, and `kept` becomes False.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding errors remain: the sum is
+        then set to zero and `kept` to False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
         left, floor = (split_like(x, self.stacks) for x in (scaled, self.floor))
@@ -284,9 +282,9 @@ class _Refinement:
         return [z for z, _ in sums]
 
     def _sum(self, m: Tensor, left: Tensor, right: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `M + left right^T` of one stack for `shifted`, in memory order, slice by slice.
+        """Compute `M + left right^T` for one stack in `shifted`, in memory order, slice by slice.
 
-        The sum overwrites M if M is no longer needed, which saves the memory of a stack.
+        Overwrites M if it is no longer needed, which saves the memory of a stack.
         """
         if m.mT.is_contiguous() and not m.is_contiguous():
             z, kept = self._sum(m.mT, right, left, floor)
@@ -296,27 +294,27 @@ class _Refinement:
         out = m if self.last and same else torch.empty_like(m, dtype=dtype)
         norms = []
         for part, x, y, least, target in cache_slices(m, left, right, floor, out):
-            place = target if same else part if self.last else None
-            z = torch.baddbmm(part, x[:, :, None], y[:, None], out=place)
+            buffer = target if same else part if self.last else None
+            z = torch.baddbmm(part, x[:, :, None], y[:, None], out=buffer)
             norms.append(torch.linalg.vector_norm(z, dim=(-2, -1)))
             norm = norms[-1].masked_fill(norms[-1] <= least, float("inf"))
             divide_(z, norm[:, None, None], target)
         return out, concat(norms) > floor
 
     def narrow(self, f: Tensor) -> None:
-        """Narrow the bracket by the last evaluation and mark converged matrices."""
+        """Narrow the bracket with the last evaluation, and mark converged matrices."""
         self.low = torch.where(f <= 0, self.trial, self.low)
         self.high = torch.where(f > 0, self.trial, self.high)
         self.open = self.open & ~(f.abs() <= max(self.solver.tolerance, self.rounding))
 
     def next(self, f: Tensor) -> Tensor:
-        """Return the next multiplier: a Newton step within the bracket, or else its midpoint."""
+        """Return the next multiplier: a Newton step if within the bracket, else the midpoint."""
         step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
     def _remove_rounding(self, directions: Sequence[Tensor], residual: Tensor) -> Tensor:
-        """Subtract rounding errors along Theta from the directions in place; return the errors."""
+        """Subtract rounding errors along Theta from the directions in place, and return them."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(self.dtype)[:, None] * self.u
         left = split_like(scaled[:, :, None], self.stacks)
@@ -356,11 +354,11 @@ class _Refinement:
 def bisected(matrix: Tensor, theta: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     """Return `D = msign(M + lambda Theta)` with `<Theta, D> = 0` for one matrix `[rows, cols]`.
 
-    The paper's bisection finds lambda. This function is the reference of `Solver.solve`.
+    Finds lambda by bisection, as in the paper. Serves as a reference for `Solver.solve`.
     """
     M = matrix / matrix.norm()
 
-    def f(multiplier: Tensor) -> Tensor:  # grows with the multiplier
+    def f(multiplier: Tensor) -> Tensor:  # increases with the multiplier
         return (theta * newton_schulz(M + multiplier * theta, steps)).sum()
 
     high = 2 * torch.linalg.matrix_norm(M, ord="nuc")

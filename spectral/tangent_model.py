@@ -4,19 +4,19 @@ With `w = M v` and `N = M - w v^T`, so that `N v = 0`,
 
     (M + lambda u v^T) (M + lambda u v^T)^T = N N^T + y y^T,    y = w + lambda u.
 
-Only the rank-one term depends on lambda. msign's odd polynomial is expanded into partial fractions,
-`p(s) ~ sum_j c_j s / (s^2 + t_j^2)`, and Sherman-Morrison gives
+Only the rank-one term depends on lambda. Expanding msign's odd polynomial in partial fractions,
+`p(s) ~ sum_j c_j s / (s^2 + t_j^2)`, and applying Sherman-Morrison gives
 
     f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
-which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These matrices are
-computed from a projection of `N N^T` onto the rational Krylov space of a few of the resolvents. The
-projection approximates the resolvents at all other shifts to 1e-4 or better, for any number of
-rows. docs/numerics.md contains measurements.
+which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. These are computed from a
+projection of `N N^T` onto the rational Krylov space of a few resolvents, which approximates the
+resolvents at all other shifts to 1e-4 or better, for any number of rows. See docs/numerics.md for
+measurements.
 
 Resolvents are applied by solving stacks of positive definite systems with few right-hand sides,
-without a host sync. The systems are factorised and solved by products of blocks. Therefore the
-number of launches grows with the number of rows but not with the number of systems.
+without a host sync. The systems are factorised and solved with block matmuls, so the number of
+launches grows with the number of rows but not with the number of systems.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,52 +37,52 @@ from .singular_triplets import DEPENDENT, orthonormal, unit
 NODES = 48
 RIDGE = 1e-13
 GRID = (2, 512)
-"""Number of rounds of the search for the root, and of intervals of the grid per round."""
+"""Number of rounds in the root search, and number of grid intervals per round."""
 CPU_GRID = (6, 8)
-"""The last interval is as short as with `GRID`, but f is evaluated 54 instead of 1,026 times."""
+"""Reaches the same resolution as `GRID` with 54 instead of 1,026 evaluations of f."""
 
 DIRECT_ROWS = 32
-"""Largest number of rows at which the model uses `N N^T` itself instead of a projection."""
+"""Largest number of rows for which the model uses `N N^T` itself instead of a projection."""
 SQUARED_ROWS = 64
-"""Largest number of rows at which the model of a 16-bit msign projects `N N^T` instead of N. This
-saves a pass over M; in float16 it raises the errors of f on recorded momenta from 1e-5 to at most
-6e-5."""
+"""Largest number of rows for which the model for a 16-bit msign projects `N N^T` instead of N. This
+saves a pass over M; in float16, it increases the errors of f on recorded momenta from 1e-5 to at
+most 6e-5."""
 WIDE_ROWS = 256
-"""Largest number of rows at which the model of an msign in 32 bits or more computes `N N^T` and its
-resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
-float64 do so for any number of rows. In 16 bits f is not exact enough to need float64."""
+"""Largest number of rows for which the model for an msign in 32 bits or more computes `N N^T` and
+its resolvents in float64, which preserves singular values below 3e-4 of the largest. GPUs with fast
+float64 do so for any number of rows. In 16 bits, f is not accurate enough to need float64."""
 FAST_DOUBLES = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-"""Compute capabilities of GPUs whose float64 products take at most about twice as long as float32
-products: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300)
-float64 products take 30 to 64 times as long."""
+"""Compute capabilities of GPUs whose float64 matmuls take at most about twice as long as float32
+ones: P100, V100, A100, H100 and H200, B200. On all other GPUs (consumer cards, L40S, B300), they
+take 30 to 64 times as long."""
 
 
 class Space(NamedTuple):
     """A rational Krylov space of `N N^T`, generated from `[u, w]`."""
 
     shifts: tuple[float, ...]  # t of each resolvent, as a fraction of the Frobenius norm
-    resolvents: int = 1  # number of powers of each resolvent
+    resolvents: int = 1  # number of powers per resolvent
     products: int = 0  # number of powers of N N^T itself
 
 
 EXACT = Space((10**-1.7, 10**-3.1), 5, 3)
-"""Two shifts with five powers each are as exact as ten shifts with one power each, and take two
-factorisations instead of ten. docs/numerics.md contains the measurements."""
+"""Two shifts with five powers each are as accurate as ten shifts with one power each, and take two
+factorisations instead of ten; see docs/numerics.md for measurements."""
 SPACES = {
     torch.bfloat16: Space((10**-2.8,), 5, 3),
     torch.float16: Space((1e-2, 1e-3), 4, 4),
     torch.float32: EXACT,
     torch.float64: EXACT,
 }
-"""Krylov space for each dtype of msign's products. A resolvent costs a factorisation; its powers
-cost little more."""
+"""Krylov space for each dtype of the matmuls in msign. A resolvent costs a factorisation; its
+powers are cheap."""
 SYSTEM_ELEMENTS = 3 << 27
-"""Number of elements of the shifted systems that are solved at a time on a device without an entry
-in `CACHE_ELEMENTS`: 3 GiB in float64, or both systems of 48 matrices with 2,048 rows."""
+"""Number of shifted-system elements to solve at a time on devices not listed in `CACHE_ELEMENTS`:
+3 GiB in float64, or both systems of 48 matrices with 2,048 rows."""
 
 
 TRIANGLE, CPU_TRIANGLE = 512, 256
-"""Number of rows per block when only half of a symmetric product is computed. Smaller blocks take
+"""Number of rows per block when only half of a symmetric product is computed. Smaller blocks need
 fewer FLOPs but more launches."""
 
 
@@ -106,9 +106,9 @@ def partial_fractions(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Fit residues and nodes `(c, t)` of `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
-    The fit is a ridge regression in float64 on a logarithmic grid. With eight steps the largest
-    error is 2.5e-5 for polar_express and 7e-4 for polar_express_upstream. The fit smooths schedules
-    that oscillate.
+    The fit is a float64 ridge regression on a logarithmic grid. With eight steps, the maximum error
+    is 2.5e-5 for polar_express and 7e-4 for polar_express_upstream. Oscillating schedules are
+    smoothed by the fit.
     """
     logspace = partial(torch.logspace, dtype=torch.float64, device="cpu")
     s = torch.cat((logspace(-7, -4.5, 200), logspace(-4.5, 0, 1500)))
@@ -129,13 +129,13 @@ def build(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
 ) -> Model:
-    """Build the models of the matrices `M` of all stacks, each projected onto its own space.
+    """Build a model for each matrix `M` in all stacks, projected onto the matrix's own space.
 
     Args:
-        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal numbers of rows.
-        u: `[matrices, rows]`, one vector per matrix of all stacks, of length 1 or 0.
-        v: for each stack `[batch, cols]`, one vector per matrix, of length 1 or 0.
-        steps, dtype: msign's coefficients and the dtype of its products.
+        stacks: tensors `[batch, rows, cols]`, `rows <= cols`, with equal row counts.
+        u: `[matrices, rows]`, one vector of length 1 or 0 per matrix in all stacks.
+        v: `[batch, cols]` for each stack, one vector of length 1 or 0 per matrix.
+        steps, dtype: msign's coefficients and the dtype of its matmuls.
     """
     rows, device = stacks[0].shape[1], stacks[0].device
     u, v = unit(u.double()), [unit(vectors.double()) for vectors in v]
@@ -145,11 +145,11 @@ def build(
     q = torch.addcmul(w, centre[:, None], u)
     norm = concat([torch.linalg.vector_norm(m, dim=(-2, -1)) for m in stacks]).double()
     square = norm.square()
-    # msign divides by ||M + lambda Theta||_F; near the root lambda is close to the centre.
+    # msign divides by ||M + lambda Theta||_F; near the root, lambda is close to the centre.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
     scale = scale.masked_fill(scale == 0, 1)
     pair = torch.stack((u, q), dim=1)  # [matrices, 2, rows]
-    # In an orthonormal basis: N N^T, small `[matrices, size, size]`, and the columns u and q.
+    # In an orthonormal basis: N N^T as `small` `[matrices, size, size]`, and the columns u and q.
     if rows <= DIRECT_ROWS:
         small, columns = gram, pair.mT
     else:
@@ -158,7 +158,7 @@ def build(
         if wide or rows <= SQUARED_ROWS:
             small = basis @ gram.double() @ basis.mT
         else:
-            del gram  # free it before the products with M
+            del gram  # free it before the matmuls with M
             small = _projected(stacks, v, w, basis)
         columns = basis @ pair.mT  # [matrices, size, 2]
     # |lambda* - centre| <= hypot(centre, p + |q|), by pinching, with p^2 = u^T N N^T u.
@@ -176,9 +176,9 @@ def build(
 
 
 def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the model of an msign in `dtype` computes `N N^T` and resolvents in float64.
+    """Return whether the model for an msign in `dtype` computes `N N^T` and resolvents in float64.
 
-    Up to `DIRECT_ROWS` rows there is no projection, and squaring in float32 would cost accuracy.
+    Up to `DIRECT_ROWS` rows, there is no projection, and squaring in float32 would lose accuracy.
     """
     exact = torch.finfo(dtype).bits >= 32 and (rows <= WIDE_ROWS or has_fast_doubles(device))
     return exact or rows <= DIRECT_ROWS
@@ -186,7 +186,7 @@ def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @constant_result
 def has_fast_doubles(device: torch.device) -> bool:
-    """Return whether float64 products take at most about twice as long as float32 products."""
+    """Return whether float64 matmuls take at most about twice as long as float32 ones."""
     if device.type == "cuda":
         return tuple(torch.cuda.get_device_capability(device)) in FAST_DOUBLES
     return device.type != "cpu"
@@ -195,8 +195,8 @@ def has_fast_doubles(device: torch.device) -> bool:
 def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
-    `N N^T` is positive only if it and `M v` are computed from the same float64 M and an exact unit
-    vector.
+    `N N^T` is only positive semidefinite if it and `M v` are computed from the same float64 M and
+    an exact unit vector.
     """
     rows = stacks[0].shape[1]
     gram = v[0].new_empty(sum(map(len, stacks)), rows, rows)
@@ -221,7 +221,7 @@ def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _grams(stacks: Sequence[Tensor]) -> Tensor:
-    """Compute `M M^T` by `kernels.gram`, or by blocks of the upper triangle if that is faster."""
+    """Compute `M M^T` with `kernels.gram`, or by upper-triangle blocks if that is faster."""
     rows = stacks[0].shape[1]
     if len(_triangle(rows, stacks[0].device)) == 1 or kernels.mirrors(stacks):
         return kernels.gram(*stacks)
@@ -232,18 +232,18 @@ def _grams(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def _triangle(rows: int, device: torch.device) -> list[slice]:
-    """Return the ranges of rows in which the upper triangle of a product is computed."""
+    """Return the row ranges in which the upper triangle of a product is computed."""
     return blocks_of(rows, CPU_TRIANGLE if device.type == "cpu" else TRIANGLE)
 
 
 def _write_upper(m: Tensor, out: Tensor) -> None:
-    """Write the blocks of `M M^T` on and above the diagonal to `out`."""
+    """Write the blocks of `M M^T` on and above the diagonal into `out`."""
     for part in _triangle(m.shape[1], m.device):
         out[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT, beta=0)
 
 
 def _mirrored(gram: Tensor) -> Tensor:
-    """Copy the blocks above the diagonal to their mirror images below it."""
+    """Mirror the blocks above the diagonal to below it."""
     for part in _triangle(gram.shape[1], gram.device)[:-1]:
         gram[:, part.stop :, part] = gram[:, part, part.stop :].mT
     return gram
@@ -252,9 +252,9 @@ def _mirrored(gram: Tensor) -> Tensor:
 def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: int) -> Tensor:
     """Compute a float64 orthonormal basis `[batch, size, rows]` of the rational Krylov space.
 
-    The space is spanned by `pair` `[batch, 2, rows]` and by the products of `pair` with powers of
-    `gram` and of its resolvents. Linearly dependent rows are zero. The systems that are solved at a
-    time have at most `elements` elements, or the device's limit if that is larger.
+    The space is spanned by `pair` `[batch, 2, rows]` and its products with powers of `gram` and of
+    the resolvents. Linearly dependent rows are zero. At most `elements` system elements are solved
+    at a time, or the device's limit if that is larger.
     """
     rows, shifts = gram.shape[1], space.shifts
     squares = scale[:, None] * constant(shifts, torch.float64, gram.device)
@@ -279,30 +279,30 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, space: Space, elements: in
     parts = [concat(solutions[i : i + split], 1) for i in range(0, len(solutions), split)]
     products = _powers(partial(torch.bmm, mat2=gram), start, space.products)
     vectors = torch.cat((pair, concat(parts), products), dim=1)
-    # Vectors of neighbouring shifts are nearly parallel: a second pass recovers lost digits.
+    # Vectors from neighbouring shifts are nearly parallel: a second pass recovers lost digits.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
     return vectors
 
 
 def _powers(operator: Callable[[Tensor], Tensor], start: Tensor, count: int) -> Tensor:
-    """Apply `operator` to `start` `[batch, 2, rows]` `count` times and return all powers.
+    """Apply `operator` to `start` `[batch, 2, rows]` `count` times, and return all powers.
 
-    The result `[batch, 2 count, rows]`, float64, contains unit vectors. All powers except the last
-    are orthogonalised against lower powers, so that they stay distinct.
+    The result `[batch, 2 count, rows]`, float64, consists of unit vectors. All powers but the last
+    are orthogonalised against lower ones to keep them distinct.
     """
     vectors = unit(operator(start if count else start[:, :0]).double())
     for _ in range(1, count):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
         new = operator(vectors[:, -2:].to(start.dtype)).double()
         vectors = torch.cat((vectors, unit(new)), dim=1)
-    return vectors.nan_to_num_(0, 0, 0)  # an indefinite system gives NaN
+    return vectors.nan_to_num_(0, 0, 0)  # indefinite systems yield NaN
 
 
 def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
     """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
-    Only the small products square singular values, so small singular values do not lose digits.
+    Singular values are only squared in the small matmuls, so small ones do not lose digits.
     """
     kind = stacks[0].dtype
     q = basis.to(kind)
@@ -318,9 +318,9 @@ def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: 
 def _blocks(gram: Tensor, pair: Tensor, shift: Tensor) -> Tensor:
     """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`.
 
-    T is `gram` `[batch, size, size]`, and `pair` `[batch, size, 2]` contains u and q; all float64.
+    T is `gram` `[batch, size, size]`, and `pair` `[batch, size, 2]` holds u and q; all float64.
     """
-    if is_known(shift):  # on a GPU, the host would wait for an eigensolver
+    if is_known(shift):  # on a GPU, an eigensolver would cause a host sync
         values, vectors = torch.linalg.eigh(gram.nan_to_num(0, 0, 0))
         u, q = (vectors.mT @ pair).unbind(-1)
         inverse = (values.clamp(min=0)[:, :, None] + shift[:, None]).reciprocal_()
@@ -336,7 +336,7 @@ def _blocks(gram: Tensor, pair: Tensor, shift: Tensor) -> Tensor:
 
 
 def value(model: Model, offset: Tensor) -> Tensor:
-    """Return f `[batch, points]` at `mu` = `offset` `[batch, points]`."""
+    """Evaluate f `[batch, points]` at `mu` = `offset` `[batch, points]`."""
     uu, uq, qq = model.block[:, :, None]  # each [batch, 1, nodes]
     mu = offset[:, :, None]
     numerator = torch.addcmul(uq, mu, uu)
@@ -347,7 +347,7 @@ def value(model: Model, offset: Tensor) -> Tensor:
 def root(model: Model) -> tuple[Tensor, Tensor]:
     """Find the root `mu` `[batch]` of f in the bracket, and f's slope `[batch]` near it.
 
-    f never decreases, so a few rounds on ever finer grids enclose the root. Within the last
+    f never decreases, so a few rounds on successively finer grids bracket the root. Within the last
     interval, f is interpolated linearly.
     """
     if small_problem(model.weight.shape[-1], device_name(model.weight.device)):
@@ -370,20 +370,19 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 256
-"""Number of rows per block, except on a CPU (see `block_rows`). Larger blocks take fewer launches;
-smaller blocks leave fewer rows to the library's slow factorisation. An H200 factorises and solves
-48 float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms in blocks of 128, 256, 512 and 1,024
-rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms in blocks of 128 and 256
-(library: 1.6 ms). These times were measured with one product per pair of blocks."""
+"""Number of rows per block, except on CPU (see `block_rows`). Larger blocks need fewer launches;
+smaller ones leave fewer rows to the library's slow factorisation. An H200 factorises and solves 48
+float64 systems of 2,048 rows in 11.0, 9.9, 14.0 and 22.8 ms with blocks of 128, 256, 512 and 1,024
+rows (library: 24.6 ms), and 48 systems of 512 rows in 1.4 and 1.5 ms with blocks of 128 and 256
+(library: 1.6 ms). These times were measured with one matmul per pair of blocks."""
 JOINED = 4
-"""Number of blocks that are joined for `solve`, except on a CPU. Systems of up to 1,024 rows are
-then solved in two launches. For 2,048 rows the joined inverses take a quarter of the factor's
-FLOPs, and half its memory.
-"""
+"""Number of blocks to join for `solve`, except on CPU. Systems of up to 1,024 rows are then solved
+in two launches. For 2,048 rows, the joined inverses take a quarter of the factor's FLOPs and half
+its memory."""
 
 
 class Block(NamedTuple):
-    """A block of rows of the Cholesky factors L of a stack of systems `K = L L^T`."""
+    """A row block of the Cholesky factors L of a stack of systems `K = L L^T`."""
 
     rows: slice
     inverse: Tensor  # [batch, size, size], of the diagonal block
@@ -392,16 +391,16 @@ class Block(NamedTuple):
 
 
 def blocks_of(rows: int, size: int = BLOCK) -> list[slice]:
-    """Return the ranges of rows in which systems with `rows` rows are factorised."""
+    """Return the row ranges in which systems with `rows` rows are factorised."""
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def block_rows(rows: int, device: torch.device) -> int:
     """Return the number of rows per block for systems with `rows` rows.
 
-    One thread of an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29, 0.42
-    and 0.55 ms in blocks of 64, 128 and 256 rows (the library takes 0.32 ms). A system of 1,024
-    rows with five solves takes 7.7, 6.6 and 7.2 ms (the library takes 20 ms).
+    A single thread on an Intel Xeon with AVX-512 factorises a float32 system of 256 rows in 0.29,
+    0.42 and 0.55 ms with blocks of 64, 128 and 256 rows (library: 0.32 ms). A system of 1,024 rows
+    with five solves takes 7.7, 6.6 and 7.2 ms (library: 20 ms).
     """
     if device.type != "cpu":
         return BLOCK
@@ -409,15 +408,15 @@ def block_rows(rows: int, device: torch.device) -> int:
 
 
 def joined_blocks(device: torch.device) -> int:
-    """Return the number of blocks that are joined for `solve`."""
+    """Return the number of blocks to join for `solve`."""
     return 1 if device.type == "cpu" else JOINED
 
 
 def factorized_(k: Tensor) -> list[Block]:
     """Factorise symmetric positive definite `k` `[batch, n, n]` in place, for `solve`.
 
-    Only the upper triangle is read. L overwrites the lower triangle. If rounding makes a system
-    indefinite, its solutions are meaningless and possibly nonfinite. Other systems are not
+    Only the upper triangle is read; the lower one is overwritten with L. If rounding makes a system
+    indefinite, its solutions are meaningless and possibly nonfinite, but other systems are not
     affected.
     """
     rows = k.shape[-1]
@@ -426,7 +425,7 @@ def factorized_(k: Tensor) -> list[Block]:
     blocks = []
     for part in parts:
         left, below = k[:, part, : part.start], k[:, part.stop :, part]
-        if part.start:  # subtract the contribution of earlier columns, in one product
+        if part.start:  # subtract the contribution of earlier columns in a single matmul
             before = k[:, part.start :, : part.start]
             k[:, part, part.start :].baddbmm_(left, before.mT, alpha=-1)
         inverse = _inverse_factor(k[:, part, part], identity)
@@ -454,7 +453,7 @@ def solve(factor: Sequence[Block], x: Tensor) -> Tensor:
 
 
 def _joined(k: Tensor, blocks: Sequence[Block]) -> Block:
-    """Join consecutive blocks of the factor in `k` into one block."""
+    """Join consecutive blocks of the factor in `k` into a single block."""
     if len(blocks) == 1:
         return blocks[0]
     rows = slice(blocks[0].rows.start, blocks[-1].rows.stop)
@@ -475,7 +474,7 @@ def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
 
     `identity` has at least n rows.
     """
-    # cholesky_ex makes no check for which the host would wait; it reads only the upper triangle.
+    # cholesky_ex does no check that would require a host sync; it only reads the upper triangle.
     factor = torch.linalg.cholesky_ex(k, upper=True).L
     n = k.shape[-1]
     inverse: Tensor = torch.linalg.solve_triangular(
@@ -487,10 +486,10 @@ def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
 def tangent_cost(
     short: int, long: int, *, evaluations: float, msign: float, dtype: torch.dtype
 ) -> float:
-    """Count the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
+    """Return the FLOPs of a tangent solve: the model's, plus `evaluations` times `msign`.
 
-    Building the model requires a Gram matrix, a factorisation per shift, and a projection onto the
-    model's basis. `dtype` is the dtype of msign's products.
+    Building the model takes a Gram matrix, one factorisation per shift, and a projection onto the
+    model's basis. `dtype` is the dtype of the matmuls in msign.
     """
     shifts, resolvents, products = SPACES[dtype]
     model = gram_cost(short, long) + len(shifts) * factorization_cost(short)
@@ -500,20 +499,20 @@ def tangent_cost(
 
 
 def factorization_cost(rows: int) -> float:
-    """Count the FLOPs of factorising a positive definite matrix in blocks."""
+    """Return the FLOPs of factorising a positive definite matrix in blocks."""
     total = 0.0
     for part in blocks_of(rows):
         size, rest = part.stop - part.start, rows - part.stop
-        # A Cholesky factor costs 1/6 of a product; its inverse by a triangular solve costs 1/2.
+        # A Cholesky factor costs 1/6 of a matmul; its inverse by triangular solve costs 1/2.
         total += product_flops(size, size, size) * 2 / 3
         total += product_flops(size, part.start, rows - part.start)
         total += product_flops(size, size, rest)
-        joined = part.start % (JOINED * BLOCK)  # earlier rows of the same joined block
+        joined = part.start % (JOINED * BLOCK)  # earlier rows in the same joined block
         total += product_flops(size, joined, joined) + product_flops(size, size, joined)
     return total
 
 
 def gram_cost(rows: int, cols: int) -> float:
-    """Count the FLOPs of a symmetric product of which only half is computed."""
+    """Return the FLOPs of a symmetric product of which only half is computed."""
     parts = blocks_of(rows, TRIANGLE)
     return sum(product_flops(part.stop - part.start, cols, rows - part.start) for part in parts)

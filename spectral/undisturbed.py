@@ -1,4 +1,4 @@
-"""A forward pass without side effects on the model."""
+"""Runs a forward pass without side effects on the model."""
 
 import copy
 import random
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass change copies of attributes and buffers, and restore the originals.
+    """Let a forward pass modify copies of attributes and buffers, then restore the originals.
 
-    Each parameter's storage, gradient and `requires_grad` are also restored. `Watch` restores
-    values that the pass writes to a parameter.
+    Also restores each parameter's storage, gradient and `requires_grad`. Values that the pass
+    writes to a parameter are restored by `Watch`.
     """
     spaces = [vars(module) for module in model.modules()]
     saved = [dict(space) for space in spaces]
@@ -25,12 +25,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Any] = {}
     trained = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter, *_ in trained:
-        parameter.grad = None  # a backward pass would add to the gradient
+        parameter.grad = None  # a backward pass would accumulate into it
     numpy = sys.modules.get("numpy")
     numbers = numpy.random.get_state() if numpy is not None else None
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     fast_path, state = torch.backends.mha.get_fastpath_enabled(), random.getstate()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fast path hides a layer in one operation
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path hides a layer in one op
     try:
         for space in spaces:
             space.update({k: copied(v, parameters, copies) for k, v in space.items()})
@@ -58,11 +58,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute that a pass may write to.
 
-    `copies` maps ids of originals to earlier copies. Only tensors outside the storages of
-    `parameters`, arrays, random generators and built-in containers are copied.
+    `copies` maps ids of originals to existing copies. Only arrays, random generators, built-in
+    containers and tensors outside the storages in `parameters` are copied.
     """
     if value is None or type(value) in (bool, int, float, str):
-        return value  # fast path, as modules have many attributes
+        return value  # fast path, because modules have many attributes
     if id(value) in copies:
         return copies[id(value)]
     numpy = sys.modules.get("numpy")
@@ -78,10 +78,10 @@ def copied(value: Any, parameters: Collection[Any], copies: dict[int, Any]) -> A
         own = value.copy() if type(value) is OrderedDict else copy.copy(value)
         copies[id(value)] = own  # before the members, because a container may contain itself
         if not isinstance(value, set):
-            places = value.items() if isinstance(value, dict) else enumerate(value)
-            for place, each in places:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in items:
                 if (other := copied(each, parameters, copies)) is not each:
-                    own[place] = other  # set only changed entries: some mappings reject changes
+                    own[key] = other  # only set changed entries: some mappings are read-only
     elif type(value) is tuple:
         own = tuple(copied(each, parameters, copies) for each in value)
     copies[id(value)] = own

@@ -1,5 +1,5 @@
-"""Steps of matrices that several ranks share: owners, and the exchange with owners.
+"""Updates matrices that are shared by several ranks: owners, and the exchange with owners.
 
 Only `ranks.py` uses torch.distributed. A Megatron-style optimizer with its own storage and
-collectives can also use placement and exchange. Start with `shared_matrices.py`.
+collectives can use placement and exchange as well. Start with `shared_matrices.py`.
 """

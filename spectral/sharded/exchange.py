@@ -1,14 +1,12 @@
-"""The exchange, which sends parts of matrices to their owners and results back.
+"""Exchange that sends parts of matrices to their owners, and results back.
 
-Each matrix has one owner among the ranks of a group. One packed all-to-all sends the parts of many
-matrices to their owners, and another all-to-all sends the results back. A matrix that is whole on
-its owner is not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the
-library.
+Each matrix has one owner among the ranks in a group. One packed all-to-all sends the parts of many
+matrices to their owners, and another sends the results back. Matrices that are whole on their owner
+are not sent. Parts are slices of buckets in the trainer, and boxes of DTensors in the library.
 
-In both the trainer and the library, a step sends momenta to owners and updates back. In the
-trainer, an owner stores copies of the weights that its rules read, and updates these copies too. In
-the library, other code may change weights between steps, so a weight is also sent to its owner if
-the rule reads it.
+In both, a step sends momenta to owners and updates back. In the trainer, owners keep copies of the
+weights that their rules read, and update them as well. In the library, other code may modify
+weights between steps, so weights that are read by the rule are sent to their owners too.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -22,20 +20,20 @@ from ..batching import add_all_, copy_all_
 from ..division import Box, narrowed, numel_of
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
-"""An all-to-all. Its arguments are the elements to send `[elements]`, and for each rank the numbers
-of elements to receive and to send. It returns the received elements by ascending rank."""
+"""An all-to-all. Takes the elements to send `[elements]` and the number of elements to receive from
+and to send to each rank. Returns the received elements in rank order."""
 
 
 Held = Mapping[Any, Tensor] | Sequence[Tensor]
-"""A rank's tensors that contain parts."""
+"""A rank's tensors that hold parts."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a matrix on one rank.
 
-    rank     rank in the group
-    tensor   key of the rank's tensor that contains the part
+    rank     rank within the group
+    tensor   key of the rank's tensor that holds the part
     inside   the part's box in that tensor; () for the whole tensor
     whole    the part's box in the matrix
     """
@@ -51,18 +49,18 @@ class Part:
         return numel_of(self.whole)
 
     def of(self, held: Held) -> Tensor:
-        """Return the part as a view of its tensor."""
+        """Return a view of the part in its tensor."""
         return narrowed(held[self.tensor], self.inside)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfer of one matrix to its owner, and of the result back.
+    """Transfer of a matrix to its owner, and of the result back.
 
     matrix    name of the matrix
-    owner     the rank, within the group, that runs the matrix's rule
-    sources   the parts that are sent to the owner
-    targets   the parts to which the owner sends the result
+    owner     rank within the group that runs the matrix's rule
+    sources   parts sent to the owner
+    targets   parts to which the owner sends the result
     """
 
     matrix: Hashable
@@ -77,21 +75,21 @@ class Transfer:
 
 
 class Side:
-    """The parts that one rank sends or receives in one direction of the exchange.
+    """The parts that a rank sends or receives in one direction of the exchange.
 
     local          (matrix, part) for every part of this rank's matrices that need no transfer
     held           (matrix, part) for every other part on this rank, by ascending owner
     owned          (matrix, part) for every part of the other matrices owned by this rank, by
                    ascending rank
-    held_counts    numbers of elements of the parts in `held`, by owner
-    owned_counts   numbers of elements of the parts in `owned`, by rank
+    held_counts    number of elements in `held` for each owner
+    owned_counts   number of elements in `owned` for each rank
     """
 
     def __init__(self, ways: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
         """Sort `ways`, which are (transfer, part) pairs."""
         self.local = [(t.matrix, part) for t, part in ways if t.is_local and t.owner == rank]
         parts = [(t, part) for t, part in ways if not t.is_local]
-        # A sender and a receiver process their common parts in the same order.
+        # Sender and receiver process the parts they have in common in the same order.
         held = [(t, part) for t, part in parts if part.rank == rank]
         owned = [(t, part) for t, part in parts if t.owner == rank]
         self.exists = bool(parts)
@@ -105,10 +103,10 @@ class Side:
 
 
 class Exchange:
-    """The two all-to-alls of a set of matrices, planned once for one rank.
+    """The two all-to-alls for a set of matrices, planned once per rank.
 
-    A whole matrix is a tensor. The field `whole` of a part is the part's slice of that tensor.
-    `owned_matrices` contains the names of the matrices that this rank owns.
+    A whole matrix is a tensor, and a part's `whole` is its slice of that tensor. `owned_matrices`
+    lists the names of the matrices owned by this rank.
     """
 
     def __init__(
@@ -120,9 +118,9 @@ class Exchange:
         gather_by: AllToAll,
         scatter_by: AllToAll,
     ) -> None:
-        """Plan the transfer of the sources of `inward` and of the targets of `outward`.
+        """Plan the transfer of the sources in `inward` and the targets in `outward`.
 
-        `gather_by` sends parts to owners, `scatter_by` sends results back.
+        `gather_by` sends parts to owners, and `scatter_by` sends results back.
         """
         self.gather_by, self.scatter_by = gather_by, scatter_by
         self.inward = Side([(t, part) for t in inward for part in t.sources], rank, size)
@@ -136,10 +134,10 @@ class Exchange:
         like: Tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Copy the parts of each matrix to `whole[matrix]` at its owner.
+        """Copy the parts of each matrix to `whole[matrix]` on its owner.
 
-        Local matrices that are not in `whole` are not copied. Elements are sent in `dtype`. None
-        means the dtype of `like`. The device is the device of `like`.
+        Local matrices missing from `whole` are skipped. Elements are sent in `dtype` (None: the
+        dtype of `like`), on the device of `like`.
         """
         side = self.inward
         copy_all_(local_pairs([pair for pair in side.local if pair[0] in whole], whole, held))
@@ -159,15 +157,15 @@ class Exchange:
         add: bool = False,
         local: bool = True,
     ) -> None:
-        """Write `whole[matrix]` from its owner to all parts of the matrix (with `add`, add it).
+        """Write (or add, with `add`) `whole[matrix]` from its owner to all parts of the matrix.
 
-        Without `local`, matrices that are whole on their owner are skipped. `like` and `dtype` are
-        as in `gather`.
+        Without `local`, matrices that are whole on their owner are skipped. See `gather` for `like`
+        and `dtype`.
         """
         write = add_all_ if add else copy_all_
         if local:
             pairs = local_pairs(self.outward.local, whole, held)
-            write((place, part) for part, place in pairs)
+            write((target, part) for part, target in pairs)
         targets, received = self.receive(whole, held, like, dtype)
         if add and targets:
             received = received.to(targets[0].dtype)
@@ -180,10 +178,10 @@ class Exchange:
         like: Tensor,
         dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """Send `whole[matrix]` from its owner to the ranks with parts of the matrix.
+        """Send `whole[matrix]` from its owner to the ranks that hold parts of the matrix.
 
-        Returns views of this rank's parts, and the elements received for them. `like` and `dtype`
-        are as in `gather`.
+        Returns views of this rank's parts, and the elements received for them. See `gather` for
+        `like` and `dtype`.
         """
         side = self.outward
         if not side.exists:
@@ -197,14 +195,14 @@ class Exchange:
 def local_pairs(
     parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two views of each local part, of the same shape: in its matrix and in its tensor."""
+    """Yield two views of each local part, with equal shapes: in its matrix and in its tensor."""
     for matrix, part in parts:
-        place = part.of(held)
-        yield narrowed(whole[matrix], part.whole).view(place.shape), place
+        view = part.of(held)
+        yield narrowed(whole[matrix], part.whole).view(view.shape), view
 
 
 def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate the elements of `sources` as `[elements]`, in `dtype` or the dtype of `like`.
+    """Flatten and concatenate `sources` into `[elements]`, in `dtype` or the dtype of `like`.
 
     The result is on the device of `like`, even if there are no sources.
     """
@@ -216,6 +214,6 @@ def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = 
 
 
 def unpacked(received: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-    """Split `received` `[elements]` into tensors of the shapes of `targets`, in the same order."""
+    """Split `received` `[elements]` into tensors shaped like `targets`, in the same order."""
     parts = received.split([target.numel() for target in targets])
     return [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]

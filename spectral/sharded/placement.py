@@ -1,6 +1,6 @@
-"""Placement: the choice of the rank that owns each matrix and runs its rule.
+"""Placement: assigns each matrix to the rank that owns it and runs its rule.
 
-Placement depends only on costs, sizes and shards, so every rank computes the same owners. Ranks are
+Placement only depends on costs, sizes and shards, so every rank computes the same owners. Ranks are
 numbered within the group that shares the matrices.
 """
 
@@ -13,10 +13,10 @@ from typing import Literal
 from ..batching import grouped
 
 Strategy = Literal["auto", "ping_pong"]
-"""Strategy for the choice of owners; see `place`."""
+"""Placement strategy; see `place`."""
 
 SLACK = 0.02
-"""Largest relative increase of the largest load to accept in order to send fewer elements."""
+"""Largest acceptable relative increase of the maximum load in order to send fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Work:
     """A unit's cost and the ranks that store its elements.
 
     cost      FLOPs per step
-    holders   number of elements in each rank's shard; only ranks with elements are listed
+    holders   number of elements in each rank's shard, excluding ranks without elements
     """
 
     name: str
@@ -33,16 +33,16 @@ class Work:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole unit."""
+        """Number of elements in the whole unit."""
         return sum(self.holders.values())
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Owners of a rank group's units.
+    """The owners of a rank group's units.
 
     owners     each unit's owner (rank within the group), by ascending unit name
-    loads      each rank's total cost in FLOPs per step, including its earlier load
+    loads      each rank's total cost in FLOPs per step, including its base load
     moved      number of elements whose momentum is sent to an owner on another rank
     """
 
@@ -54,12 +54,12 @@ class Placement:
 def place(
     strategy: Strategy, works: Sequence[Work], ranks: int, *, base: Sequence[float] | None = None
 ) -> Placement:
-    """Choose the owners of `works` among `ranks` ranks. Unit names break ties.
+    """Choose the owners of `works` among `ranks` ranks. Ties are broken by unit name.
 
-    `auto` computes the placements of `longest_processing_time` and `ping_pong`. It chooses the
-    placement that moves fewer elements, unless its largest load exceeds that of the other placement
-    by more than `SLACK`. `base` is the earlier load of each rank: the experts of a stage are placed
-    after its dense matrices. ping_pong ignores `base`.
+    `auto` computes the placements of `longest_processing_time` and `ping_pong`, and picks the one
+    that moves fewer elements, unless its maximum load exceeds the other's by more than `SLACK`.
+    `base` is the load that each rank already has: a stage's experts are placed after its dense
+    matrices. ping_pong ignores `base`.
 
     Raises ValueError if two units have the same name.
     """
@@ -88,7 +88,7 @@ def _placement(works: Sequence[Work], ranks: Sequence[int], base: Sequence[float
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Assign items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
+    """Assign items in order of ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
 
     Items of equal size keep their order. Source: "Controlled LLM Training on Spectral Sphere".
     """
@@ -104,15 +104,15 @@ def longest_processing_time(
     base: Sequence[float],
     holders: Sequence[Mapping[int, int]] | None = None,
 ) -> tuple[int, ...]:
-    """Assign items by descending cost, each to the rank with the smallest load.
+    """Assign items in order of descending cost, each to the least loaded rank.
 
-    Among ranks with equal loads, the lower rank is chosen. Items of equal cost keep their order. If
-    all loads in `base` are 0, the largest load is at most 4/3 of the optimum (Graham, 1969).
+    Ties go to the lower rank. Items of equal cost keep their order. If all loads in `base` are 0,
+    the maximum load is at most 4/3 of the optimum (Graham, 1969).
 
-    If `holders` (the number of elements of each item on each rank) is given, two methods reduce the
-    sent elements, and the better result is used. The first method swaps items of equal cost. The
-    second assigns each item to the rank with the most elements of the item, as long as no load
-    exceeds `1 + SLACK` times the largest load without `holders`.
+    If `holders` (the number of elements of each item on each rank) is given, two methods are used
+    to reduce the number of elements sent, and the better result is returned. The first swaps items
+    of equal cost. The second assigns each item to the rank that holds most of its elements, as long
+    as no load exceeds `1 + SLACK` times the maximum load without `holders`.
     """
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
@@ -126,33 +126,33 @@ def longest_processing_time(
 
 
 def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Count the elements that are in their owners' shards."""
+    """Return the number of elements that are in their owners' shards."""
     return sum(elements.get(owner, 0) for owner, elements in zip(owners, holders, strict=True))
 
 
 def _swapped(
     costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """Reassign items of equal cost, if possible to the ranks with the most of their elements.
+    """Reassign items of equal cost, where possible to the ranks that hold most of their elements.
 
-    Every rank owns as many items of each cost as in `owners`, so its load does not change.
+    Every rank keeps the same number of items of each cost as in `owners`, and thus the same load.
     """
     dealt = list(owners)
     for items in grouped(range(len(costs)), lambda item: costs[item]).values():
-        places = Counter(owners[item] for item in items)
+        slots = Counter(owners[item] for item in items)
         pairs = [
             (-numel, item, rank)
             for item in items
             for rank, numel in holders[item].items()
-            if rank in places
+            if rank in slots
         ]
         left = set(items)
         for _, item, rank in sorted(pairs):
-            if item in left and places[rank]:
+            if item in left and slots[rank]:
                 left.discard(item)
-                places[rank] -= 1
+                slots[rank] -= 1
                 dealt[item] = rank
-        for item, rank in zip(sorted(left), sorted(places.elements()), strict=True):
+        for item, rank in zip(sorted(left), sorted(slots.elements()), strict=True):
             dealt[item] = rank
     return tuple(dealt)
 
@@ -166,7 +166,7 @@ def _greedy(
     owners = [0] * len(costs)
     loads = list(base)
     queue = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(queue)  # entries with an outdated load are skipped
+    heapq.heapify(queue)  # entries with stale loads are skipped
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         room = limit - costs[item]
         chosen = max(
@@ -188,7 +188,7 @@ def _greedy(
 def loads_of(
     costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return each rank's load, which is its `base` load plus the costs of its items."""
+    """Return each rank's load: its `base` load plus the costs of its items."""
     loads = list(base)
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost

@@ -17,11 +17,11 @@ from ..local_part import local_of
 
 
 class RankGroup:
-    """A process group, its collectives, and the bytes that this rank has sent.
+    """A process group, its collectives, and a counter of the bytes sent by this rank.
 
     Attributes:
-        ranks: global ranks of the members, in the group's order.
-        rank, size: this process's rank within the group, and the group's size.
+        ranks: global ranks of the members, in group order.
+        rank, size: this process's rank within the group, and the group size.
         sent: number of bytes that this rank has sent to other ranks in exchanges.
     """
 
@@ -40,9 +40,8 @@ class RankGroup:
         return received
 
     def agree(self, flag: Tensor, value: int = 0) -> tuple[Tensor, Tensor]:
-        """Return whether `flag` (0-d bool) is True, and whether `value` is equal, on all ranks.
-
-        Both results are 0-d tensors on the device of `flag`.
+        """Return whether `flag` (0-d bool) is True on all ranks, and whether `value` is the same on
+        all ranks, both as 0-d tensors on the device of `flag`.
         """
         numbers = [torch.full_like(flag, x, dtype=torch.int64) for x in (value, -value)]
         figures = torch.stack([flag.long(), *numbers])
@@ -52,7 +51,7 @@ class RankGroup:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a device mesh. This is a collective."""
+    """Return the process group of all ranks in a device mesh. This is a collective."""
     if mesh.ndim == 1:
         mesh_group: dist.ProcessGroup = mesh.get_group()
         return mesh_group
@@ -65,17 +64,17 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @functools.cache
 def _group_among(ranks: Sequence[int], world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, which is created once for each default group."""
+    """Return the process group of `ranks`, created once per default group."""
     group: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if group is None:
-        raise RuntimeError(f"this rank must be one of the ranks {ranks} of the device mesh")
+        raise RuntimeError(f"this rank must be one of the ranks {ranks} in the device mesh")
     return group
 
 
 def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> RankGroup:
-    """Return all ranks that share any parameter: the ranks of the largest mesh, or `replicas`.
+    """Return all ranks that share any parameter: those in the largest mesh, or `replicas`.
 
-    Raises ValueError for a mesh that is not a part of the largest mesh.
+    Raises ValueError for a mesh that is not a submesh of the largest mesh.
     """
     meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     if not meshes:
@@ -86,18 +85,18 @@ def ranks_of(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -
     for mesh in meshes:
         if not ranks.issuperset(mesh.mesh.flatten().tolist()):
             raise ValueError(
-                "device meshes of one optimizer must be submeshes of the largest mesh, got "
+                "an optimizer's device meshes must be submeshes of the largest mesh, got "
                 f"{mesh} and {largest}"
             )
     return RankGroup(group_of(largest))
 
 
 def check_one_mesh(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError unless all parameters are on the same device mesh, or none is on a mesh."""
+    """Raise ValueError unless all parameters are on the same device mesh, or none is on any."""
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
     if len(meshes) > 1:
         raise ValueError(
-            "matrices of one optimizer must be on one device mesh, got "
+            "an optimizer's matrices must all be on the same device mesh, got "
             f"{' and '.join(sorted(map(str, meshes)))}; create one optimizer per mesh"
         )
 
@@ -106,21 +105,21 @@ def check_one_mesh(parameters: Iterable[Tensor]) -> None:
 class TensorLayout:
     """Each rank's part of a tensor.
 
-    boxes   each rank's part, by rank of the group
-    copies  index of the tensor's copy that contains each rank's part, by rank of the group
+    boxes   each rank's part, indexed by rank within the group
+    copies  index of the copy of the tensor that each rank's part belongs to, likewise
     """
 
     boxes: tuple[Box, ...]
     copies: tuple[int, ...]
 
     def parts(self, box: Box) -> dict[int, Box]:
-        """Return the nonempty intersections of `box` with the ranks' parts, by rank."""
+        """Map ranks to the nonempty intersections of `box` with their parts."""
         common = ((rank, intersection(box, held)) for rank, held in enumerate(self.boxes))
         return {rank: part for rank, part in common if part is not None}
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements in one copy of the parameter."""
+        """Number of elements in a single copy of the parameter."""
         return sum(
             numel_of(box)
             for box, copy in zip(self.boxes, self.copies, strict=True)
@@ -129,7 +128,7 @@ class TensorLayout:
 
 
 def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Create zeros `[elements]`, distributed over a parameter's ranks as in `flat_layout`."""
+    """Create zeros `[elements]`, distributed across a parameter's ranks as in `flat_layout`."""
     device = local_of(parameter).device
     local = torch.zeros(sizes_of(layout.boxes[rank]), dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -140,7 +139,7 @@ def flat_state(layout: TensorLayout, parameter: Tensor, rank: int, dtype: torch.
 
 
 def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
-    """Return each rank's part of a parameter. The part of a plain parameter is the whole parameter.
+    """Return each rank's part of a parameter, which is the whole parameter if it is a plain tensor.
 
     Raises ValueError for placements in which this rank's part is not a box of consecutive indices.
     """
@@ -160,7 +159,8 @@ def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
 def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
     """Return each rank's part of a parameter's flat state, which has `numel` elements.
 
-    A DTensor's state is sharded evenly. Every rank stores the whole state of a plain parameter.
+    The state of a DTensor is sharded evenly; that of a plain parameter is stored whole on every
+    rank.
     """
     if not isinstance(parameter, DTensor):
         return _copies((numel,), ranks.size)
@@ -183,9 +183,9 @@ def _layout(
         coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
         boxes.append(_box(shape, tuple(mesh.shape), coordinate, placements))
         copy = 0
-        for place, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        for index, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
             if isinstance(placement, Replicate):
-                copy = copy * size + place
+                copy = copy * size + index
         copies.append(copy)
     return TensorLayout(tuple(boxes), tuple(copies))
 
@@ -196,10 +196,10 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part of a tensor at one coordinate of a mesh.
+    """Return the part of a tensor held at one coordinate of a mesh.
 
-    A strided shard is a part of the shards of later mesh dimensions (FSDP after tensor
-    parallelism), with the boundaries of `torch.chunk`.
+    A strided shard further splits the shards of later mesh dimensions (FSDP after tensor
+    parallelism), at the boundaries of `torch.chunk`.
     """
     dims = range(len(placements))
     plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]

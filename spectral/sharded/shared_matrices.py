@@ -1,4 +1,4 @@
-"""Updates of matrices that several ranks share under FSDP, HSDP, tensor parallelism and DDP.
+"""Updates matrices that are shared by several ranks under FSDP, HSDP, tensor parallelism and DDP.
 
     gradient shards --> momentum shards                    weight shards
                              |                                   ^
@@ -6,8 +6,8 @@
                              v                                   |
                      stacks of whole matrices ------ rule -------+
 
-Each matrix has one owner among all ranks of the mesh, so it is orthogonalised once. All state is
-sharded. State of a whole matrix, such as its singular vectors, is sent with the matrix.
+Each matrix has a single owner among all ranks in the mesh, so it is orthogonalised only once. All
+state is sharded. Per-matrix state, such as singular vectors, is sent along with the matrix.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,22 +27,22 @@ from .placement import Placement, Work, place
 from .ranks import RankGroup, TensorLayout, flat_layout, flat_state, layout_of
 
 STEP_GROUP_NUMEL = 2**26
-"""Largest number of parameter elements that are exchanged together; a larger parameter is exchanged
-alone."""
+"""Maximum number of parameter elements to exchange together; larger parameters are exchanged alone.
+"""
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
 UPDATE = "update"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
-"""(index of a parameter, index of its matrix, sent tensor), where the sent tensor is MOMENTUM,
-WEIGHT, UPDATE or a state entry."""
+"""(parameter index, matrix index, tensor being sent), where the tensor is MOMENTUM, WEIGHT, UPDATE
+or a state entry."""
 
 
 def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
-    """Plan the transfer of the part `box` of a tensor to its owner and back.
+    """Plan the transfer of part `box` of a tensor to its owner and back.
 
-    The owner receives the parts of the copy to which the owner's own part belongs.
+    The owner receives the parts of the same copy that its own part belongs to.
     """
     tensor, near = (key[0], key[2]), layout.copies[owner]
     parts = tuple(
@@ -54,12 +54,12 @@ def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
 
 
 class SharedParameter:
-    """A parameter with parts or copies on several ranks.
+    """A parameter that is sharded or replicated across several ranks.
 
-    parameter  a DTensor, or a plain parameter with a copy on every rank
-    units      matrices of the parameter
+    parameter  a DTensor, or a plain parameter replicated on every rank
+    units      the parameter's matrices
     layout     each rank's part of the parameter
-    entries    each rank's part of every state entry that is stored per matrix
+    entries    each rank's part of every per-matrix state entry
     """
 
     def __init__(self, parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> None:
@@ -76,7 +76,7 @@ class SharedMatrices:
     """An optimizer's shared parameters whose rules need whole matrices.
 
     Attributes:
-        ranks: all ranks with parts or copies.
+        ranks: all ranks that hold shards or replicas.
         placement: the owner of each matrix.
     """
 
@@ -108,15 +108,15 @@ class SharedMatrices:
         self._exchanges: dict[tuple[object, ...], Exchange] = {}
 
     def owner(self, index: int, unit: int) -> int:
-        """Return the rank, within `ranks`, that updates a matrix of a parameter."""
+        """Return the rank within `ranks` that updates matrix `unit` of parameter `index`."""
         return self.placement.owners[f"{index:06d}.{unit:06d}"]
 
     @torch.no_grad()
     def initial_states(self, weights: Sequence[Tensor]) -> list[State]:
-        """Create the state of each parameter. This is a collective.
+        """Create each parameter's state. This is a collective.
 
-        `weights` contains this rank's part of each parameter's updated weight. Elementwise entries,
-        which are initially 0, are not returned.
+        `weights` holds this rank's part of each parameter's weight. Elementwise entries, which are
+        initialised to 0, are not returned.
         """
         states: list[State] = []
         for i, (shared, weight) in enumerate(zip(self.parameters, weights, strict=True)):
@@ -137,16 +137,16 @@ class SharedMatrices:
         return states
 
     def step(self, rule: Rule, parts: Mapping[Tensor, Stack]) -> list[tuple[list[Tensor], Report]]:
-        """Update parameters of one rule and dtype. This is a collective.
+        """Update parameters that have the same rule and dtype. This is a collective.
 
         Args:
-            rule: rule of all parameters.
-            parts: for each parameter, this rank's part of the weight, of the gradient (may be
-                overwritten) and of all state entries, without a batch axis, and the parameter's
-                step. The active flag must be equal for all parameters and ranks.
+            rule: the parameters' rule.
+            parts: for each parameter, this rank's part of the weight, the gradient (may be
+                overwritten) and all state entries, without a batch axis, and the parameter's step.
+                The active flag must be the same for all parameters and ranks.
 
         Returns:
-            Metrics of the matrices that this rank owns: the parameter of each row, and the report.
+            Metrics of the matrices owned by this rank: the parameter of each row, and the report.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in parts]):
@@ -154,7 +154,7 @@ class SharedMatrices:
         return reports
 
     def _step_groups(self, indices: Iterable[int]) -> Iterable[tuple[int, ...]]:
-        """Yield consecutive parameters whose matrices are exchanged together."""
+        """Yield groups of consecutive parameters whose matrices are exchanged together."""
         group: list[int] = []
         size = 0
         for index in sorted(indices):
@@ -208,8 +208,8 @@ class SharedMatrices:
     def _add(self, rule: Rule, members: Sequence[Stack], updates: Sequence[Tensor]) -> None:
         """Add updates to this rank's parts of the weights.
 
-        If the rule does not read weights, the weights are decayed here, and NaN marks a refused
-        update. This mark needs no additional bytes or launches per matrix.
+        If the rule does not read weights, they are decayed here, and NaN marks a refused update,
+        which takes no extra bytes or launches per matrix.
         """
         if rule.reads_weight:
             torch._foreach_add_([part.weight for part in members], [*updates])
@@ -226,7 +226,7 @@ class SharedMatrices:
     def _run(
         self, rule: Rule, owned: dict[Key, Tensor], parts: Mapping[Tensor, Stack]
     ) -> list[tuple[list[Tensor], Report]]:
-        """Update the matrices that this rank owns, in batches of equal shape and rates."""
+        """Update the matrices owned by this rank, in batches with equal shapes and rates."""
 
         def kind(pair: tuple[int, int]) -> tuple[object, ...]:
             unit = self.parameters[pair[0]].units[pair[1]]
@@ -252,9 +252,9 @@ class SharedMatrices:
     def _exchange(
         self, indices: tuple[int, ...], inward: tuple[str, ...], outward: tuple[str, ...]
     ) -> Exchange:
-        """Return the exchange of parameters, planned at the first call.
+        """Return the exchange for a set of parameters, planned on first use.
 
-        `inward` and `outward` list the sent tensors: MOMENTUM, WEIGHT, UPDATE and ENTRIES.
+        `inward` and `outward` list the tensors to send: MOMENTUM, WEIGHT, UPDATE and ENTRIES.
         """
         key = indices, inward, outward
         if key not in self._exchanges:
@@ -270,7 +270,7 @@ class SharedMatrices:
         return self._exchanges[key]
 
     def _transfers(self, i: int, j: int, name: str) -> list[Transfer]:
-        """Plan the transfers of one matrix, or of the entries of its state."""
+        """Plan the transfers of a matrix, or of its state entries."""
         shared, owner = self.parameters[i], self.owner(i, j)
         unit = shared.units[j]
         if name != ENTRIES:
@@ -287,9 +287,9 @@ class SharedMatrices:
         like: Tensor,
         wire: torch.dtype | None,
     ) -> dict[Key, Tensor]:
-        """Gather each matrix at its owner; return the matrices that this rank owns.
+        """Gather each matrix on its owner, and return the matrices owned by this rank.
 
-        `local` contains this rank's parts of parameters and of state entries.
+        `local` holds this rank's parts of parameters and state entries.
         """
         owned = {}
         for key in exchange.owned_matrices:
@@ -301,11 +301,11 @@ class SharedMatrices:
 
 
 class _OwnedUnits(Units):
-    """Matrices of one kind that this rank owns.
+    """Matrices of the same kind that are owned by this rank.
 
-    `members` contains their (parameter index, matrix index) pairs. Momenta, weights and state
-    entries are read from `owned`; new state entries and UPDATE are written to it. UPDATE is the new
-    weight or, if the old weight was not sent, the change of the weight.
+    `members` lists their (parameter index, matrix index) pairs. Momenta, weights and state entries
+    are read from `owned`; new state entries and UPDATE are written to it. UPDATE is the new weight
+    or, if the old weight was not sent, the change in the weight.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class _OwnedUnits(Units):
         self.owned, self.step = owned, step
 
     def take(self, part: slice) -> Stack:
-        """Stack matrices. If the rule does not read weights, the weights are zeros."""
+        """Stack matrices. Weights are zeros if the rule does not read them."""
         momentum = self._stacked(MOMENTUM, part)
         reads = self.rule.reads_weight
         weight = self._stacked(WEIGHT, part) if reads else torch.zeros_like(momentum)
@@ -335,7 +335,7 @@ class _OwnedUnits(Units):
         return Stack(weight, momentum, state, self.step)
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Store new weights and state. If the weight was not sent, NaN marks a refused update."""
+        """Store new weights and state. If weights were not sent, NaN marks a refused update."""
         if not self.rule.reads_weight and "refused" in report:
             sound = unless_all(report["refused"] == 0)
             if sound is not None:

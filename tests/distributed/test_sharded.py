@@ -121,7 +121,7 @@ def test_a_gradient_may_have_any_placement(on_two) -> None:
 def test_wrong_use_is_one_clear_error(on_two) -> None:
     for said in on_two["refusals"]:
         meshes, placement, vector, *gradients = said
-        assert "must be on one device mesh" in meshes
+        assert "must all be on the same device mesh" in meshes
         assert "must be sharded or replicated, got P" in placement
         assert "at least 2 dimensions, got shape (4,)" in vector
         assert gradients == 4 * ["all ranks must have gradients for the same parameters"]
