@@ -1,7 +1,7 @@
-"""Batched matrix products by cuBLAS or MKL (`library`) or by Triton kernels.
+"""Batched matmuls, using cuBLAS or MKL (`library`) or Triton kernels.
 
-`dispatch` chooses the implementation from a table. `library` is the CPU path and the kernels'
-reference. The kernels' modules, which import triton, are imported only when a kernel is chosen.
+`dispatch` selects the implementation from a table. `library` is the CPU path and the reference for
+the kernels. The kernel modules, which import triton, are only imported when a kernel is selected.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from .dispatch import Operation, Tile, choose, device_name, has_triton, listed
 def gram(*stacks: Tensor) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. The stacks must have equal row counts and dtypes.
-    Any strides are allowed.
+    The result is `[sum of batches, rows, rows]`. Stacks must have equal row counts and dtypes, and
+    may have any strides.
     """
     tile = _gram_tile(stacks)
     if tile is None:
@@ -36,9 +36,8 @@ def mirrors(stacks: Sequence[Tensor]) -> bool:
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
-    """Compute `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`.
-
-    Polynomials of the same matrix commute, for example.
+    """Compute `P Q + a I` `[batch, n, n]` for symmetric, commuting `p` and `q`, such as polynomials
+    of the same matrix.
     """
     tile = _tile("commuting", p, q)
     if tile is None:
@@ -49,7 +48,7 @@ def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
 
 
 def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-    """Compute `a I + b R + c R^2` `[batch, n, n]` of symmetric `r` `[batch, n, n]`."""
+    """Compute `a I + b R + c R^2` `[batch, n, n]` for symmetric `r` `[batch, n, n]`."""
     tile = _tile("polynomial", r)
     if tile is None:
         return library.symmetric(r, r, r, alpha=c, beta=b, diagonal=a)
@@ -61,8 +60,7 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 def updates(tensors: Sequence[Tensor]) -> bool:
     """Return whether `update_` and `average_` support all tensors on their device.
 
-    The tensors must be float32 and contiguous. Slices of a stack and views of a tall convolution
-    are not contiguous.
+    They must be float32 and contiguous, unlike slices of a stack and views of a tall convolution.
     """
     if not (listed(device_name(tensors[0].device)) and has_triton()):
         return False
@@ -74,10 +72,10 @@ def _gram_tile(stacks: Sequence[Tensor]) -> Tile | None:
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """Return the kernel's tile; None means the library, which alone supports autograd."""
+    """Return the kernel's tile, or None for the library, the only one that supports autograd."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
-    # Read shapes only on listed devices: under tracing, a shape may be unknown.
+    # Only read shapes on listed devices: under tracing, they may be unknown.
     if not listed(device_name(operands[0].device)):
         return None
     return choose(operation, operands if operation == "grouped" else operands[:1])

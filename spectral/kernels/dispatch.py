@@ -1,8 +1,8 @@
-"""Choice between the library and a kernel by operation, shape, dtype and device.
+"""Selects the library or a kernel, based on operation, shape, dtype and device.
 
-table.json, which ships with the code, contains the choices. `scripts/bench/tune.py` measures and
-writes a new table. Nothing is measured during a step, so a given shape on a given device always
-uses the same kernel.
+Selections come from table.json, which ships with the code. `scripts/bench/tune.py` runs the
+benchmarks and writes a new table. Nothing is benchmarked during a step, so a given shape on a given
+device always uses the same kernel.
 """
 
 import importlib.metadata
@@ -25,27 +25,27 @@ OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
-"""Largest number of rows of a projected matrix, and of poles, for which a Triton kernel is used."""
+"""Maximum number of rows of a projected matrix, and of poles, for which a Triton kernel is used."""
 VECTORS = 32
-"""Largest number of vectors per matrix that one Triton program orthonormalises; more vectors would
-not fit in its registers."""
+"""Maximum number of vectors per matrix that one Triton program orthonormalises; more would not fit
+in its registers."""
 DOUBLES = (3, 7)
-"""Oldest Triton version whose float64 products were tested."""
+"""Oldest Triton version whose float64 matmuls have been tested."""
 TABLE = Path(__file__).with_name("table.json")
-# In the distance to a table entry, a factor of two in rows counts this many times as much as a
-# factor of two in columns or in batch size.
+# In the distance to a table entry, a factor of two in rows counts this many times as much as one in
+# columns or batch size.
 ROWS_WEIGHT = 4.0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiling of a product: tiles of `block` x `block`, computed from `depth` columns at a time.
+    """Tiling of a matmul: tiles of `block` x `block`, computed from `depth` columns at a time.
 
     Attributes:
-        block, depth: sizes of a tile.
+        block, depth: tile sizes.
         warps, stages: Triton's `num_warps` and `num_stages`.
         precision: precision of float32 products: "ieee", or "tf32x3" (three tensor-core products,
-            about 22 bits). Products of 16-bit numbers are exact in both precisions.
+            about 22 bits). Products of 16-bit numbers are exact in either case.
     """
 
     block: int
@@ -61,10 +61,10 @@ class Tile:
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
     def options(self, *, widen: bool) -> dict[str, object]:
-        """Return the compile-time constants and launch options of a product kernel.
+        """Return the compile-time constants and launch options of a matmul kernel.
 
-        With `widen`, the kernel converts operands to float32 before it multiplies them, as Triton's
-        interpreter requires.
+        With `widen`, the kernel upcasts operands to float32 before multiplying them, as required by
+        Triton's interpreter.
         """
         return {
             "BLOCK": self.block, "DEPTH": self.depth, "PRECISION": self.precision, "WIDEN": widen,
@@ -73,7 +73,7 @@ class Tile:
 
 
 QUACK = Tile(0, 0, 0, 0)
-"""Placeholder for the symmetric product of quack-kernels, which chooses its own tiles."""
+"""Placeholder for the symmetric GEMM in quack-kernels, which selects its own tiles."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Entry:
     tile: Tile | None
 
     def distance(self, batch: int, rows: int, cols: int) -> float:
-        """Return the distance to a problem of the same operation and dtype, in factors of two."""
+        """Return the distance to a problem with the same operation and dtype, in factors of two."""
         return (
             ROWS_WEIGHT * abs(math.log2(rows / self.rows))
             + abs(math.log2(cols / self.cols))
@@ -100,7 +100,7 @@ class Entry:
 def small_problem(size: int, device: str) -> bool:
     """Return whether a batch of problems of this size is solved by a Triton kernel.
 
-    `size` is the number of rows of each projected matrix, or the number of poles.
+    `size` is the number of rows in each projected matrix, or the number of poles.
     """
     return listed(device) and size <= SMALL and _multiplies_doubles()
 
@@ -130,14 +130,14 @@ def has_quack() -> bool:
 
 @constant_result
 def listed(device: str) -> bool:
-    """Return whether the table has entries for the device's name or compute capability."""
+    """Return whether the table has entries for a device's name or compute capability."""
     return bool(_keys(device))
 
 
 def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
-    """Choose the tile for stacks `[batch, rows, cols]` of equal row counts (None: the library).
+    """Select the tile for stacks `[batch, rows, cols]` with equal row counts (None: the library).
 
-    Several stacks are looked up as one stack with the mean column count of all matrices.
+    Several stacks are looked up as a single one with the mean column count of all matrices.
     """
     x, count = stacks[0], sum(len(s) for s in stacks)
     cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)
@@ -149,11 +149,11 @@ def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
-    """Choose the tile for a stack of `batch` matrices, `rows` x `cols`, or None for the library."""
+    """Select the tile for a stack of `batch` `rows` x `cols` matrices, or None for the library."""
     keys = _keys(device) if min(batch, rows, cols) else []
     listed_entries = entries()[keys[-1]] if keys and has_triton() else ()
     same = (e for e in listed_entries if (e.operation, e.dtype) == (operation, dtype))
-    # Quack's product requires the package, and rows whose bytes are a multiple of 16.
+    # Quack's GEMM requires the package, and a row size that is a multiple of 16 bytes.
     quack = has_quack() and rows % 8 == cols % 8 == 0
     fitting = [e for e in same if quack or e.tile != QUACK]
     if not fitting:
@@ -163,7 +163,7 @@ def lookup(
 
 @constant_result
 def device_name(device: torch.device) -> str:
-    """Return a device's type or, for a GPU, a name such as "NVIDIA H100 80GB HBM3 (sm_90)"."""
+    """Return a device's type or, for GPUs, a name such as "NVIDIA H100 80GB HBM3 (sm_90)"."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -173,7 +173,7 @@ def device_name(device: torch.device) -> str:
 def _keys(device: str) -> list[str]:
     """Return the table's keys for a device, least specific first.
 
-    A key is a prefix of a device's name, or a list of capabilities such as "sm_80, sm_90".
+    A key is a device name prefix, or a list of capabilities such as "sm_80, sm_90".
     """
     kinds = {key for key in entries() for kind in key.split(", ") if device.endswith(f"({kind})")}
     names = {key for key in entries() if device.startswith(key)}
@@ -182,7 +182,7 @@ def _keys(device: str) -> list[str]:
 
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
-    """Read the table and return its entries by key (see `_keys`)."""
+    """Read the table, and return its entries by key (see `_keys`)."""
     devices = json.loads(TABLE.read_text(encoding="utf-8"))["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 
@@ -194,6 +194,6 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def forget() -> None:
-    """Clear the caches so that a newly written table is read."""
+    """Clear the caches, so that a newly written table is picked up."""
     for function in (listed, small_problem, lookup, entries):
         function.cache_clear()  # type: ignore[union-attr]

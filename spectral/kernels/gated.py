@@ -5,7 +5,7 @@ of GELU. Let g be the gradient of the output. The gradients of gate and up,
 
     g up f'(gate)  with  f' = sigmoid(z) + f (1 - sigmoid(z)) z',    and    g f(gate),
 
-are written to one tensor in one pass. The pass reads three elements and writes two per element of
+are written to a single tensor in one pass, which reads three elements and writes two per element of
 g. Compiled code that concatenates the two gradients reads g and the gate twice. The reference is
 autograd's gradient of `f(gate) * up`.
 """
@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Number of columns per iteration of a program."""
+"""Number of columns per program iteration."""
 OF_A_WARP = 256
-"""Number of elements of a block per warp: each thread loads eight 16-bit elements at once."""
+"""Number of block elements per warp: each thread loads eight 16-bit elements at once."""
 ROOT = tl.constexpr(math.sqrt(8 / math.pi))
 CUBIC = tl.constexpr(0.044715)
 
@@ -65,13 +65,13 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     gradient: Tensor, wide: Tensor, scale: Tensor | None = None, *, tanh: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `wide` and, if given, of `scale`, from the output's gradient.
+    """Compute the gradients of `wide` and, if given, `scale`, from the output's gradient.
 
     Args:
         gradient: gradient of `scale f(gate) up`, `[..., d]`.
         wide: concatenated gate and up `[..., 2 d]`, in the dtype of `gradient`.
-        scale: factor that multiplies each row, `[...]`; None means 1.
-        tanh: whether f is the tanh approximation of GELU instead of SiLU.
+        scale: per-row multiplier, `[...]`; None means 1.
+        tanh: whether f is the tanh approximation of GELU rather than SiLU.
     """
     gradient, wide = gradient.contiguous(), wide.contiguous()
     out = torch.empty_like(wide)

@@ -1,10 +1,10 @@
 """Triton kernel for the backward pass of attention heads: rotary embedding, norms and QKV layout.
 
-Attention's backward pass returns the gradients of the rotated queries, the rotated keys and the
-values. The QKV projection needs one tensor, in which the queries, key and value of each group are
-adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms, if any, and
-writes this tensor. It reads each gradient and each normalized head once. The reference is
-`heads_gradients` of models/blocks/self_attention.py.
+Attention's backward pass returns separate gradients of the rotated queries, rotated keys and
+values. The QKV projection needs them in one tensor, in which each group's queries, key and value
+are adjacent. The kernel undoes the rotations, backpropagates through the heads' RMSNorms, if any,
+and writes this tensor, reading each gradient and each normalized head once. The reference is
+`heads_gradients` in models/blocks/self_attention.py.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 16
-"""Number of heads per iteration of a program."""
+"""Number of heads per program iteration."""
 TOKENS = 8
 """Number of tokens per program; each program writes one row of partial sums of gain gradients."""
 WARPS = 4
@@ -28,7 +28,7 @@ def turn_back(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the `each` heads of a token, and accumulate the gradient of the gain.
+    """Write the gradients of a token's `each` heads, and accumulate the gain's gradient.
 
     The two halves of a head are loaded separately because the rotation mixes them.
     """
@@ -75,7 +75,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of `TOKENS` tokens, `[groups, (ratio + 2) size]` per token."""
+    """Write the gradients for `TOKENS` tokens, `[groups, (ratio + 2) size]` per token."""
     half, width = size // 2, (ratio + 2) * size
     i = tl.arange(0, HALF)[None, :]
     queried, low_queried = tl.zeros((1, HALF), WIDE), tl.zeros((1, HALF), WIDE)
@@ -83,7 +83,7 @@ def heads_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(0).to(tl.int64) * TOKENS
     for token in range(begin, tl.minimum(begin + TOKENS, tokens)):
         s, b = token // batch, token % batch
-        # Round cosines and sines as the forward pass does.
+        # Round cosines and sines as in the forward pass.
         turn = turns + s * t_s + b * t_b + i
         narrow: tl.constexpr = out.dtype.element_ty
         cos = tl.load(turn, mask=i < half, other=0.0).to(narrow).to(WIDE)
@@ -121,17 +121,16 @@ def heads_kernel(  # type: ignore[no-untyped-def]
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, turns: Tensor, epsilon: float, *normed: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute the gradient `[s, b, groups, (heads per group + 2) d]` of the QKV projection's
-    output.
+    """Compute the gradient `[s, b, groups, (heads per group + 2) d]` of the QKV projection output.
 
     Args:
         query: gradient `[s, b, heads, d]` of the rotated queries.
-        key, value: gradients `[s, b, groups, d]` of the rotated keys and of the values.
+        key, value: gradients `[s, b, groups, d]` of the rotated keys and the values.
         turns: cosines and signed sines `[s, 1 or b, 1, 1, 2 d]` of the rotary angles.
         epsilon: epsilon of the norms.
-        normed: empty without norms; otherwise queries `[s, b, groups, heads per group, d]` and keys
-            `[s, b, groups, 1, d]` before their norms, and the norms' gains `[d]`, whose gradients
-            are also returned.
+        normed: empty without norms; otherwise the queries `[s, b, groups, heads per group, d]` and
+            keys `[s, b, groups, 1, d]` before normalisation, and the norms' gains `[d]`, whose
+            gradients are also returned.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     (s, b, heads, size), groups = query.shape, key.shape[2]

@@ -1,7 +1,7 @@
-"""Records of Triton kernel launches, for machines that cannot run the kernels.
+"""Records Triton kernel launches on machines that cannot run the kernels.
 
-A record contains the tensors that the launch would read and write, its FLOPs, and the kernel's
-specialisation, which `compile_for` compiles.
+A record holds the tensors that the launch would read and write, its FLOPs, and the kernel
+specialisation, which `compile_for` can compile.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +27,12 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "gated_kernel": ("out", "of_scale"),
     "heads_kernel": ("out", "q_sums", "k_sums"),
 }
-"""Arguments that each kernel writes. An unlisted kernel counts as writing all its arguments."""
+"""Arguments written by each kernel. Kernels not listed are assumed to write all their arguments."""
 CHANGED: Final[Mapping[str, tuple[str, ...]]] = {
     "momentum_kernel": ("grad", "mean"),
     "update_kernel": ("weight",),
 }
-"""Arguments that each kernel both reads and writes."""
+"""Arguments that are both read and written by each kernel."""
 
 FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
     "symmetric_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["depth"],
@@ -43,7 +43,7 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
 }
-"""FLOPs of each kernel, from its arguments and number of programs; 0 for unlisted kernels."""
+"""FLOPs of each kernel, given its arguments and number of programs; 0 for kernels not listed."""
 
 TYPES: Final = {
     torch.float64: "fp64",
@@ -61,7 +61,7 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: kernel, arguments by name, number of programs, and Triton's options."""
+    """A launch: kernel, arguments by name, number of programs, and Triton options."""
 
     kernel: Any
     arguments: Mapping[str, Any]
@@ -75,23 +75,23 @@ class Launch:
 
     @property
     def written(self) -> list[Tensor]:
-        """The tensors that the kernel writes."""
+        """The tensors written by the kernel."""
         names = WRITTEN.get(self.name, tuple(self.arguments))
         return [x for name in names if isinstance(x := self.arguments[name], Tensor)]
 
     @property
     def changed(self) -> list[Tensor]:
-        """The tensors that the kernel both reads and writes."""
+        """The tensors that are both read and written by the kernel."""
         return [self.arguments[name] for name in CHANGED.get(self.name, ())]
 
     @property
     def read(self) -> list[Tensor]:
-        """The tensors that the kernel reads."""
+        """The tensors read by the kernel."""
         return [x for x in self.arguments.values() if isinstance(x, Tensor)]
 
     @property
     def flops(self) -> float:
-        """FLOPs of the kernel's products."""
+        """FLOPs of the kernel's matmuls."""
         count = FLOPS.get(self.name)
         return 0.0 if count is None else float(count(self.arguments, self.programs))
 
@@ -108,9 +108,9 @@ class Launch:
         )
 
     def compile_for(self, capability: int) -> Any:
-        """Compile the kernel for GPUs of compute capability `capability`, e.g. 90.
+        """Compile the kernel for GPUs with compute capability `capability`, e.g. 90.
 
-        Raises Triton's error for a kernel that does not compile.
+        Raises Triton's error if the kernel does not compile.
         """
         types, constants, aligned = self._signature()
         source = ASTSource(
@@ -123,7 +123,7 @@ class Launch:
         return triton.compile(source, target=target, options=dict(self.options))
 
     def _signature(self) -> tuple[dict[str, str], dict[str, Any], tuple[int, ...]]:
-        """Return argument types, values of constants, and indices of arguments divisible by 16."""
+        """Return argument types, constant values, and indices of arguments divisible by 16."""
         types: dict[str, str] = {}
         constants: dict[str, Any] = {}
         aligned: list[int] = []
@@ -139,7 +139,7 @@ class Launch:
 
 
 def _type(value: Any) -> str:
-    """Return Triton's type name of an argument: "constexpr" for None and for the integer 1."""
+    """Return Triton's type name for an argument: "constexpr" for None and the integer 1."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
     if value is None or (type(value) is int and value == 1):
@@ -151,7 +151,7 @@ def _type(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     raise TypeError(
-        f"a kernel's argument must be a tensor, a number or None, got {type(value).__name__}"
+        f"kernel arguments must be tensors, numbers or None, got {type(value).__name__}"
     )
 
 
@@ -163,7 +163,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def observe(on_launch: Callable[[Launch], None]) -> None:
-    """Pass every Triton launch of this process to `on_launch` instead of running it on a GPU."""
+    """Pass every Triton launch in this process to `on_launch` instead of running it on a GPU."""
 
     def run(kernel: Any, *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         options: dict[str, Any] = {key: named.pop(key) for key in OPTIONS if key in named}

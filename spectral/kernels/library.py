@@ -1,10 +1,10 @@
-"""Batched matrix products by the library (cuBLAS, MKL).
+"""Batched matmuls using the library (cuBLAS, MKL).
 
-This is the CPU path and the reference in every kernel test. If the CPU has no instructions for a
-dtype, products are computed in float32, the dtype in which GPUs accumulate. This is the case for
-float16, and for bfloat16 without AVX-512, as on most laptops. torch's products in these dtypes are
-no more exact and take 10 to 50 times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC
-with AVX2).
+This is the CPU path, and the reference in every kernel test. If the CPU has no instructions for a
+dtype, matmuls are computed in float32, the dtype in which GPUs accumulate. This is the case for
+float16, and for bfloat16 without AVX-512, as on most laptops. torch's matmuls in these dtypes are
+no more accurate, and take 10 to 50 times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD
+EPYC with AVX2).
 """
 
 import math
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 SLOW_ON_CPU = {torch.float16}
-"""Dtypes that a CPU multiplies in float32."""
+"""Dtypes in which CPU matmuls are computed in float32."""
 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
-"""Number of row blocks of a large symmetric product on a CPU; 4 blocks save 6/16 of the FLOPs."""
+"""Number of row blocks in a large symmetric product on CPU; 4 blocks save 6/16 of the FLOPs."""
 LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
-"""Smallest number of rows at which blocks are faster, by dtype; see `product`."""
+"""Number of rows from which blocks are faster, by dtype; see `product`."""
 
 
 def product(
@@ -37,16 +37,16 @@ def product(
 
     Without `b`, B is `A^T`. A stack of one matrix uses the faster unbatched call.
 
-    On a CPU, a large `symmetric` result `[batch, n, n]` is computed in blocks of rows up to the
-    diagonal and mirrored, so it is exactly symmetric. A product that autograd records is always
+    On CPU, a large `symmetric` result `[batch, n, n]` is computed in row blocks up to the diagonal
+    and mirrored, which makes it exactly symmetric. Products recorded by autograd are always
     computed whole.
 
-    The CPU time of X X^T in blocks, divided by the time of the whole product, in float32 on one
-    thread (torch 2.13), on an AMD EPYC with AVX2 and, in brackets, on an Intel Xeon with AVX-512:
-    0.90 (0.90) at 512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76)
-    at 2048 x 2048. The ratios in float64 are similar. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8
-    at 256 x 256. Two blocks are slower than four. Below 1,024 rows eight blocks are slower, too. On
-    processors with bfloat16 instructions, blocks take 1.5 to 4 times as long as the whole product.
+    CPU time of X X^T in blocks relative to the whole product, in float32 on one thread (torch
+    2.13), on an AMD EPYC with AVX2 and, in brackets, an Intel Xeon with AVX-512: 0.90 (0.90) at
+    512 x 512, 0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048.
+    Ratios in float64 are similar. The ratio is 1.0 to 1.2 at 384 x 384 and 1.8 at 256 x 256. Two
+    blocks are slower than four, as are eight below 1,024 rows. On processors with bfloat16
+    instructions, blocks take 1.5 to 4 times as long as the whole product.
     """
     other = a.mT if b is None else b
     if is_slow(a):
@@ -78,15 +78,15 @@ symmetric = partial(product, symmetric=True)
 
 
 def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
-    """Return whether the symmetric product of `a` and `b` is faster in blocks of rows."""
+    """Return whether the symmetric product of `a` and `b` is faster in row blocks."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return False
-    # On other devices the shape is not read: under tracing, it may be unknown.
+    # Do not read the shape on other devices: under tracing, it may be unknown.
     return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
 
 
 def _mirror_(x: Tensor) -> None:
-    """Copy the lower triangle of `x` `[batch, n, n]` to the upper triangle with little memory."""
+    """Mirror the lower triangle of `x` `[batch, n, n]` to the upper one, using little memory."""
     n = x.shape[-1]
     if n <= 64:
         x.tril_().add_(x.tril(-1).mT)
@@ -98,15 +98,15 @@ def _mirror_(x: Tensor) -> None:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether the library multiplies in this dtype more slowly than in float32."""
+    """Return whether matmuls in this dtype are slower than in float32."""
     return x.device.type == "cpu" and x.dtype in SLOW_ON_CPU
 
 
 def product_flops(rows: int, inner: int, cols: int) -> float:
-    """Count the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of the product's speed.
+    """Return the FLOPs of `[rows, inner] @ [inner, cols]`, regardless of how fast it runs.
 
-    A multiply-add is two FLOPs. The costs of algorithms count the products that the code runs. The
-    small dense algebra of Krylov spaces is not counted; it matters only below about 100 rows.
-    Placement balances FLOPs. parallel/plan/devices.py models the time.
+    A multiply-add counts as two FLOPs. Algorithm costs count the matmuls that the code runs, but
+    not the small dense algebra in Krylov spaces, which only matters below about 100 rows. Placement
+    balances FLOPs; time is modelled in parallel/plan/devices.py.
     """
     return 2.0 * rows * inner * cols

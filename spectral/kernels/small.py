@@ -1,8 +1,8 @@
-"""Triton kernels for small problems in float64. One program solves the problem of one matrix.
+"""Triton kernels for small float64 problems, with one program per matrix.
 
-The PyTorch code of the same functions (`_top_eigenvector` and `orthonormal` of
-`spectral.singular_triplets`, `root` of `spectral.tangent_model`) takes seven to forty operations on
-a few numbers or vectors, and spends most of its time on launches.
+The equivalent PyTorch code (`_top_eigenvector` and `orthonormal` in `spectral.singular_triplets`,
+`root` in `spectral.tangent_model`) takes seven to forty operations on a few numbers or vectors, and
+spends most of its time on kernel launches.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 SMALLEST = 16
-"""Smallest side of a tile in a product."""
+"""Minimum side of a tile in a matmul."""
 WARPS = 4
 STAGES = 1
-"""Software pipeline stages; with more stages, the vectors would not fit in the registers."""
+"""Software pipeline stages; with more, the vectors would not fit in registers."""
 COLUMNS = 32
-"""Number of columns that each product reads from the vectors."""
+"""Number of vector columns read by each matmul."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,7 +29,7 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
     SQUARINGS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the top eigenvector of one matrix of the contiguous `t` `[batch, size, size]`."""
+    """Write the top eigenvector of one matrix in the contiguous `t` `[batch, size, size]`."""
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     inside = (i[:, None] < size) & (i[None, :] < size)
@@ -39,7 +39,7 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
         for _ in range(SQUARINGS):
             x = tl.dot(x, x, out_dtype=tl.float64)
     # All columns are parallel; use the longest. Divide it by its largest entry before squaring,
-    # because the squares may overflow.
+    # because squares may overflow.
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     longest = tl.argmax(diagonal, axis=0)
     column = tl.sum(tl.where(i[None, :] == longest, x, 0.0), axis=1)
@@ -55,7 +55,7 @@ def root_kernel(  # type: ignore[no-untyped-def]
     POINTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the root and slope of one model of the contiguous `block` `[3, batch, nodes]`."""
+    """Write the root and slope of one model in the contiguous `block` `[3, batch, nodes]`."""
     matrix = tl.program_id(0).to(tl.int64)
     point = tl.arange(0, SIZE)
     reach = tl.load(half + matrix)
@@ -90,7 +90,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Orthonormalise the rows of one matrix of `x` `[batch, count, n]`. `out` is contiguous."""
+    """Orthonormalise the rows of one matrix in `x` `[batch, count, n]`. `out` is contiguous."""
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE)
     col = tl.arange(0, COLUMNS)
@@ -102,7 +102,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
         rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
         gram = tl.dot(rows, tl.trans(rows), gram, out_dtype=tl.float64)
     diagonal = i[:, None] == i[None, :]
-    # Compute the inverse of the Cholesky factor, together with the factor, row by row.
+    # Compute the Cholesky factor and its inverse together, row by row.
     rest = gram + tl.where(diagonal, DEPENDENT, 0.0)
     inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
     for k in range(count):
@@ -126,7 +126,7 @@ def orthonormal_kernel(  # type: ignore[no-untyped-def]
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     """Compute the top eigenvectors `[batch, k]` of symmetric float64 `t` `[batch, k, k]`.
 
-    `squarings` contains the number of squarings of each round. All must be equal.
+    `squarings` lists the number of squarings in each round, which must all be equal.
     """
     batch, size = t.shape[:2]
     result = t.new_empty(batch, size)
@@ -147,7 +147,7 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
 def root(
     block: Tensor, weight: Tensor, half: Tensor, rounds: int, points: int
 ) -> tuple[Tensor, Tensor]:
-    """Find the root and slope `[batch]` of each `Model` of `spectral.tangent_model`.
+    """Find the root and slope `[batch]` of each `spectral.tangent_model.Model`.
 
     `block` is `[3, batch, nodes]`, `weight` `[batch, nodes]` and `half` `[batch]`, all float64.
     """
@@ -168,8 +168,8 @@ def root(
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
     """Orthonormalise the rows of float32 or float64 `x` `[batch, count, n]` in float64.
 
-    `dependent` is added to the diagonal of the rows' Gram matrix. A linearly dependent row, whose
-    length would then be below 0.5 instead of 1, becomes zero. The result has the dtype of `x`.
+    `dependent` is added to the diagonal of the rows' Gram matrix. Linearly dependent rows, whose
+    length would then be below 0.5 instead of 1, are set to zero. The result has the dtype of `x`.
     """
     batch, count, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,16 +1,16 @@
-"""Triton kernels for batched symmetric products, which compute only half of the tiles.
+"""Triton kernels for batched symmetric matmuls, which compute only half of the tiles.
 
     C = alpha A B^T + beta S + gamma I,    known to be symmetric because `A = B`, or because `A`,
                                            `B` and `S` are polynomials of one symmetric matrix.
 
-One program computes one tile on or below the diagonal and writes the tile and its mirror image. A
-product therefore costs half the FLOPs of a general product. Products are accumulated in float32 and
-rounded once. A matrix's result does not depend on the batch size.
+Each program computes one tile on or below the diagonal, and writes the tile and its mirror image.
+This takes half the FLOPs of a general matmul. Results are accumulated in float32 and rounded once.
+A matrix's result does not depend on the batch size.
 
 `grams` computes X X^T for stacks of matrices with equal row counts but different column counts, up
-to `STACKS` stacks per launch. The shape of X X^T does not depend on the column counts, so later
-steps process all products as one batch. Addresses, column counts and strides of the stacks are
-launch arguments: a CUDA graph captures them, and no table in device memory is needed.
+to `STACKS` stacks per launch. Since the shape of X X^T does not depend on the column count, later
+steps process all results as one batch. The stacks' addresses, column counts and strides are launch
+arguments, which a CUDA graph captures, so no table in device memory is needed.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from torch import Tensor
 from .dispatch import QUACK, Tile
 
 MAX_EXTENT = 2**31
-"""Offsets within one matrix are 32-bit; offsets of matrices within a stack are 64-bit."""
+"""Offsets within a matrix are 32-bit; offsets of matrices within a stack are 64-bit."""
 
 
 @triton.jit
 def tile_of(index):  # type: ignore[no-untyped-def]
-    """Return the row and column of the `index`-th tile of a lower triangle, row by row."""
+    """Return the row and column of tile `index` in a lower triangle, in row-major order."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The square root may be off by one for large triangles.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
@@ -41,7 +41,7 @@ def accumulated(  # type: ignore[no-untyped-def]
     total, left, right, left_step, right_step, rows_inside, cols_inside, depth,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add to `total` the product of two tiles with `depth` inner columns.
+    """Accumulate the product of two tiles with `depth` inner columns into `total`.
 
     `left` and `right` point to the first `DEPTH` columns. `left_step` and `right_step` are the
     column strides.
@@ -63,7 +63,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
     """Write a tile and its mirror image to the symmetric matrix `[n, n]` at `target`."""
     result = total.to(target.dtype.element_ty)
-    # Make diagonal tiles symmetric bit for bit; tiles below the diagonal do not change.
+    # Make diagonal tiles bitwise symmetric; tiles below the diagonal are unaffected.
     mirrored = tl.trans(result)
     result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
     present = (rows < n)[:, None] & (cols < n)[None, :]
@@ -114,8 +114,8 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 
 INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
-"""Whether Triton's interpreter runs the kernels. The interpreter would multiply the bit patterns of
-bfloat16 operands, so they are converted to float32, which does not change the products."""
+"""Whether the kernels run in Triton's interpreter. The interpreter would multiply the bit patterns
+of bfloat16 operands, so they are upcast to float32, which does not change the results."""
 
 
 def product(
@@ -157,7 +157,7 @@ def product(
 def by_quack(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float
 ) -> Tensor:
-    """Compute `product` with quack-kernels, which also computes only half of the tiles."""
+    """Compute `product` with quack-kernels, which also computes half of the tiles only."""
     from quack.gemm_interface import gemm_symmetric  # type: ignore[import-not-found]
 
     out: Tensor = gemm_symmetric(a, b.mT, s, alpha=alpha, beta=beta)
@@ -167,14 +167,15 @@ def by_quack(
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """Raise ValueError for operands that the symmetric kernels do not support."""
+    """Raise ValueError for operands not supported by the symmetric kernels."""
     if a.ndim != 3 or a.shape != b.shape:
         raise ValueError(
             f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            f"a and b must be of one dtype, float32, bfloat16 or float16, got {a.dtype}, {b.dtype}"
+            "a and b must both be float32, bfloat16 or float16, with the same dtype, got "
+            f"{a.dtype}, {b.dtype}"
         )
     for x in (a, b):
         extent = sum(
@@ -193,7 +194,7 @@ def _added(  # type: ignore[no-untyped-def]
     total, a, matrix, rows, cols, n, depth, a_batch, a_row, a_col,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add to `total` the tile of `A A^T` at `rows`, `cols`, from the first `depth` columns."""
+    """Accumulate the tile of `A A^T` at `rows`, `cols` into `total`, using `depth` columns."""
     inner = tl.arange(0, DEPTH)
     left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
     right = a + matrix * a_batch + inner[:, None] * a_col + cols[None, :] * a_row
@@ -223,7 +224,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # Set the depth of every stack without this matrix to zero, so that the stack is not read.
+    # Set the depth of all stacks that do not contain this matrix to zero, so they are not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)
@@ -245,8 +246,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
     """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
 
-    The result is `[sum of batches, rows, rows]`. Row counts, dtypes and devices must be equal. Any
-    strides are allowed.
+    The result is `[sum of batches, rows, rows]`. Row counts, dtypes and devices must match; any
+    strides are supported.
     """
     for x in stacks:
         check_operands(x, x)

@@ -1,8 +1,8 @@
-"""Triton kernels for the first and the last elementwise pass of a matrix rule's step.
+"""Triton kernels for the first and last elementwise passes of a matrix rule's step.
 
-The first pass computes the gradient's mean and the step's direction,
+The first pass updates the momentum and computes the step direction,
 
-    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov's look-ahead, else M,
+    M <- mu M + (1 - mu) G,    G <- mu M + (1 - mu) G with Nesterov momentum, else M,
 
 and moves 16 bytes per element of float32 G and M. The reference, `MomentumRule.accumulate` in
 PyTorch, takes two or three passes of 12 bytes per element.
@@ -11,8 +11,8 @@ The last pass decays and updates the weights, and sums the squares of the update
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-and moves 10 bytes per element of float32 W and 16-bit D. Retraction, which scales W first, is part
-of this pass. Each matrix's learning rate, decay and active flag are read on the device.
+and moves 10 bytes per element of float32 W and 16-bit D. Retraction, which rescales W first, is
+part of this pass. Each matrix's learning rate, decay and active flag are read on the device.
 """
 
 import torch
@@ -30,12 +30,12 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Average one part of `grad` into `mean`. Both are contiguous `[numel]`."""
+    """Average one block of `grad` into `mean`. Both are contiguous `[numel]`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     g = tl.load(grad + place, mask=inside, other=0.0)
     m = tl.load(mean + place, mask=inside, other=0.0)
-    # Select instead of multiplying: NaN of a skipped step must not reach the mean.
+    # Select rather than multiply: NaN from a skipped step must not reach the mean.
     g = tl.where(tl.load(active) != 0, g, m)
     m += share * (g - m)
     tl.store(mean + place, m, mask=inside)
@@ -45,14 +45,14 @@ def momentum_kernel(  # type: ignore[no-untyped-def]
 
 
 def average_(grad: Tensor, mean: Tensor, decay: float, active: Tensor, *, nesterov: bool) -> None:
-    """Update the gradient's mean in place and write the step's direction to `grad`.
+    """Update the gradient's mean in place, and write the step direction to `grad`.
 
     Args:
         grad, mean: contiguous float32 tensors of equal shapes.
-        decay: mu, the mean's decay factor.
-        active: bool, 0-d, on the same device. If it is False, `mean` is not changed and is copied
-            to `grad`.
-        nesterov: whether the direction is the new mean with the gradient averaged in once more.
+        decay: mu, the mean's decay rate.
+        active: bool, 0-d, on the same device. If False, `mean` is left unchanged and copied to
+            `grad`.
+        nesterov: whether to average the gradient into the new mean once more for the direction.
     """
     if grad.numel():
         momentum_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
@@ -72,7 +72,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one part of one matrix of the contiguous `weight` `[batch, numel]`."""
+    """Update one block of one matrix in the contiguous `weight` `[batch, numel]`."""
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     place = part * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     if CAUTIOUS:
         decayed = tl.where(((w > 0) & (d < 0)) | ((w < 0) & (d > 0)), scaled, decayed)
     new = decayed - d * tl.load(step + matrix)
-    # Select instead of multiplying: NaN of a skipped unit must not reach the weights.
+    # Select rather than multiply: NaN from a skipped unit must not reach the weights.
     taken = tl.load(active + matrix) != 0
     new = tl.where(taken, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
@@ -103,10 +103,10 @@ def update_(
     scale: Tensor | None = None,
     cautious: bool = False,
 ) -> Tensor:
-    """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
+    """Update `weight` in place where `active`, and return ||direction||^2 `[batch]`.
 
     The update is `weight <- factor weight - step direction`. If `scale` is given, `weight` is
-    multiplied by `scale` first.
+    multiplied by it first.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
@@ -114,7 +114,7 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         scale: like `factor`, or None.
-        cautious: multiply by `factor` only where weight and direction do not have opposite signs.
+        cautious: only multiply by `factor` where weight and direction do not have opposite signs.
 
     Raises:
         ValueError: if a matrix has 2^31 elements or more.
