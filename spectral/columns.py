@@ -1,4 +1,4 @@
-"""Numbers that identify columns and sums of columns, and records of columns used together."""
+"""Numbers columns and sums of columns, and keeps track of columns that are used together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -11,18 +11,18 @@ from .weight_use import Use
 
 
 class Sums(NamedTuple):
-    """Sums or products of two columns each, numbered from `start`."""
+    """Sums or products of pairs of columns, numbered from `start`."""
 
     start: int
     end: int
     pairs: Tensor  # [columns, 2]
-    beneath: frozenset[Use]  # the weights of these columns
-    terms: bool  # whether each pair consists of elements of two tensors that were added
+    beneath: frozenset[Use]  # the weights that these columns belong to
+    terms: bool  # whether each pair comes from two tensors that were added
 
     def added(self, numbers: Tensor) -> Tensor:
         """Return the columns that occur in some, but not all, of the given sums.
 
-        A column that occurs in all sums only scales or shifts them.
+        A column that occurs in all of them only scales or shifts them.
         """
         pairs = self.pairs[numbers - self.start].T
         moving = [pair for pair in pairs if bool((pair != pair[0]).any())]
@@ -36,9 +36,9 @@ class Sums(NamedTuple):
 
 
 class Columns:
-    """Numbers of columns: a column's first element in a weight, or a new number for a sum.
+    """Numbers columns by their first element in a weight, and sums by new numbers.
 
-    Columns that are used together are recorded in the weights' `Use`.
+    Columns that are used together are recorded in the `Use` of their weights.
     """
 
     def __init__(self) -> None:
@@ -61,25 +61,25 @@ class Columns:
         return self.records[bisect_right(self.starts, int(number)) - 1]
 
     def matrix(self, number: int) -> Any:
-        """Return an identifier of the weight and stack entry of a column.
+        """Return an identifier for the weight and stack entry that a column belongs to.
 
-        The identifier of a sum contains the identifiers of the summed columns.
+        The identifier of a sum combines those of the summed columns.
         """
         if number not in self.matrices:
             record = self.record(number)
-            place = number - record.start
+            index = number - record.start
             self.matrices[number] = (
-                (*map(self.matrix, record.pairs[place].tolist()),)
+                (*map(self.matrix, record.pairs[index].tolist()),)
                 if isinstance(record, Sums)
-                else (record.start, place // record.strides[0] if record.stacked else 0)
+                else (record.start, index // record.strides[0] if record.stacked else 0)
             )
         return self.matrices[number]
 
     def adds_matrices(self, columns: Tensor, axis: int) -> bool:
-        """Return whether distinct columns along an axis belong to distinct weights or entries."""
+        """Return whether distinct columns along an axis come from distinct weights or entries."""
         line = columns.movedim(axis, 0).flatten(1)[:, 0] if columns.ndim > 1 else columns
         vector = [*dict.fromkeys(line.long().tolist())]
-        firsts = (vector[:2], vector)  # fast path: the first two usually share a matrix
+        firsts = (vector[:2], vector)  # fast path: the first two usually belong to one matrix
         return len(vector) > 1 and all(len({*map(self.matrix, v)}) == len(v) for v in firsts)
 
     def parts(self, numbers: Tensor) -> Iterator[tuple[Use | Sums, Tensor]]:
@@ -92,7 +92,7 @@ class Columns:
             numbers = numbers[size:]
 
     def beneath(self, columns: Tensor | None) -> set[Use]:
-        """Return the weights of the columns."""
+        """Return the weights that the columns belong to."""
         if columns is None or not columns.numel():
             return set()
         record = self.record(columns.max())
@@ -102,16 +102,16 @@ class Columns:
         return set[Use]().union(*(record.beneath for record, _ in self.parts(numbers)))
 
     def joined(self, first: Tensor, second: Tensor, terms: bool = False) -> Tensor:
-        """Return the numbers of elements that depend on a column of `first` and of `second`.
+        """Return numbers for elements that depend on both a column in `first` and one in `second`.
 
-        With `terms`, the elements are sums whose terms are vectors of separate layers.
+        With `terms`, the elements are sums whose terms are vectors from separate layers.
         """
         low, high = torch.minimum(first, second), torch.maximum(first, second)
         both = (low >= 0) & (low != high)
         if not bool(both.any()):
             return high
         (a, i), (b, j) = (s[both].unique(return_inverse=True) for s in (low, high))
-        distinct, places = (i * len(b) + j).unique(return_inverse=True)
+        distinct, inverse = (i * len(b) + j).unique(return_inverse=True)
         pairs = torch.stack([a[distinct // len(b)], b[distinct % len(b)]], 1).long().cpu()
         key = (terms, *pairs.flatten().tolist())
         if key not in self.sums:
@@ -122,12 +122,12 @@ class Columns:
             self.add(self.sums[key])
             for use in one ^ two:
                 use.joined |= two if use in one else one
-        return high.masked_scatter(both, (places + self.sums[key].start).double())
+        return high.masked_scatter(both, (inverse + self.sums[key].start).double())
 
     def settle(self, rows: Tensor, kind: str, whole: bool = True) -> None:
-        """Record that an operation uses each row of the columns `[rows, n]` as one vector.
+        """Record that an operation uses each row of the columns `[rows, n]` as a single vector.
 
-        With `whole`, each element of a vector has exactly one number in its row.
+        With `whole`, every element of a vector has exactly one number in its row.
         """
         for row in rows.sort().values.unique(dim=0) if len(rows) > 1 else rows:
             used = row[row >= 0]
@@ -161,5 +161,5 @@ class Columns:
             self.settle(rows.reshape(-1, rows.shape[-1]).long().cpu(), kind)
 
     def uses(self, elements: Tensor) -> Iterator[tuple[Use, Tensor]]:
-        """Yield (weight, elements) for each run of consecutive elements of one weight."""
+        """Yield (weight, elements) for each run of consecutive elements in the same weight."""
         return ((use, own) for use, own in self.parts(elements) if isinstance(use, Use))

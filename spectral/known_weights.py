@@ -1,8 +1,8 @@
-"""Inference of a weight's division from names, classes and attributes of the model.
+"""Infers a weight's division from names, classes and attributes in the model.
 
-The model is not run. A weight counts as one matrix only if nothing suggests several matrices and a
-nearby layer has as many inputs as the weight has outputs. If the division of a weight is unclear,
-an error states the remedies.
+The model is not run. A weight counts as a single matrix only if nothing suggests several and a
+nearby layer has as many inputs as the weight has outputs. If a weight's division is unclear, an
+error lists the remedies.
 """
 
 import re
@@ -23,9 +23,9 @@ from .weight_use import Seen
 HEADS = re.compile(
     r"^(embed_out|score|unembed|qa_outputs|output_projection)$|_head$|(^|_)(classifier|logits)$"
 )
-"""Names of a model's output layers, or of modules that end with an output layer."""
+"""Names of output layers, or of modules that end with an output layer."""
 ROUTERS = re.compile(r"^(router|gate|gating|wg)$|(Router|Gate|Gating)$")
-"""Names and classes of modules that choose experts, provided that experts are next to them."""
+"""Names and classes of modules that route to experts, if there are experts next to them."""
 NORMS = re.compile(r"Norm(Gated|Act)?(\dd)?$")
 GAINS = re.compile(r"(?i)(^|_)(bias|biases|gain|scale|log|gamma|beta|table)(_|$)|^D$")
 EMBEDDINGS = re.compile(r"(^|_)(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)(_|$)")
@@ -33,17 +33,17 @@ TABLES = re.compile(
     r"(?i)(^|_)(pos|position|positional|rel|relative|emb|embed|embeds|embeddings?|tokens?|cls|mask"
     r"|latents?|prompts?|codebook|memory|slots?|prototypes?|anchors?)(_|$)"
 )
-"""Words in the names of bare parameters that are tables of vectors."""
+"""Words in the names of bare parameters that indicate tables of vectors."""
 FUSED = re.compile(
     r"(?i)qkv|kv(?!a|down)|qkproj|querykey|keyvalue|cattn|^inproj(?!.$)|gateup|upgate|glu|gu$|w1w3"
     r"|w13|w12|fused|pack|vgate|gatev|^projectionin$"
 )
-"""Substrings (without underscores) of the names of weights that contain several matrices."""
+"""Substrings (without underscores) in the names of weights that hold several matrices."""
 FILLERS = re.compile(
     r"(^|_)(to|attn|self|cross|add|lin|linear|proj|projection|fc|layer|global|conv(?!_attn)|dense|pos"
     r"|b|up|w|c|weight|project)(?=_|$)|_"
 )
-"""Parts of an attention projection's name that do not show which projection it is."""
+"""Parts of an attention projection's name that do not tell which projection it is."""
 PROJECTIONS = re.compile("query|queries$|key(s$)?|value(s$)?")
 """Words in the names of attention projections; each is shortened to its first letter."""
 HEAD_SIZES = (
@@ -52,7 +52,7 @@ HEAD_SIZES = (
 )
 QUERY_SIZES = "qk_head_dim head_k_dim qk_channels_per_head"
 VALUE_SIZES = "v_head_dim head_v_dim value_head_dim val_dim v_channels_per_head"
-"""Attributes of attention modules with the number of rows per head."""
+"""Attributes of attention modules that hold the number of rows per head."""
 HEAD_COUNTS = "num_heads num_attention_heads n_heads n_head nhead heads"
 KEY_COUNTS = "num_key_value_heads num_kv_heads n_kv_heads n_kv_head kv_heads"
 KNOWN = {
@@ -65,16 +65,16 @@ KNOWN = {
     "dt_proj": "intermediate_size",
     "in_proj_qkv": "num_k_heads*head_k_dim num_k_heads*head_k_dim num_v_heads*head_v_dim",
 }
-"""Attributes of the enclosing module with the row counts of a weight's consecutive matrices, by the
-weight's name."""
+"""Maps weight names to attributes of the enclosing module that hold the row counts of the weight's
+consecutive matrices."""
 ATTENTION = re.compile(
     r"(?i)^(c_|to_|attention_)?(w?o|out|output|proj|dense|final)(_proj|_lin|_layer)?$"
     r"|^[gq]_proj$|_[ab]_proj$|^[ab]_proj$|gate|_[abz]$"
 )
-"""Names of layers that are next to attention projections but are not divided into heads: output,
-gates, low-rank factors."""
+"""Names of layers next to attention projections that are not divided into heads: output, gates,
+low-rank factors."""
 PARTS = {"chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "glu", OPAQUE}
-"""Functions that split a tensor, and the word for unreadable code, which may split one."""
+"""Functions that split a tensor, and the word for unreadable code, which may do so."""
 GATES = {"*", "mul"}
 """Operators and functions that multiply the two halves of a layer's outputs."""
 AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", "::"}
@@ -82,18 +82,18 @@ AXES = {"unflatten", "rearrange", "scaled_dot_product_attention", "Ellipsis", ":
 SHUFFLES = {"rearrange", "pixel_shuffle", "pixelshuffle"}
 """Functions and classes that may divide a layer's outputs among tokens or pixels."""
 SHAPES = {"view", "reshape"}
-"""Functions that may divide outputs into heads, or join the axes of an image before a layer."""
+"""Functions that may divide outputs into heads, or flatten the axes of an image before a layer."""
 HEADWISE = {"transpose", "permute", "movedim", "swapaxes", "mT", "einsum", "matmul", "bmm"}
 HEADWISE |= {"softmax", "sum", "norm", "normalize"}
 """Functions that operate on heads if they are called after a function in `SHAPES`."""
 PRODUCTS = {"@", "matmul", "mm", "bmm", "einsum", "cosine_similarity", "cdist"}
 """Operators and functions that multiply the outputs of two layers."""
 WRAPPERS = ("base_layer", "original_module", "modules_to_save", "default")
-"""Names that adapters insert between a layer's name and the parameter's name."""
+"""Names that adapters insert between layer and parameter names."""
 
 
 class KnownWeights:
-    """Divisions of a model's weights, inferred from its names, classes and attributes."""
+    """Infers the divisions of a model's weights from its names, classes and attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers, self.blocks = Layers(model), _blocks(model)
@@ -106,7 +106,7 @@ class KnownWeights:
         self.heads = {id(p) for head in heads for p in (self._last(head) or head).parameters()}
 
     def answers(self, weights: Sequence[Weight]) -> dict[str, Seen]:
-        """Return the division of each weight. Raise ValueError if a division is unclear."""
+        """Return each weight's division. Raise ValueError if any is unclear."""
         answers = {weight.name: self.answer(weight) for weight in weights}
         for module in self.headed:
             sizes = {x.inputs for x in self.layers.within(module)} or {0}
@@ -120,7 +120,7 @@ class KnownWeights:
         return answers
 
     def answer(self, weight: Weight) -> Seen:
-        """Return the division of a weight. Raise ValueError if it is unclear."""
+        """Return a weight's division. Raise ValueError if it is unclear."""
         parameter, module = weight.parameter, weight.module
         norm = NORMS.search(kind_of(module)) or isinstance(module, nn.LayerNorm)
         if GAINS.search(weight.own) or (weight.is_layer and norm):
@@ -145,7 +145,7 @@ class KnownWeights:
         return Seen(division, reason)
 
     def division(self, weight: Weight) -> tuple[Division, str]:
-        """Return division and reason for a weight that is not a gain, head, router or table.
+        """Return the division of a weight that is not a gain, head, router or table, and why.
 
         Raises ValueError if the division is unclear.
         """
@@ -205,9 +205,9 @@ class KnownWeights:
         return (outputs,), "one matrix"
 
     def _names(self, weight: Weight) -> Iterator[tuple[str, nn.Module]]:
-        """Yield a weight's name and the names of wrappers around it, each with its parent module.
+        """Yield the names of a weight and of its wrappers, each with its parent module.
 
-        For an adapter, these are the names of the base layer.
+        For adapters, these are the names of the base layer.
         """
         if not weight.is_layer:
             yield weight.own_name, weight.around
@@ -220,15 +220,15 @@ class KnownWeights:
                 return
 
     def _last(self, module: nn.Module) -> nn.Module | None:
-        """Return a module's last layer that multiplies by a matrix."""
+        """Return the last matmul layer in a module."""
         layers = (x.module for x in reversed(self.layers.within(module)) if x.multiplies)
         return next(layers, None)
 
     def _ends(self, weight: Weight, division: Division) -> tuple[bool, str]:
-        """Return whether a layer with no division by name is an output layer, and the evidence.
+        """Return whether a layer that is not divided by name is an output layer, and the evidence.
 
         The evidence is the layer's name or the input sizes of other layers. Raises ValueError if no
-        nearby layer uses all outputs.
+        nearby layer uses all of its outputs.
         """
         outputs = weight.parameter.shape[int(division.transposed)]
         (_, inner), *scopes = weight.path[_base(weight) :]
@@ -253,7 +253,7 @@ class KnownWeights:
     def _outside(self, weight: Weight, outputs: int) -> tuple[bool, str] | None:
         """Return whether a layer outside repeated blocks is an output layer, and the evidence.
 
-        Returns None if the answer depends on other layers of the enclosing modules. Raises
+        Returns None if the answer depends on other layers in the enclosing modules. Raises
         ValueError if the answer is unclear.
         """
         later, again, mixer = self._later(weight)
@@ -277,9 +277,9 @@ class KnownWeights:
         return None if later else (False, "one matrix, unless it is a head")
 
     def _may_end(self, weight: Weight, later: list[Layer], mixer: str) -> bool:
-        """Return whether a layer may be a head although later blocks could use its outputs.
+        """Return whether a layer may be a head even though later blocks could use its outputs.
 
-        This is possible if the layer is square, follows blocks and does not scale activations, or
+        This is the case if the layer is square, follows blocks and does not scale activations, or
         if it ends a tower of blocks and its outputs are pooled or multiplied.
         """
         (name, inner), *scopes = weight.path
@@ -299,7 +299,7 @@ class KnownWeights:
     def _head(self, weight: Weight, outputs: int, later: list[Layer]) -> str:
         """Return the evidence that a layer is a head, or "".
 
-        The caller has checked that no layer in `later` uses the outputs of this layer.
+        The caller must have checked that no layer in `later` uses this layer's outputs.
         """
         if any(HEADS.search(name) for name, _ in weight.path):
             return "an output head by its name"
@@ -318,11 +318,11 @@ class KnownWeights:
         return f"no later layer uses its {outputs} outputs: a head" if ends else ""
 
     def _later(self, weight: Weight) -> tuple[list[Layer], set[nn.Module], str]:
-        """Return the layers with a matrix after a weight's layer, and the class of a mixer.
+        """Return the matmul layers after a weight's layer, and the class of a mixer.
 
-        They are later in the model's order or in a forward pass. A mixer is a module that adds or
-        multiplies activations after the weight's layer; without a mixer, the class is "". The set
-        contains the modules of layers that a forward pass uses before, maybe in another branch.
+        They come later in model order or in a forward pass. A mixer is a module that adds or
+        multiplies activations after the weight's layer; the class is "" if there is none. The set
+        holds the modules of layers that a forward pass uses earlier, possibly in another branch.
         """
         steps, mixer, again = weight.path[_base(weight) :], "", set[nn.Module]()
         later = [*self.layers.after(steps[0][1], steps[-1][1])]
@@ -341,14 +341,14 @@ class KnownWeights:
         return [x for x in later if x.multiplies], again, mixer
 
     def _cuts(self, weight: Weight) -> str:
-        """Return the reason why a forward pass may divide the outputs of a layer, or ""."""
+        """Return why a forward pass may divide a layer's outputs, or ""."""
         for (name, _), (_, module) in pairwise(weight.path):
             ends, words = self._last(module) is weight.module, self.words
             sequential = isinstance(module, nn.Sequential)
             if sequential and (cut := (PARTS | AXES).intersection(words.after(module, name))):
                 return _divider(module, cut)
             if type(module).forward is nn.Module.forward or (sequential and ends):
-                continue  # a container, whose parent uses the outputs
+                continue  # a container whose parent uses the outputs
             later = words.after(module, name)
             used = {*(later if ends or sequential else words.of(module))}
             apart, parts = (PRODUCTS, PARTS | SHUFFLES) if ends else (HEADWISE, PARTS | AXES)
@@ -359,7 +359,7 @@ class KnownWeights:
         return ""
 
     def _contained(self, weight: Weight, outputs: int) -> str:
-        """Return evidence other than names that a layer contains several matrices, or ""."""
+        """Return evidence, other than names, that a layer holds several matrices, or ""."""
         cutter = self.cutter if isinstance(weight.module, CONVOLUTIONS) else ""
         if why := f"{cutter} splits channels" if cutter else self._cuts(weight):
             return why
@@ -373,7 +373,7 @@ class KnownWeights:
         return ""
 
     def _divides_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module may multiply heads of inputs that it does not project."""
+        """Return whether a module may multiply heads in inputs that it does not project."""
         words, size = self.words.of(module), _first(module, HEAD_SIZES)
         widest = max((x.inputs for x in self.layers.within(module)), default=0)
         grouped = _first(module, KEY_COUNTS) not in (0, _first(module, HEAD_COUNTS))
@@ -390,7 +390,7 @@ class KnownWeights:
         products = sum(word in PRODUCTS for word in words)
         return (
             not parts >= {*"qkv"}
-            # With a single product, of queries and keys, there are no values.
+            # A single product, of queries and keys, means that there are no values.
             and (products > bool(parts) or "scaled_dot_product_attention" in words)
             and not (SHAPES | AXES).isdisjoint(words)
             and self.blocks.isdisjoint({*module.modules()} - {module})
@@ -398,7 +398,7 @@ class KnownWeights:
         )
 
     def _joins(self, part: str, name: str, around: nn.Module) -> bool:
-        """Return whether a projection, or the attention after it, may concatenate other heads."""
+        """Return whether a projection, or the attention after it, may concatenate more heads."""
         inner = getattr(around, name, None)
         words = [word for word in self.words.of(around) if word != "torch"]
         passes = isinstance(inner, nn.Module) and "cat" in self.words.of(inner)
@@ -406,7 +406,7 @@ class KnownWeights:
         return passes or (part == "v" and pairs)
 
     def _cutter(self, model: nn.Module) -> str:
-        """Return the class of a module with convolutions that splits a tensor, or ""."""
+        """Return the class of a convolutional module that splits a tensor, or ""."""
         for module in model.modules():
             if any(isinstance(m, CONVOLUTIONS) for m in module.modules()):
                 own = (c if isinstance(c, nn.Sequential) else [c] for c in module.children())
@@ -417,7 +417,7 @@ class KnownWeights:
         return ""
 
     def _experts(self, weight: Weight) -> tuple[Division, str]:
-        """Return the division of a weight `[experts, ., .]` of several experts, and the reason."""
+        """Return the division of a stack of experts `[experts, ., .]`, and the reason."""
         module, shape = weight.module, tuple(weight.parameter.shape)
         named = any("expert" in f"{n}{kind_of(m)}".lower() for n, m in weight.path[:2])
         transposed = getattr(module, "is_transposed", None)
@@ -432,12 +432,12 @@ class KnownWeights:
 
 
 def is_fused(name: str) -> bool:
-    """Return whether a weight's name suggests that it contains several matrices."""
+    """Return whether a weight's name suggests that it holds several matrices."""
     return FUSED.search(name.replace("_", "")) is not None
 
 
 def projection_of(name: str) -> str | None:
-    """Return the attention projections in a weight of this name ("q", "qkv", ...), or None."""
+    """Return the attention projections that a name refers to ("q", "qkv", ...), or None."""
     if name in ("c_attn", "att_proj", "in_proj_weight"):
         return "qkv"
     words = FILLERS.sub("", name.lower()).removeprefix("w")
@@ -447,14 +447,14 @@ def projection_of(name: str) -> str | None:
 
 
 def _divider(module: nn.Module, words: set[str]) -> str:
-    """Return the reason why a forward pass with `words` in its code may divide outputs."""
+    """Return why a forward pass with `words` in its code may divide outputs."""
     return f"{kind_of(module)} " + (
         "calls code that cannot be read" if words == {OPAQUE} else "splits channels"
     )
 
 
 def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
-    """Return a projection's rows per head; None without evidence, 0 for unclear evidence."""
+    """Return a projection's rows per head; None without evidence, 0 if the evidence is unclear."""
     size, values, heads = (_first(around, x) for x in (HEAD_SIZES, VALUE_SIZES, HEAD_COUNTS))
     keys = _first(around, KEY_COUNTS) or heads
     own = values if part == "v" else _first(around, QUERY_SIZES) if part in ("q", "k") else 0
@@ -483,7 +483,7 @@ def _head_size(part: str, around: nn.Module, outputs: int) -> int | None:
 
 
 def _first(module: nn.Module, names: str) -> int:
-    """Return the first positive integer among the attributes `names` of a module, or 0."""
+    """Return the first positive integer among a module's attributes `names`, or 0."""
     values = (getattr(module, name, None) for name in names.split())
     return next((value for value in values if type(value) is int and value > 0), 0)
 
@@ -502,7 +502,7 @@ def _base(weight: Weight) -> int:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the output heads that a model's modules return from `get_...` methods."""
+    """Yield the output heads returned by `get_...` methods of a model's modules."""
     for module in model.modules():
         for name in ("get_output_embeddings", "get_classifier"):
             heads: object = None
@@ -519,7 +519,7 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     blocks = set[nn.Module]()
     for outer in lists:
-        modules = [m for m in outer if m is not None]  # as in the lists of x_transformers
+        modules = [m for m in outer if m is not None]  # as in x_transformers' lists
         kinds = Counter(map(type, modules))
         single = isinstance(outer, nn.ModuleList) and len(outer) == 1
         blocks |= {m for m in modules if single or kinds[type(m)] > 1}
@@ -534,13 +534,13 @@ def _inputs(weight: Weight, outputs: int) -> int:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module has a number of heads and contains attention projections."""
+    """Return whether a module defines a number of heads and has attention projections."""
     stated = _first(module, f"{HEAD_SIZES} {HEAD_COUNTS}")
     return stated > 0 and any(projection_of(name) for name, _ in module.named_children())
 
 
 def _is_router(step: tuple[str, nn.Module], outer: tuple[str, nn.Module]) -> bool:
-    """Return whether a module has the name of a router and is next to experts."""
+    """Return whether a module is named like a router and is next to experts."""
     (name, module), (_, around) = step, outer
     return bool(ROUTERS.search(name) or ROUTERS.search(kind_of(module))) and any(
         child is not module and "expert" in f"{other}{kind_of(child)}".lower()
@@ -560,7 +560,7 @@ def _is_table(weight: Weight) -> bool:
 
 
 def _unclear(weight: Weight, why: str) -> ValueError:
-    """Return the error for a weight whose division is unclear, with the remedies."""
+    """Return the error for a weight with an unclear division, including the remedies."""
     return ValueError(
         f"{weight.name}{why}; pass split_parameters example=(arguments of a forward pass), "
         f"units={{{weight.name!r}: {{'rows': [n]}}}} with the rows of each matrix ({{}} for one "

@@ -1,7 +1,7 @@
-"""Shadows of tensors: one number per element.
+"""Shadows of tensors, which hold one number per element.
 
-A shadow belongs to a storage, so views of a tensor share it. Along axes on which numbers do not
-change (an activation's batch and tokens), a shadow has length 1.
+A shadow belongs to a storage, so it is shared by all views of a tensor. It has length 1 along axes
+where numbers do not change (an activation's batch and tokens).
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 NONE = -1.0
-"""The number of an unnumbered element. Numbers are float64, which every operation accepts."""
+"""Marks an element without a number. Numbers are float64, which every operation supports."""
 
 
 class Layout(NamedTuple):
-    """Positions of a tensor's elements in its storage. A complex number counts as two elements."""
+    """Positions of a tensor's elements in its storage. Complex numbers count as two elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 class Shadow(NamedTuple):
-    """The numbers of a storage's elements: `values`, which broadcast to a tensor of `layout`.
+    """The numbers of the elements in a storage: `values`, broadcast to a tensor of `layout`.
 
     Without values, an element's number is `start` plus its distance from the layout's offset.
     """
@@ -45,7 +45,7 @@ class Shadow(NamedTuple):
     start: int = 0
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a view of the storage, with length 1 along constant axes."""
+        """Return the numbers for a view of the storage, with length 1 along constant axes."""
         view = Layout.of(tensor)
         if self.values is None:
             return (_distances(self.layout, (), view) + self.start).double().to(tensor.device)
@@ -55,16 +55,17 @@ class Shadow(NamedTuple):
         return condensed(self.values.flatten()[_distances(self.layout, sizes, view)])
 
 
-@lru_cache(256)  # the layers of a model repeat
+@lru_cache(256)  # layers repeat within a model
 def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
     """Return the distances of a view's elements from a layout's offset, `[1 or n, ...]`.
 
-    Distances count elements of the storage or, if `moving` is the shape of values that broadcast to
-    the layout, elements of these values. The length is 1 along axes on which no distance changes.
+    Distances are in elements of the storage or, if `moving` is the shape of values that broadcast
+    to the layout, in elements of these values. The length is 1 along axes where no distance
+    changes.
     """
     axes = [axis for axis, size in enumerate(moving) if size > 1]
     start = view.offset - layout.offset
-    place = torch.full([1] * len(view.sizes), start)
+    distance = torch.full([1] * len(view.sizes), start)
     for axis, (size, step) in enumerate(zip(*view[1:], strict=True)):
         constant = (
             not step
@@ -77,37 +78,37 @@ def _distances(layout: Layout, moving: tuple[int, ...], view: Layout) -> Tensor:
         )
         if size > 1 and not constant:
             steps = torch.arange(size) * step
-            place = place + steps.view(-1, *[1] * (len(view.sizes) - 1 - axis))
+            distance = distance + steps.view(-1, *[1] * (len(view.sizes) - 1 - axis))
     if not moving:
-        return place
-    among = torch.zeros_like(place)
+        return distance
+    among = torch.zeros_like(distance)
     for a in axes:
-        among += place // layout.strides[a] % layout.sizes[a] * prod(moving[a + 1 :])
+        among += distance // layout.strides[a] % layout.sizes[a] * prod(moving[a + 1 :])
     return among
 
 
 def _within(stride: int, start: int, view: Layout) -> bool:
-    """Return whether the axes of a view with strides below `stride` span less than `stride`."""
+    """Return whether a view's axes with strides below `stride` span less than `stride`."""
     below = sum((n - 1) * s for n, s in zip(*view[1:], strict=True) if s < stride)
     return start % stride + below < stride
 
 
 class Shadows:
-    """Shadows by storage."""
+    """Maps storages to shadows."""
 
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[Any, Shadow] = WeakKeyDictionary()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Return whether the storage of a tensor has a shadow."""
+        """Return whether a tensor's storage has a shadow."""
         return tensor.untyped_storage() in self.of
 
     def __getitem__(self, tensor: Tensor) -> Shadow:
-        """Return the shadow of the storage of a tensor."""
+        """Return the shadow of a tensor's storage."""
         return self.of[tensor.untyped_storage()]
 
     def number(self, tensor: Tensor, start: int) -> int:
-        """Number a tensor's elements from `start` in memory order and return their count."""
+        """Number a tensor's elements from `start` in memory order, and return their count."""
         layout = Layout.of(tensor)
         self.of[tensor.untyped_storage()] = Shadow(layout, start=start)
         return sum((n - 1) * s for n, s in zip(*layout[1:], strict=True)) + 1
@@ -115,7 +116,7 @@ class Shadows:
     def read(self, tensor: Tensor) -> Tensor | None:
         """Return the number of each element of a tensor, or None if it has no shadow.
 
-        The result has length 1 along axes on which the numbers do not change.
+        The result has length 1 along axes where the numbers do not change.
         """
         shadow = self.of.get(tensor.untyped_storage())
         numbers = shadow.read(tensor) if shadow else None
@@ -126,7 +127,7 @@ class Shadows:
         storage, view = tensor.untyped_storage(), Layout.of(tensor)
         size = storage.nbytes() // tensor.element_size() * (1 + tensor.is_complex())
         numbers = numbers.view(*[1] * (len(view.sizes) - numbers.ndim), *numbers.shape)
-        if prod(view.sizes) < size:  # only a part: keep the other numbers
+        if prod(view.sizes) < size:  # only part of the storage: keep all other numbers
             whole = numbers.new_full((size,), NONE)
             if storage in self.of:
                 whole.copy_(self.of[storage].read(tensor.as_strided((size,), (1,), 0)))
@@ -135,7 +136,7 @@ class Shadows:
         self.of[storage] = Shadow(view, numbers)
 
     def copy(self, copy: Tensor, source: Tensor) -> None:
-        """Assign to each element of a copy the number of the copied element."""
+        """Give each element in a copy the number of the element it was copied from."""
         if copy.stride() == source.stride():
             layout = self[source].layout
             moved = layout.offset + copy.storage_offset() - source.storage_offset()
@@ -146,13 +147,13 @@ class Shadows:
 
 
 def condensed(numbers: Tensor) -> Tensor:
-    """Reduce axes along which no number changes, except in padding, to length 1."""
+    """Reduce axes along which numbers do not change, except in padding, to length 1."""
     sizes = numbers.shape
     corners = [(size - 1) * prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes)]
     first, *ends = numbers.flatten()[[0, *corners]].tolist() if numbers.numel() > 1 else [NONE]
     for axis, end in enumerate(ends):
         if sizes[axis] == 1 or 0 <= first != end >= 0:
-            continue  # as for most axes
+            continue  # fast path for most axes
         last = numbers.amax(axis, keepdim=True)
         if bool(((numbers == last) | (numbers < 0)).all()):
             numbers = last
@@ -160,16 +161,16 @@ def condensed(numbers: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage. A sparse tensor has none."""
+    """Return whether a tensor has a storage, unlike sparse tensors."""
     return tensor.layout == torch.strided
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors in lists, mappings and records."""
+    """Return the tensors contained in lists, mappings and dataclasses."""
     if isinstance(values, Tensor):
         return [values]
     if values is None or isinstance(values, (int, float, str)):
-        return []  # fast path for most arguments that are not tensors
+        return []  # fast path for most non-tensor arguments
     if not isinstance(values, (list, tuple, Mapping)):
         values = vars(values) if is_dataclass(values) and not isinstance(values, type) else {}
     values = values if isinstance(values, (list, tuple)) else values.values()

@@ -1,16 +1,16 @@
-"""Detection of the matrices in weights, from one forward pass.
+"""Detects the matrices in weights from one forward pass.
 
-The matrices in a weight cannot be detected from its name and shape, but from the use of its
-outputs. The model therefore runs once. The result of each product with a weight has a *shadow*
-(`shadow.py`), which contains for each element the number of a column (an output of the weight).
-Operations propagate shadows:
+A weight's name and shape do not tell which matrices it holds, but the use of its outputs does. The
+model is therefore run once. The result of each matmul with a weight has a *shadow* (`shadow.py`),
+which holds the number of a column (an output of the weight) for each element. Operations propagate
+shadows:
 
     view, split, transpose      nothing to do: a shadow belongs to a storage, which views share
     cat, index, pad             the same operation moves the shadow
     silu, softmax, a norm       the result has the operand's shadow
     a + b, a sum, a vector norm each element has the columns of all terms
 
-until an operation uses columns as one vector. These columns are recorded as a set:
+until an operation uses columns as one vector, which are then recorded as a set:
 
     a product with a weight     the columns of each input vector
     a product of activations    the columns of each inner product or, if it sums over tokens, of
@@ -19,11 +19,11 @@ until an operation uses columns as one vector. These columns are recorded as a s
     a vector of a + b           the columns of a, and the columns of b, unless they share columns
 
 A weight is an output head if its columns are in no set, a router if `topk` or a comparison with the
-maximum chooses among its columns, and a table if no product uses it.
+maximum chooses among its columns, and a table if it is not used in any product.
 
-First read `watch`, which runs the pass. Then read `Watch`: its methods follow operations in the
+Start with `watch`, which runs the pass, followed by `Watch`, whose methods follow operations in the
 order above and record sets of columns (`columns.py`). `Use.verdict` (`weight_use.py`) converts the
-sets to a division.
+sets into a division.
 """
 
 import re
@@ -48,20 +48,20 @@ from .weight_use import CHOICE, GROUP, INNER, LAYER, PRODUCT, Seen, Use
 
 PRODUCTS = {"addmm": 1, "baddbmm": 1, "addmv": 1, "_grouped_mm": 0}
 PRODUCTS |= dict.fromkeys(("mm", "bmm", "mv", "dot", "linalg_solve_triangular"), 0)
-"""Operations that multiply two consecutive arguments, with the position of the first argument."""
+"""Operations that multiply two consecutive arguments, with the position of the first one."""
 FILLS = ("where", "lerp", "copy", "masked_fill")
 ADDITIONS = ("add", "sub", "rsub", *FILLS)
 """Operations that combine activations without products."""
 COPIES = ("clone", "_to_copy", "copy", "mul", "div")
-"""Operations that copy or scale a weight, if they have no second tensor."""
+"""Operations that copy or scale a weight if they have no second tensor operand."""
 LOOKUPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 CHOICES = {"topk": 2, "multinomial": 4}
 CHOICES |= dict.fromkeys(("sort", "argsort", "argmax", "argmin", "max", "min"), 1)
-"""Operations that choose among columns, with the position of the axis argument."""
+"""Operations that choose among columns, with the position of their axis argument."""
 COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
 """Operations that choose among columns if one operand is their maximum or minimum."""
 ADDING_MOVES = {"index_add": "index_copy", "scatter_add": "scatter"}
-"""Operations that add to some elements, with the operations that overwrite the same elements."""
+"""Maps operations that add to some elements to those that overwrite the same elements."""
 MOVES = re.compile(
     r"cat|stack|(_unsafe_)?index(_select|_put|_copy|_add)?|gather|take|repeat|roll|flip|rot90"
     r"|im2col|constant_pad_nd|(reflection|replication)_pad\dd|(slice_|select_|masked_)?scatter"
@@ -71,18 +71,18 @@ STAYS = re.compile(
     r"_to_copy|copy|_(log_|safe_)?softmax|(log)?cum(sum|prod|sumexp)|.*(layer|batch|group|rms)_norm.*"
     r"|_weight_norm_interface|native_dropout|leaky_relu|_prelu_kernel|log_sigmoid_forward|elu|hard\w+|rrelu.*|nan_to_num|masked_fill|fake_quantize_per_.*"
 )
-"""Operations without torch's pointwise tag that act on each element or scale it."""
+"""Operations that act on or scale each element but lack torch's pointwise tag."""
 EXTREMES = re.compile(r"a?(max|min)|prod|logsumexp")
-"""Reductions other than sums. A reduction of only some columns hides the use of all columns."""
+"""Reductions other than sums. Reducing only some columns hides the use of all columns."""
 REDUCTIONS = re.compile(
     r"(nan)?sum|mean|prod|a?max|a?min|(var|std)(_mean)?|logsumexp|(linalg_vector_)?norm"
 )
 NORMS = re.compile(r"(linalg_vector_)?norm|(var|std)(_mean)?")
 """Reductions that measure the size of a weight."""
 CHANNELWISE = re.compile(r".*(pool|upsample|grid_sampler).*")
-"""Operations on each channel (the second axis)."""
+"""Operations that act on each channel (the second axis)."""
 SHAPES = re.compile(r".*(_like|new_).*")
-"""Operations that read only the shape of an input."""
+"""Operations that only read the shape of an input."""
 WAVES = ("sin", "cos", "polar")
 """Operations that turn the example's positions, but not activations, into rotations."""
 ENDS = re.compile(r".*(loss|entropy|histc).*")
@@ -92,20 +92,19 @@ ENDS = re.compile(r".*(loss|entropy|histc).*")
 def watch(
     model: nn.Module, weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor], example: Any
 ) -> dict[str, Seen]:
-    """Run one forward pass and return the division of each weight that the pass shows.
+    """Run a forward pass, and return the division of each weight that it reveals.
 
     Args:
         model: the model. Its parameters, gradients, buffers, modes and attributes (including lists,
             mappings and generators) are restored afterwards.
-        weights: parameters of two dimensions or more.
-        vectors: parameters that must not be matrices for a product.
+        weights: parameters with at least two dimensions.
+        vectors: parameters that must not be used as matrices in a matmul.
         example: the model's arguments (a tensor, a tuple or a mapping), or a function that runs the
             pass.
 
     Raises:
         ValueError: if a weight is sharded or on the meta device, if the pass does not use a weight
-            or hides its use, if no `Division` describes a weight, or if the pass creates
-            parameters.
+            or hides its use, if no `Division` matches a weight, or if the pass creates parameters.
     """
     for name, weight in weights.items():
         if is_dtensor(weight) or weight.is_meta:
@@ -168,7 +167,7 @@ def _run(model: nn.Module, example: Any) -> Any:
 
 
 def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
-    """Follow a parametrized weight as if it were its original parameter of the same shape."""
+    """Treat a parametrized weight as its original parameter, if that has the same shape."""
 
     def pause(*_: Any) -> None:
         watched.paused = True
@@ -184,11 +183,11 @@ def _skip(watched: "Watch", computed: parametrize.ParametrizationList) -> None:
 
 
 class Side(NamedTuple):
-    """One operand of an elementwise operation, with as many axes as the result."""
+    """An operand of an elementwise operation, with as many axes as the result."""
 
     columns: Tensor | None
     shape: tuple[int, ...]
-    counts: bool  # whether it is an activation, not a position, gain or other constant
+    counts: bool  # whether it is an activation rather than a position, gain or other constant
     is_parameter: bool
     is_active: bool  # whether its values depend on the example
 
@@ -198,16 +197,15 @@ class Side(NamedTuple):
         return [] if self.columns is None else _moving(self.columns)
 
     def vectors(self, other: "Side") -> list[int]:
-        """The axes of vectors, if each element of the other side multiplies a whole vector.
-
-        For example, attention weights multiply the values of each head.
+        """The axes of vectors, if each element of the other side multiplies a whole vector, as
+        attention weights multiply the values of each head.
         """
         along = [axis for axis in self.moving if other.shape[axis] == 1]
         return along if len(along) < len(self.moving) else []
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that follows outputs of weights through a forward pass."""
+    """Dispatch mode that follows the outputs of weights through a forward pass."""
 
     supports_higher_order_operators = True
 
@@ -221,7 +219,7 @@ class Watch(TorchDispatchMode):
         self.factors: WeakKeyDictionary[Any, list[Side]] = WeakKeyDictionary()  # of a * b
         self.choices: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by indices
         self.extremes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # columns by maxima
-        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # former parameter values
+        self.before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # original parameter values
         self.vectors: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # names of vectors
         self.flat = dict[str, str]()  # uses of vectors as matrices
         for name, weight in weights.items():
@@ -236,18 +234,18 @@ class Watch(TorchDispatchMode):
             self.numbers.add(Use(name, tuple(weight.shape), weight.stride(), start, end))
         self.parameters = WeakKeyDictionary((p.untyped_storage(), None) for p in parameters)
         # Storages whose values depend on parameters (True) or only on the example (None for the
-        # example itself, otherwise False), not only on positions.
+        # example itself, otherwise False), rather than only on positions.
         self.live: WeakKeyDictionary[Any, bool | None]
         self.live = WeakKeyDictionary((storage, True) for storage in self.parameters)
         inputs = [*inputs]
         self.live.update((t.untyped_storage(), None) for t in inputs if t.is_floating_point())
-        # Storages whose values depend on the example, unlike those of computed weights.
+        # Storages whose values depend on the example, unlike computed weights.
         self.activations = WeakKeyDictionary((t.untyped_storage(), None) for t in inputs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and propagate the shadows of its operands."""
+        """Run an operation, and propagate the shadows of its operands."""
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             self._hide(tensors_in((args, kwargs)), str(func))
@@ -341,7 +339,7 @@ class Watch(TorchDispatchMode):
     def _watch_vector(
         self, name: str, t: Tensor, operands: list[Tensor], results: list[Tensor]
     ) -> None:
-        """Record that a product uses a vector or its copy as a matrix."""
+        """Record a matmul that uses a vector, or a copy of it, as a matrix."""
         vector = self.vectors.get(t.untyped_storage())
         if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
             return  # repeated, as a token for each entry of a batch
@@ -375,7 +373,7 @@ class Watch(TorchDispatchMode):
                 use.in_loss, use.returned = use.in_loss or term, use.returned or not term
 
     def _stay(self, name: str, operands: Iterable[Tensor], out: Tensor) -> None:
-        """Follow an elementwise operation, whose result has its operands' columns."""
+        """Follow an elementwise operation, whose result has the columns of its operands."""
         operands = [t for t in operands if _broadcasts(t, out)]
         whole = [i for i, t in enumerate(operands) if t.shape == out.shape]
         sides = [self._side(t, out) for t in operands]
@@ -400,7 +398,7 @@ class Watch(TorchDispatchMode):
             for use in (use for columns in computed for use in self.numbers.beneath(columns)):
                 for each in (use, *use.tables):
                     each.hidden = each.hidden or operation
-        # Positions and gains only scale columns; activations multiply vectors or full shapes.
+        # Positions and gains only scale columns; activations multiply vectors or whole tensors.
         scales = len(distinct) > 1 or any(s.counts and s.columns is None for s in full)
         factors = [s for s in sides if s.columns is None and s.counts and s.is_active]
         scales |= any(side.vectors(factor) for side in sides for factor in factors)
@@ -409,7 +407,7 @@ class Watch(TorchDispatchMode):
                 axes = side.vectors(other) or side.moving
                 if side.columns is not None and other.columns is not None:
                     scaled = (self.numbers.adds_matrices(other.columns, axis) for axis in axes)
-                    axes = [] if axes and all(scaled) else axes  # only one factor per matrix
+                    axes = [] if axes and all(scaled) else axes  # a single factor per matrix
                 self.numbers.consume(side.columns, axes, PRODUCT)
                 scores = axes == side.moving and other.vectors(side)
                 if side.columns is not None and scores and self._sums(side.columns):
@@ -427,7 +425,7 @@ class Watch(TorchDispatchMode):
         self.columns.write(out, reduce(joined, distinct))
 
     def _distinct(self, sides: Iterable[Side]) -> list[Tensor]:
-        """Return the distinct columns of operands, without sums that only scale other operands."""
+        """Return the distinct columns of operands, except sums that only scale other operands."""
         distinct: list[Tensor] = []
         known = [side.columns for side in sides if side.columns is not None]
         for columns in sorted(known, key=Tensor.numel, reverse=True):
@@ -438,7 +436,7 @@ class Watch(TorchDispatchMode):
         return distinct
 
     def _is_statistic(self, columns: Tensor) -> bool:
-        """Return whether all elements have the number of one sum, such as a vector's norm."""
+        """Return whether all elements have the number of a single sum, such as a vector norm."""
         return columns.numel() == 1 and self._sums(columns)
 
     def _sums(self, columns: Tensor) -> bool:
@@ -446,7 +444,7 @@ class Watch(TorchDispatchMode):
         return isinstance(self.numbers.record(columns.max()), Sums)
 
     def _is_stream(self, tensor: Tensor, name: str) -> bool:
-        """Return whether an addition to a tensor shows that a layer is not a head.
+        """Return whether being added to a tensor proves that a layer is not a head.
 
         A head's outputs may be added to a scaled example or noise, or subtracted from a target.
         """
@@ -454,7 +452,7 @@ class Watch(TorchDispatchMode):
         return name == "add" if depends is None else depends
 
     def _choose_weights(self, operands: Iterable[Tensor], sides: list[Side]) -> None:
-        """Hide weights whose whole matrices are multiplied by activations, as in a mixture."""
+        """Hide weights whose whole matrices are multiplied by activations, as in mixtures."""
         for (t, side), (_, factor) in permutations(zip(operands, sides, strict=True), 2):
             shared = [n for n, m in zip(side.shape, factor.shape, strict=True) if n > 1 == m]
             chosen = factor.columns is not None or factor.is_active
@@ -462,7 +460,7 @@ class Watch(TorchDispatchMode):
                 self._hide([t], "a product with activations, which may choose a weight,")
 
     def _side(self, tensor: Tensor, out: Tensor) -> Side:
-        """Return an operand of an elementwise operation as a `Side`."""
+        """Wrap an operand of an elementwise operation in a `Side`."""
         columns, missing = self.columns.read(tensor), [1] * (out.ndim - tensor.ndim)
         if tensor.dtype == torch.bool and _is_continuous(out):
             columns = None  # a mask
@@ -477,7 +475,7 @@ class Watch(TorchDispatchMode):
         return Side(columns, shape, counts, *known)
 
     def _move(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Follow an operation that moves elements, and move columns or numbers likewise."""
+        """Follow an operation that moves elements by moving columns or numbers the same way."""
         operands = tensors_in(args)
         if any(t.is_complex() for t in operands):
             return self._hide(operands, name)
@@ -490,7 +488,7 @@ class Watch(TorchDispatchMode):
                 return 0.0 if isinstance(t, float) else t
             known = shadows.read(t)
             known = torch.full((), NONE, device=t.device).double() if known is None else known
-            return (known - NONE).expand(t.shape)  # elements filled with zero have no columns
+            return (known - NONE).expand(t.shape)  # zero-filled elements have no columns
 
         moved, there = [numbers(a) for a in args], None
         if name in ADDING_MOVES:
@@ -503,7 +501,7 @@ class Watch(TorchDispatchMode):
         )
 
     def _reduce(self, name: str, source: Tensor, options: Any, out: Tensor) -> None:
-        """Follow a reduction, which preserves columns that are constant along the reduced axes."""
+        """Follow a reduction, which keeps columns that are constant along the reduced axes."""
         columns = self.columns.read(source)
         if columns is None or source.is_complex():
             return
@@ -530,13 +528,13 @@ class Watch(TorchDispatchMode):
             kept = out.ndim == columns.ndim
             self.columns.write(out, columns if kept else columns.squeeze(tuple(axes)))
         elif EXTREMES.fullmatch(name):
-            self._hide([source], f"{name} of a part of the outputs")
+            self._hide([source], f"{name} of part of the outputs")
 
     def _inner(self, sides: list[Side], axes: set[int]) -> bool:
-        """Follow a sum of an elementwise product over axes if it computes inner products.
+        """Follow a sum over axes of an elementwise product, if it computes inner products.
 
-        It computes inner products if one factor is a parameter, if the factors broadcast along
-        different token axes as in attention, or if one factor is a state of outer products.
+        It does if one factor is a parameter, if the factors broadcast along different token axes as
+        in attention, or if one factor is a state of outer products.
         """
         first, second = sides
         if first.is_parameter or second.is_parameter:
@@ -561,15 +559,15 @@ class Watch(TorchDispatchMode):
         return any(axes <= own and own.isdisjoint(constant) for own in moving)
 
     def _is_headwise(self, columns: Tensor, axes: set[int]) -> bool:
-        """Return whether a sum of products over `axes` adds consecutive columns, but not all.
+        """Return whether a sum of products over `axes` adds up consecutive columns, but not all.
 
-        These are inner products of heads, such as those of the two nodes of each edge of a graph.
+        These are inner products of heads, as between the two nodes of each edge in a graph.
         """
         steps = [steps for steps in self._steps(columns) if len(steps) > 1]
         return any({min(own, key=own.__getitem__)} == axes for own in steps)
 
     def _steps(self, columns: Tensor) -> Iterator[dict[int, float]]:
-        """Yield the smallest change of columns and of their terms along each axis that changes."""
+        """Yield, for columns and their terms, the smallest change along each axis that changes."""
         terms, seen = [columns], set[int]()
         for term in terms:
             moving = [a for a in range(term.ndim) if bool((term != term.narrow(a, 0, 1)).any())]
@@ -580,7 +578,7 @@ class Watch(TorchDispatchMode):
                 terms += record.pairs[term.long().cpu() - record.start].unbind(-1)
 
     def _folded(self, columns: Tensor, axes: Iterable[int]) -> Tensor:
-        """Return the columns of a tensor that is summed along axes."""
+        """Return the columns of a tensor after summation along axes."""
         for axis in axes:
             while (size := columns.shape[axis]) > 1:  # sum the halves
                 first, between, second = columns.split([size // 2, size % 2, size // 2], axis)
@@ -588,7 +586,7 @@ class Watch(TorchDispatchMode):
         return columns
 
     def _choose(self, name: str, args: Any, result: Any) -> None:
-        """Follow a choice; a choice among columns, but not among tokens, indicates a router."""
+        """Follow a choice. A choice among columns, rather than tokens, indicates a router."""
         columns = self.columns.read(args[0])
         axis = next((a for a in args[CHOICES[name] :] if type(a) is int), -1)
         if columns is None or not columns.ndim:
@@ -605,7 +603,7 @@ class Watch(TorchDispatchMode):
             self.numbers.consume(columns, range(columns.ndim), CHOICE)
 
     def _channelwise(self, operation: str, source: Tensor, out: Tensor) -> None:
-        """Follow an operation on each channel, which preserves the channels' columns."""
+        """Follow a channelwise operation, which keeps the columns of each channel."""
         columns = self.columns.read(source)
         if columns is None:
             return
@@ -616,7 +614,7 @@ class Watch(TorchDispatchMode):
             self._hide([source], operation)
 
     def _multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Follow a product of `[..., rows, n]` and `[..., n, columns]`, or with a vector `[n]`."""
+        """Follow a matmul of `[..., rows, n]` and `[..., n, columns]`, or with a vector `[n]`."""
         if left.is_complex():
             return self._hide((left, right), "a product of complex numbers")
         sides, summed = (left, right), (left.ndim - 1, max(right.ndim - 2, 0))
@@ -636,7 +634,7 @@ class Watch(TorchDispatchMode):
                 continue
             by_entry = columns.ndim == 3 and columns[0].numel() == 1 < len(columns)
             if layer and by_entry and out.shape[2 - i] == 1:
-                depthwise = True  # one vector per column only scales the column
+                depthwise = True  # a vector per column only scales the column
                 kept.append(columns)
                 continue
             own = kind
@@ -674,7 +672,7 @@ class Watch(TorchDispatchMode):
             self._made(out, columns, out.ndim - 2 if weight == 0 and out.ndim > 1 else -1)
 
     def _entries(self, weight: Tensor, out: Tensor) -> Tensor:
-        """Return the offsets of a stack's entries if a batched product uses them in order, or 0."""
+        """Return the offsets of a stack's entries if a batched matmul uses them in order, or 0."""
         use = self._use(weight)
         if (weight.ndim, len(use.shape), out.ndim) == (3, 3, 3):
             numbers = self.weights[weight].read(weight[:, :1, :1]).flatten() - use.start
@@ -685,12 +683,12 @@ class Watch(TorchDispatchMode):
         return torch.zeros(1, dtype=torch.long)
 
     def _mixed(self, columns: Tensor, axis: int, kind: str) -> list[list[int]]:
-        """Return the axes of the vectors that a product that sums over `axis` uses.
+        """Return the axes of the vectors used by a matmul that sums over `axis`.
 
-        They are along `axis`, except if the product is a weighted sum of vectors: along all other
-        axes if it adds outputs of different matrices, and along the product's other axis if, in a
-        product of activations, consecutive outputs are along that axis. A product with a state of
-        outer products uses vectors along both axes. The first of three axes or more counts the
+        They lie along `axis`, unless the matmul is a weighted sum of vectors: then they lie along
+        all other axes if it adds outputs of different matrices, and along its other axis if, in a
+        matmul of activations, consecutive outputs lie along that axis. A matmul with a state of
+        outer products uses vectors along both axes. The first of three or more axes enumerates the
         entries of a batch, which are separate.
         """
         axes = range(columns.ndim > 2, columns.ndim)
@@ -709,9 +707,9 @@ class Watch(TorchDispatchMode):
     def _outputs(
         self, weight: Tensor, summed: Iterable[int], kept: int, apart: bool = False
     ) -> Tensor:
-        """Return the columns of a product that keeps the axis `kept` of a weight.
+        """Return the columns of a matmul that keeps axis `kept` of a weight.
 
-        `apart`: the product uses one entry of a stack, whose columns differ from other entries'.
+        `apart`: the matmul uses a single stack entry, whose columns differ from other entries'.
         """
 
         def along(axis: int) -> Tensor:
@@ -729,7 +727,7 @@ class Watch(TorchDispatchMode):
         return torch.cat([use.columns(own, inputs, apart) for use, own in kept_parts])
 
     def _attend(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Follow attention in one operation (by a context manager in the model)."""
+        """Follow attention in a single operation (enabled by a context manager in the model)."""
         for operand in (query, key, value):
             self.numbers.consume(self.columns.read(operand), [-1], INNER)
         if (columns := self.columns.read(value)) is not None:
@@ -740,7 +738,7 @@ class Watch(TorchDispatchMode):
     def _convolve(self, out: Tensor, source: Tensor, weight: Tensor, *options: Any) -> None:
         """Follow a convolution with options bias, stride, ..., transposed, padding, groups."""
         transposed, groups = options[4], options[6]
-        # One filter per channel only scales the channel and mixes neighbouring positions.
+        # A single filter per channel only scales the channel and mixes neighbouring positions.
         depthwise = groups > 1 and groups == source.shape[1] == out.shape[1]
         columns = self.columns.read(source)
         if depthwise and columns is not None:
@@ -765,7 +763,7 @@ class Watch(TorchDispatchMode):
             self._made(out, numbers[None], 1)
 
     def _made(self, out: Tensor, columns: Tensor, axis: int) -> None:
-        """Record a product's columns `[1 or n, columns]` along its first axis and `axis`."""
+        """Record a matmul's columns `[1 or n, columns]` along its first axis and `axis`."""
         sizes = [1] * out.ndim
         sizes[0], sizes[axis] = columns.shape  # if `out` has one axis, there is one row of columns
         self.columns.write(out, columns.double().to(out.device).view(sizes))
@@ -777,11 +775,11 @@ def _moving(columns: Tensor) -> list[int]:
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
-    """Return whether a tensor broadcasts to the shape of a result."""
+    """Return whether a tensor can be broadcast to the shape of a result."""
     wanted = out.shape[out.ndim - tensor.ndim :] if tensor.ndim <= out.ndim else ()
     return len(wanted) == tensor.ndim and all(map(lambda n, m: n in (1, m), tensor.shape, wanted))
 
 
 def _is_continuous(tensor: Tensor) -> bool:
-    """Return whether a tensor contains real or complex numbers."""
+    """Return whether a tensor holds real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()

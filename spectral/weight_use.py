@@ -1,7 +1,7 @@
-"""Uses of a weight's outputs in a forward pass, and the division that the uses imply.
+"""How a weight's outputs are used in a forward pass, and the division that this implies.
 
-Two outputs belong to one matrix if every set of outputs that was used as one vector contains both
-or neither. This is the coarsest division in which each set consists of whole matrices.
+Two outputs belong to the same matrix if every set of outputs used as one vector contains either
+both or neither. This is the coarsest division in which each set consists of whole matrices.
 """
 
 from collections import Counter, defaultdict
@@ -22,12 +22,12 @@ INNER = "a matrix product of activations"
 PRODUCT = "a product"
 CHOICE = "a choice"
 GROUP = "a group"
-"""Kinds of operations that use outputs as one vector. "a product" is an elementwise product, or
-scales tokens, as attention scales values."""
+"""Kinds of operations that use outputs as one vector. "a product" is elementwise, or scales tokens,
+as attention scales values."""
 
 
 class Seen(NamedTuple):
-    """The division of a weight, and the reason for it."""
+    """A weight's division, and the reason for it."""
 
     division: Division | None  # None for AdamW
     reason: str
@@ -39,7 +39,7 @@ Sets = frozenset[tuple[int, ...]]
 
 @dataclass(eq=False)
 class Use:
-    """Uses of a weight's outputs. The weight's elements are numbered from `start`."""
+    """How a weight's outputs are used. Its elements are numbered from `start`."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Use:
     end: int
     used: bool = False
     looked_up: bool = False
-    idle: bool = False  # a product with the weight had no rows, as for an expert without tokens
+    idle: bool = False  # a matmul with the weight had no rows, as for an expert without tokens
     joined: set["Use | None"] = field(default_factory=set)  # weights whose outputs are added to it
     tables: set["Use"] = field(default_factory=set)  # weights that this weight multiplies
     mixed: set["Use"] = field(default_factory=set)  # weights whose outputs it mixes over tokens
@@ -56,14 +56,14 @@ class Use:
     in_loss: bool = False  # its outputs enter the loss or a norm
     hidden: str = ""  # the operation that hides the use of its outputs
     groups: int = 1  # of a transposed convolution
-    inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that products sum over
-    outputs: set[int] = field(default_factory=set)  # axes of outputs
-    # Sets of columns by kind of operation; a column is the position of its first element.
+    inputs: set[tuple[int, ...]] = field(default_factory=set)  # axes that matmuls sum over
+    outputs: set[int] = field(default_factory=set)  # output axes
+    # Sets of columns by kind of operation; a column is identified by its first element's position.
     sets: dict[str, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def beneath(self) -> frozenset["Use"]:
-        """The weights of the columns: only this weight."""
+        """The weights that the columns belong to: only this one."""
         return frozenset([self])
 
     @property
@@ -81,10 +81,10 @@ class Use:
         return _changing(_places(numbers - self.start, self.shape, self.strides))
 
     def columns(self, numbers: Tensor, inputs: set[int], apart: bool = False) -> Tensor:
-        """Record a product that sums over the axes `inputs`. Return each column's first element.
+        """Record a matmul that sums over the axes `inputs`. Return each column's first element.
 
-        With `apart`, if the product uses one entry of a stack, the columns are those of this entry
-        instead of the first.
+        With `apart`, if the matmul uses a single entry of a stack, the columns are those of that
+        entry instead of the first.
         """
         places = _places(numbers - self.start, self.shape, self.strides)
         outputs = [axis for axis in _changing(places) if axis not in inputs]
@@ -98,11 +98,11 @@ class Use:
         """Return the weight's division and the reason for it.
 
         Args:
-            taken: the weights whose outputs another layer uses, and None.
+            taken: the weights whose outputs are used by another layer, and None.
 
         Raises:
-            ValueError: if the pass does not use the weight, hides the use of its outputs or drops
-                them, or if no division describes the use.
+            ValueError: if the pass does not use the weight, hides how its outputs are used or
+                drops them, or if no division matches their use.
         """
         if not self.used:
             raise ValueError("the forward pass did not use it")
@@ -158,13 +158,13 @@ class Use:
 
     @property
     def _count(self) -> int:
-        """The number of outputs."""
+        """Number of outputs."""
         return prod(self.shape[a] for a in self.outputs) * self.groups
 
     def _entries(self) -> list[dict[str, set[tuple[int, ...]]]]:
-        """Return the sets of each entry of a stack whose entries are used one by one, or all sets.
+        """Return the sets of each stack entry if entries are used one by one, or all sets.
 
-        The columns of each entry are numbered like the first entry's.
+        Each entry's columns are numbered like those of the first entry.
         """
         if not self.stacked or 0 in self.outputs:
             return [self.sets]
@@ -179,8 +179,8 @@ class Use:
     def _cuts(self, own: Mapping[str, set[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
         """Yield the sets of columns that divide the outputs.
 
-        If one layer uses all outputs, layers that use a part of them, such as blocks, do not divide
-        the outputs. A set divides each group of which it contains two or more columns.
+        If any layer uses all outputs, layers that only use part of them, such as blocks, do not
+        divide the outputs. A set divides each group of which it contains at least two columns.
         """
         groups = own.get(GROUP, set())
         group = defaultdict(int, {c: i for i, columns in enumerate(groups) for c in columns})
@@ -218,9 +218,9 @@ def _changing(places: Tensor) -> list[int]:
     return [int(a) for a in (places != places[:, :1]).any(1).nonzero()]
 
 
-@lru_cache(64)  # the layers of a model repeat
+@lru_cache(64)  # layers repeat within a model
 def _overlap(sets: Sets) -> bool:
-    """Return whether two sets overlap and neither contains the other."""
+    """Return whether any two sets overlap without one containing the other."""
     smallest = dict[int, int]()  # for each column, the smallest set so far that contains it
     for i, columns in enumerate(sorted(sets, key=len, reverse=True)):
         if len({smallest.get(column) for column in columns}) > 1:
@@ -239,7 +239,7 @@ def _division(
     grouped: bool,
     groups: int,
 ) -> Division:
-    """Return the division that follows from the products' axes and the sets of columns.
+    """Return the division implied by the matmuls' axes and the sets of columns.
 
     Raises ValueError if there is none.
     """
@@ -256,7 +256,7 @@ def _division(
     each, size, rows = shape[0] // parts, shape[axis], []
     for columns in sets:
         if parts == 1 and len(columns) == size:
-            continue  # a set of all outputs does not divide the weight
+            continue  # the set of all outputs does not divide the weight
         places = _places(torch.tensor(columns), shape, strides)
         part = places[0] // each if parts > 1 else 0
         rows.append({*(places[axis] + size * part).tolist()})
@@ -264,7 +264,7 @@ def _division(
     joint = [r for r in rows if len(r) > 1 or grouped]
     finest = _labels(rows, parts * size)
     labels = finest if len(joint) == len(rows) else _labels(joint, parts * size)
-    if stacked and rows:  # entries without tokens have the others' pattern
+    if stacked and rows:  # entries without tokens follow the pattern of the others
         seen = sorted({i // size for row in rows for i in row})
         parts, kept = len(seen), [i for p in seen for i in range(p * size, (p + 1) * size)]
         labels, finest = [labels[i] for i in kept], [finest[i] for i in kept]
@@ -275,7 +275,7 @@ def _division(
 
 
 def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
-    """Return for each output the first output that is in exactly the same sets."""
+    """Return, for each output, the first output that is in exactly the same sets."""
     members = [list[int]() for _ in range(size)]
     for number, indices in enumerate(sets):
         for i in indices:
@@ -285,9 +285,9 @@ def _labels(sets: Iterable[set[int]], size: int) -> list[int]:
 
 
 def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """Return the stride and the row counts of the matrices in `labels`.
+    """Return the stride and row counts of the matrices in `labels`.
 
-    Raises ValueError if row counts are unequal in `parts` for every stride.
+    Raises ValueError if no stride gives equal row counts in all `parts`.
     """
     size = len(labels) // parts
     if parts == 1 and not any(finest):
@@ -304,7 +304,7 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
         (lengths,) = rows
         counts = Counter(label for run in runs for label in run)
         whole = [all(counts[label] == 1 for label in run) for run in runs]
-        # If heads are consecutive, a vector that all heads share is divided too.
+        # If heads are consecutive, a vector shared by all heads is divided too.
         period = _period([*zip(lengths, whole, strict=False)])
         if all(whole) or (stride == 1 and period < len(lengths) and any(whole[:period])):
             return stride, lengths[: _period(lengths)] if len(lengths) > 1 else ()
@@ -314,14 +314,14 @@ def _pattern(labels: list[int], finest: list[int], parts: int) -> tuple[int, tup
 
 
 def _period(values: Any) -> int:
-    """Return the length of the shortest prefix whose repetition equals the values."""
+    """Return the length of the shortest prefix that generates the values by repetition."""
     count = len(values)
     periods = (n for n in range(1, count) if count % n == 0)
     return next((n for n in periods if values == values[:n] * (count // n)), count)
 
 
 def _ranges(indices: list[int]) -> str:
-    """Return indices as `0-3, 8-11`."""
+    """Format indices as `0-3, 8-11`."""
     runs = [[*run] for _, run in groupby(enumerate(indices), lambda item: item[1] - item[0])]
     spans = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
     return ", ".join([*spans[:6], *["..."] * (len(spans) > 6)])

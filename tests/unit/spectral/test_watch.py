@@ -1053,12 +1053,12 @@ def a_mean_of_parts(m: Any, x: Tensor) -> Any:
     return m.head(m.out(m.pieces(x).unflatten(-1, (2, 6)).mean(-2)))
 
 
-@refused("pieces.weight: amax of a part of the outputs hides", "pieces 12 24, out 6 4")
+@refused("pieces.weight: amax of part of the outputs hides", "pieces 12 24, out 6 4")
 def a_maximum_of_parts(m: Any, x: Tensor) -> Any:
     return m.out(m.pieces(x).unflatten(-1, (6, 4)).amax(-1))
 
 
-@refused("pieces.weight: max of a part of the outputs hides", "pieces 12 24, out 6 4")
+@refused("pieces.weight: max of part of the outputs hides", "pieces 12 24, out 6 4")
 def a_maximum_of_parts_and_its_place(m: Any, x: Tensor) -> Any:
     return m.out(m.pieces(x).unflatten(-1, (4, 6)).max(-2).values)
 
