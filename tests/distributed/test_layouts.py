@@ -92,6 +92,7 @@ FAST: list[Run] = [
     ("tensor 2", "PC layers of AdamW", IN_GRAPH),
     ("tensor 2", "bfloat16", {}),
     ("pipeline 2", "dense", {}),
+    ("pipeline 2", "experts", {}),
     ("pipeline 2", "z-loss", {"train__micro_batch": 1, "train__loss_chunk": 13}),
     ("pipeline 2", "tied", {}),
     ("context 2", "experts", {}),

@@ -100,8 +100,8 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys, refusal, mo
     printed = capsys.readouterr().out
     assert f"lr-1: {loss:.4f}" in printed and "plain-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
-    # The records belong to these tokens, which have no manifest.
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=5)
+    # The records belong to these tokens, which have no manifest. The new files have the same size.
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=5)
     message = refusal(main([str(study_file), str(output)]))
     assert "data in the record of plain-1" in message and "must be {" in message
 

@@ -65,6 +65,8 @@ def test_a_section_does_not_shadow_what_is_tuned_after_it():
     variant = Variant(config="configs/tiny_sso.yaml", overrides=["run={name: a}"])
     study = Study(title="t", seeds=[1], variants={"a": variant}, overrides=["run.name=c"])
     assert run_of(study, "a", ["run.name=b"], 7).merged["run"]["name"] == "b"
+    given = run_of(study, "a", ["run.name=b"], 7, extra=["run.name=d"])  # on the command line
+    assert given.merged["run"]["name"] == "d"
 
     def train(runs):
         return [Record("same", run.label, [], False, 1.0, {"loss": 1.0}) for run in runs]
