@@ -151,7 +151,9 @@ def _identity(value: object) -> object:
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError if a step of the optimizer cannot be captured."""
+    """Raise ValueError or TypeError if a step of the optimizer cannot be captured."""
+    if not isinstance(optimizer, SpectralOptimizer):
+        raise TypeError(f"optimizer must be a SpectralOptimizer, got {type(optimizer).__name__}")
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
             "nonfinite must be 'skip' in a captured step, because 'raise' requires a host sync"

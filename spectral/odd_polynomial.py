@@ -54,7 +54,10 @@ def stages(level: Level) -> tuple[Stage, ...]:
         return (PRESETS[level],)
     if len(level) == 0:
         raise ValueError("level must contain at least one coefficient, got none")
-    return (tuple(float(c) for c in level),)
+    values = tuple(float(c) for c in level)
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"level must contain finite coefficients, got {values}")
+    return (values,)
 
 
 def evaluate(x: Tensor, level: Level) -> Tensor:

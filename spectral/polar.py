@@ -221,8 +221,8 @@ def msign(
             has fewer than two dimensions.
     """
     work = x.dtype if dtype is None else dtype
-    if not work.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point dtype, got {work}")
+    if not isinstance(work, torch.dtype) or not work.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype, got {work!r}")
     steps_coefficients = coefficients(schedule, steps, work)
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")

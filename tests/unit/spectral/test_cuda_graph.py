@@ -173,3 +173,9 @@ def test_the_first_step_may_move_the_state(kind, released):
 def test_what_cannot_be_recorded_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         CapturedStep(library_optimizer(SpectralSphere, **fields))
+
+
+def test_an_optimizer_of_torch_is_refused():
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match="must be a SpectralOptimizer, got AdamW"):
+        CapturedStep(other)

@@ -1,6 +1,7 @@
 """PC layers in other people's models, against singular value decompositions."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -175,6 +176,12 @@ def test_a_state_of_another_level_is_refused() -> None:
     for level in ([1.6, -0.6], [1.5, -0.4], [1.5]):
         with pytest.raises(ValueError, match=r"with different coefficients, \[1.5, -0.5\]"):
             PCLinear(4, 4, level=level).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_coefficients_must_be_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="level must contain finite coefficients, got "):
+        PCLinear(4, 4, level=[1.0, value])
 
 
 def test_a_layer_that_is_refused_leaves_the_others_as_they_are() -> None:

@@ -117,7 +117,9 @@ def test_automatic_form_takes_fewer_flops() -> None:
     assert restart_steps(eight, torch.float32) == (3,)
 
 
-@pytest.mark.parametrize("argument", [{"schedule": "polar"}, {"steps": 0}, {"dtype": torch.int32}])
+@pytest.mark.parametrize(
+    "argument", [{"schedule": "polar"}, {"steps": 0}, {"dtype": torch.int32}, {"dtype": "float16"}]
+)
 def test_errors_name_the_argument(argument: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(argument))} must be"):
         msign(torch.ones(2, 2), **argument)  # type: ignore[arg-type]
