@@ -311,7 +311,10 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     if own_rank() == 0:
         for line in opening(config, groups.world_size()):
             print(line, flush=True)
-    layout = start_groups(config, resume=resume)
+    try:
+        layout = start_groups(config, resume=resume)
+    except CollectiveError as error:
+        return fail(error, code=1, same_on_all_ranks=False)
     leave = groups.abort
     try:
         outcome = train_ranks(config, layout, resume=resume, interrupts=interrupts)

@@ -4,12 +4,14 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any, Final
 
-from parallel.comm.collectives import disagreements
-from parallel.comm.groups import Groups, initialize
+from torch.distributed import DistStoreError
+
+from parallel.comm.collectives import CollectiveError, disagreements
+from parallel.comm.groups import Groups, initialize, world_size
 from training.config import Config
 from training.config.yaml_files import flat
 from training.errors import ConfigError, InputError
@@ -23,6 +25,8 @@ from training.machine.device import (
 
 FOLDERS: Final = ("spectral", "models", "parallel", "training")
 """Folders whose files must be identical on all ranks."""
+PATIENCE: Final = 30.0
+"""Seconds after which the first rank of a node prints that it is waiting for other ranks."""
 
 
 class RanksDifferError(InputError):
@@ -33,19 +37,48 @@ def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups for the config's layout. Destroy them with
     `parallel.comm.groups.shutdown`.
 
-    Raises RanksDifferError if ranks differ in settings, `options`, code or versions, and
-    ConfigError as `check_restarts` and `allow_open_files` do.
+    Raises RanksDifferError if ranks differ in settings, `options`, code or versions,
+    CollectiveError if not all ranks start within `parallel.timeout_seconds`, and ConfigError as
+    `check_launcher`, `check_restarts` and `allow_open_files` do.
     """
+    check_launcher()
     check_restarts()
     allow_open_files()
     facts = {**dict(flat(asdict(config))), **options, **program()}
     prepare(config)
-    return initialize(
-        config.parallel.layout,
-        timeout_seconds=config.parallel.timeout_seconds,
-        device_type=device_type(config),
-        agree=partial(require_agreement, facts),
-    )
+    ranks = f"all {world_size()} ranks (WORLD_SIZE)"
+    where = f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    limit = f"parallel.timeout_seconds = {config.parallel.timeout_seconds:g}"
+    text = f"waiting for {ranks} to connect {where} ({limit})"
+    waiting = Timer(PATIENCE, print, [text], {"flush": True})
+    waiting.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        waiting.start()
+
+    def agree() -> None:
+        waiting.cancel()
+        require_agreement(facts)
+
+    try:
+        return initialize(
+            config.parallel.layout,
+            timeout_seconds=config.parallel.timeout_seconds,
+            device_type=device_type(config),
+            agree=agree,
+        )
+    except DistStoreError as error:
+        raise CollectiveError(f"not {ranks} connected {where} within {limit}: {error}") from error
+    finally:
+        waiting.cancel()
+
+
+def check_launcher() -> None:
+    """Raise ConfigError if this process is one of several ranks but cannot reach the others."""
+    if world_size() > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE = {world_size()} requires MASTER_ADDR, which is not set: launch with "
+            "torchrun or --ranks, or unset WORLD_SIZE to train on one rank"
+        )
 
 
 def check_restarts() -> None:

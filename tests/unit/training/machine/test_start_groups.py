@@ -1,13 +1,15 @@
 """Messages about ranks that differ, what is compared, and restarts that are refused."""
 
 import shutil
+import socket
 
 import pytest
 
-from parallel.comm.collectives import differing
+from parallel.comm.collectives import CollectiveError, differing
 from tests.paths import ROOT
+from tests.run_configs import tiny_config
 from training.errors import ConfigError
-from training.machine.start import check_restarts, source_hash
+from training.machine.start import check_restarts, source_hash, start_groups
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
@@ -29,6 +31,27 @@ def test_ranks_with_other_code_or_kernels_differ(name: str, tmp_path) -> None:
     with (tmp_path / "spectral" / name).open("a") as file:
         file.write("\n")
     assert before == source_hash(ROOT / "spectral") != source_hash(tmp_path / "spectral")
+
+
+def test_a_missing_rank_is_named_and_waited_for_a_limited_time(folder, monkeypatch, capfd) -> None:
+    config = tiny_config(folder, "muon", parallel__timeout_seconds=1)
+    for name in ("LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 2 requires MASTER_ADDR, which is not set"):
+        start_groups(config)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.machine.start.PATIENCE", 0.1)
+    ranks = f"all 2 ranks (WORLD_SIZE) {{}} at 127.0.0.1:{port}"
+    with pytest.raises(CollectiveError) as caught:
+        start_groups(config)
+    message = "not " + ranks.format("connected") + " within parallel.timeout_seconds = 1: "
+    assert str(caught.value).startswith(message)
+    assert f"waiting for {ranks.format('to connect')} (parallel.time" in capfd.readouterr().out
 
 
 SHARED = {
