@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import re
 import sys
 from importlib import import_module
@@ -169,11 +170,16 @@ def test_every_output_must_be_a_local_path(parsers) -> None:
     actions = [each for parser in parsers for each in parser._actions]
     actions = [each for each in actions if {each.dest, *each.option_strings} & names]
     assert names == {name for each in actions for name in (each.dest, *each.option_strings)} & names
-    kinds = [action.type for action in actions]
-    assert kinds.count(None) == 1  # prepare_data.py checks its output later
-    for kind in filter(None, kinds):
-        with pytest.raises(argparse.ArgumentTypeError, match="got '~/x'"):
-            kind("~/x")
+    home = os.path.expanduser("~/x")
+    expanded = []
+    for action in actions:
+        with pytest.raises(argparse.ArgumentTypeError, match="got 's3://x'"):
+            action.type("s3://x")
+        try:
+            expanded.append(action.type("~/x"))
+        except argparse.ArgumentTypeError as error:
+            assert "got '~/x'" in str(error)
+    assert expanded == [home]  # only prepare_data.py expands it
 
 
 def test_a_missing_package_is_named_with_its_command() -> None:

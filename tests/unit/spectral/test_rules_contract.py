@@ -58,14 +58,14 @@ def test_plans_count_the_work_of_every_rule(name: str) -> None:
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
-        ({"init_state": lambda _, weight: {"s": weight[0]}}, r"a state s \[2\] .* got \(3, 4\)"),
-        ({"elementwise_state": ("s",)}, r"a state s \[2, 3, 4\] .* got none"),
-        ({"__annotations__": {"beta": float}}, "a default for its field beta"),
+        ({"init_state": lambda _, w: {"s": w[0]}}, r"have a state s \[2\] .* got \(3, 4\)"),
+        ({"elementwise_state": ("s",)}, r"have a state s \[2, 3, 4\] .* got none"),
+        ({"__annotations__": {"beta": float}}, "define a default for its field beta"),
     ],
 )
 def test_a_class_that_is_no_rule_is_refused(attributes: dict[str, object], said: str) -> None:
     own = dataclass(frozen=True, kw_only=True)(type("Own", (RULES["muon"],), attributes))
-    with pytest.raises(TypeError, match=f"rule 'own' must have {said}"):
+    with pytest.raises(TypeError, match=f"rule 'own' must {said}"):
         register_rule("own", own)
 
 
@@ -212,7 +212,7 @@ def test_elementwise_rules_work_on_any_slice(name: str) -> None:
     rule = make(name)
     if rule.whole_matrix:
         rows = torch.zeros(2, 3, 5, 2)
-        with pytest.raises(ValueError, match=r"whole matrices \[batch, rows, cols\]"):
+        with pytest.raises(ValueError, match=r" matrices \[batch, rows, cols\]"):
             take_step(rule, rows, rows.clone(), rule.init_state(rows), lr=0.01)
         return
     weight, grad = (x.flatten(1) for x in start())

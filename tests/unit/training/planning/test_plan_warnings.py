@@ -42,7 +42,7 @@ def test_every_plan_warns(command, capsys):
 
 
 def test_initial_weights_that_a_run_would_refuse_are_named(capsys, tmp_path: Path):
-    assert "a new run would fail: no/run does not exist" in warnings(
+    assert "a new run would fail: checkpoint.initialize_from: no/run does not exist" in warnings(
         capsys, *KEYS, "checkpoint.initialize_from=no/run"
     )
     assert f"{tmp_path} contains no checkpoint" in warnings(
