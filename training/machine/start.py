@@ -52,7 +52,7 @@ def start_groups(config: Config, **options: str) -> Groups:
     text = f"waiting for {ranks} to connect {where} ({limit})"
     waiting = Timer(PATIENCE, print, [text], {"flush": True})
     waiting.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if world_size() > 1 and os.environ.get("LOCAL_RANK", "0") == "0":
         waiting.start()
 
     def agree() -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import time
 
 import pytest
 
@@ -52,6 +53,15 @@ def test_a_missing_rank_is_named_and_waited_for_a_limited_time(folder, monkeypat
     message = "not " + ranks.format("connected") + " within parallel.timeout_seconds = 1: "
     assert str(caught.value).startswith(message)
     assert f"waiting for {ranks.format('to connect')} (parallel.time" in capfd.readouterr().out
+
+
+def test_a_single_rank_waits_for_no_other(folder, monkeypatch, capfd) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("training.machine.start.PATIENCE", 0.0)
+    monkeypatch.setattr("training.machine.start.initialize", lambda *_, **__: time.sleep(0.05))
+    start_groups(tiny_config(folder, "muon"))
+    assert "waiting" not in capfd.readouterr().out
 
 
 SHARED = {
