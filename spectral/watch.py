@@ -280,8 +280,8 @@ class Watch(TorchDispatchMode):
             self.live.update((t.untyped_storage(), any(live)) for t in results)
         if SHAPES.match(name):
             return
-        for t in operands if self.vectors else ():
-            self._watch_vector(name, t, operands, results)
+        if name in PRODUCTS or name in COPIES:
+            self._watch_vectors(name, operands, results)
         weights = [t for t in operands if t in self.weights]
         tracked = [t for t in operands if t.numel() and t in self.columns]
         if tracked or any(t.untyped_storage() in self.activations for t in operands):
@@ -336,21 +336,20 @@ class Watch(TorchDispatchMode):
         elif name not in LOOKUPS and max(t.numel() for t in fresh) > 1:
             self._hide(operands, str(func))
 
-    def _watch_vector(
-        self, name: str, t: Tensor, operands: list[Tensor], results: list[Tensor]
-    ) -> None:
+    def _watch_vectors(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Record a matmul that uses a vector, or a copy of it, as a matrix."""
-        vector = self.vectors.get(t.untyped_storage())
-        if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
-            return  # repeated, as a token for each entry of a batch
-        if name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
-            shape = "x".join(map(str, t.shape[-2:]))
-            self.flat[vector] = (
-                f"a product uses parts of this vector as a matrix, such as {shape}: store each "
-                "matrix as a parameter [out, in], or pass the vector as elementwise"
-            )
-        elif name in COPIES and sum(other.numel() > 1 for other in operands) == 1:
-            self.vectors.update((result.untyped_storage(), vector) for result in results)
+        for t in operands:
+            vector = self.vectors.get(t.untyped_storage())
+            if vector is None or t.numel() * t.element_size() > t.untyped_storage().nbytes():
+                continue  # repeated, as a token for each entry of a batch
+            if _is_copy(name, operands):
+                self.vectors.update((result.untyped_storage(), vector) for result in results)
+            elif name in PRODUCTS and t.ndim > 1 and min(t.shape[-2:]) > 1:
+                shape = "x".join(map(str, t.shape[-2:]))
+                self.flat[vector] = (
+                    f"a product uses parts of this vector as a matrix, such as {shape}: store each "
+                    "matrix as a parameter [out, in], or pass the vector as elementwise"
+                )
 
     def _use(self, weight: Tensor) -> Use:
         shadow = self.weights[weight]
@@ -385,7 +384,7 @@ class Watch(TorchDispatchMode):
             terms = [operands[i] for i in whole]
             computed = [t for t in terms if t in self.weights]
             chosen = any(sides[i].is_active for i in whole)
-            copies = name in COPIES and sum(t.numel() > 1 for t in operands) == 1
+            copies = _is_copy(name, operands)
             if computed and (not chosen or (copies and len(self._use(computed[0]).shape) > 2)):
                 self.weights.copy(out, computed[0])
             if computed and not chosen:
@@ -509,15 +508,17 @@ class Watch(TorchDispatchMode):
         given = lists[0] if lists else [o for o in options if type(o) is int][:1]
         axes = {axis % columns.ndim for axis in given}
         sums = name == "sum"
-        sides, factors = self.factors.get(source.untyped_storage(), []), [columns]
-        if sides and len(sides[0].shape) == source.ndim:  # not a view
-            if sums and axes and self._inner(sides, axes):
-                return
-            known = [s.columns for s in sides if s.columns is not None]
-            factors = known if all(axes <= {*s.moving} for s in sides) else []
-        for factor in factors if sides and name in ("sum", "mean") else ():
-            if self._is_headwise(factor, axes):
-                self.numbers.consume(factor, axes, PRODUCT)
+        sides = self.factors.get(source.untyped_storage())
+        if sides and name in ("sum", "mean"):
+            factors = [columns]
+            if len(sides[0].shape) == source.ndim:  # not a view
+                if sums and axes and self._inner(sides, axes):
+                    return
+                known = [s.columns for s in sides if s.columns is not None]
+                factors = known if all(axes <= {*s.moving} for s in sides) else []
+            for factor in factors:
+                if self._is_headwise(factor, axes):
+                    self.numbers.consume(factor, axes, PRODUCT)
         rest = any(n > 1 for axis, n in enumerate(columns.shape) if axis not in axes)
         if name in ("amax", "amin", "max", "min") and any(columns.shape[a] > 1 for a in axes):
             self.extremes[out.untyped_storage()] = columns
@@ -772,6 +773,11 @@ class Watch(TorchDispatchMode):
 def _moving(columns: Tensor) -> list[int]:
     """Return the axes along which columns change."""
     return [axis for axis, size in enumerate(columns.shape) if size > 1]
+
+
+def _is_copy(name: str, operands: Iterable[Tensor]) -> bool:
+    """Return whether an operation copies or scales its only operand with several elements."""
+    return name in COPIES and sum(t.numel() > 1 for t in operands) == 1
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
