@@ -116,6 +116,11 @@ class StateWriter(FileSystemWriter):
 
 Result = TypeVar("Result")
 
+START_SECONDS = 30.0
+"""Time limit for a writer process to start."""
+STARTS = 3
+"""Number of processes to try for each write."""
+
 
 class WriterError(RuntimeError):
     """Raised when a checkpoint writer process failed or was killed."""
@@ -160,6 +165,22 @@ class PendingSave:
             self._problem = WriterError(f"{self._name} failed: {described(error)}")
 
     def _start(self) -> None:
+        """Fork the process and wait until it runs, replacing a process that does not.
+
+        Before Python 3.11.10, a forked process may deadlock before it runs any code, if another
+        thread holds the interpreter's lock (python/cpython#112275).
+        """
+        for _ in range(STARTS):
+            self._fork()
+            if self._receiver.poll(START_SECONDS):
+                with contextlib.suppress(EOFError, OSError):  # it was killed, which `poll` reports
+                    self._receiver.recv()
+                return
+            self.kill()
+            print(f"warning: {self._name} did not start within {START_SECONDS:g} s", flush=True)
+        raise TimeoutError(f"{STARTS} processes did not start within {START_SECONDS:g} s each")
+
+    def _fork(self) -> None:
         context = get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
         save = self.folder, self._planner, self._plan
@@ -234,13 +255,15 @@ class PendingSave:
 def _write_all(
     sender: Connection, receiver: Connection, folder: Path, planner: StatePlanner, plan: SavePlan
 ) -> None:
-    """Write all files in the writer process. Send back a `Written`, an exception or an error
-    message."""
+    """Write all files in the writer process. Send back None at the start, then a `Written`, an
+    exception or an error message."""
     receiver.close()
     # Signals are handled by the training process; only SIGKILL stops the writer process.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP threads do not survive a fork
+    with contextlib.suppress(BrokenPipeError):
+        sender.send(None)
     try:
         answer: Written | WriterError | str = _written(folder, planner, plan)
     except NotFiniteStateError as error:

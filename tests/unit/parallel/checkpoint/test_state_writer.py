@@ -1,12 +1,21 @@
 """The process that writes a rank's parts of the state."""
 
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import StatePart, boxes
-from parallel.checkpoint.state_writer import NotFiniteStateError, PendingSave, StatePlanner
+from parallel.checkpoint.state_writer import (
+    STARTS,
+    NotFiniteStateError,
+    PendingSave,
+    StatePlanner,
+    WriterError,
+)
 
 
 @pytest.mark.parametrize("element", [7, 10, 16])
@@ -29,3 +38,32 @@ def test_an_element_that_is_not_finite_is_named_by_its_place_in_the_whole(elemen
     place = re.escape(f"weight/a{[*divmod(element, 4)]} is not finite")
     with pytest.raises(NotFiniteStateError, match=place):
         PendingSave(tmp_path, planner, plan, {}).poll(60.0)
+
+
+@pytest.mark.parametrize("hanging", [1, STARTS])
+def test_a_process_that_hangs_before_it_writes_is_replaced(
+    hanging, world, tmp_path, monkeypatch, capsys
+):
+    def hang_at_first(*arguments: object) -> None:
+        tries = len([*tmp_path.glob("try*")])
+        Path(tmp_path, f"try{tries}").touch()
+        time.sleep(600 if tries < hanging else 0)
+        write(*arguments)
+
+    write = state_writer._write_all
+    monkeypatch.setattr(state_writer, "_write_all", hang_at_first)
+    monkeypatch.setattr(state_writer, "START_SECONDS", 0.5)
+    planner, folder = StatePlanner(), tmp_path / "state"
+    part = StatePart("weight/a", torch.ones(4, 4), (4, 4), (0, 0))
+    folder.mkdir()
+    plan = planner.stage({part.name: part})
+    save = PendingSave(folder, planner, plan, {})
+    if hanging == STARTS:
+        with pytest.raises(
+            WriterError, match="failed: 3 processes did not start within 0.5 s each"
+        ):
+            save.poll(60.0)
+    else:
+        assert save.poll(60.0) and save.written.files
+    warning = "warning: the checkpoint writer of rank 0 did not start within 0.5 s\n"
+    assert capsys.readouterr().out == warning * hanging
