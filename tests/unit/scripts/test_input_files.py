@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import re
 import shutil
 import struct
@@ -57,7 +58,15 @@ def mixed_folder(folder: Path) -> None:
         (folder / name).write_text("not a document")
 
 
-def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path: Path) -> None:
+def test_rows_are_read_by_every_name_and_hidden_files_are_not(tmp_path, monkeypatch) -> None:
+    def in_reverse(*arguments, **options):
+        """A file system that lists names in another order."""
+        for parent, folders, files in walk(*arguments, **options):
+            folders.sort(reverse=True)
+            yield parent, folders, sorted(files, reverse=True)
+
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", in_reverse)
     mixed_folder(tmp_path / "in/deep")
     assert read(tmp_path / "in") == TEXTS[:6]
     (found,) = find_inputs(f"{tmp_path}/**/*.ndjson").inputs
